@@ -1,0 +1,69 @@
+//! Builds what cargo alone cannot: the CUDA kernels (NVRTC, embedded compressed) and the C++ shim.
+
+#[path = "tools/build/embed.rs"]
+mod embed;
+#[path = "tools/build/nvrtc.rs"]
+mod nvrtc;
+#[path = "tools/build/python.rs"]
+mod python;
+#[path = "tools/build/shim.rs"]
+mod shim;
+
+// The kernel table is the library's own source: one list of variants for build and run time.
+#[path = "src/kernels/backward_table.rs"]
+mod backward_table;
+#[path = "src/kernels/forward_table.rs"]
+mod forward_table;
+#[path = "src/kernels/variants.rs"]
+mod variants;
+
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+
+fn run() -> Result<()> {
+    let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
+    for path in ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/kernels"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    let python = python::Environment::query()?;
+
+    let params = out.join("volta_fa_params.h");
+    c_header("src/params.rs", &params)?;
+    let compiler = nvrtc::Compiler::load(&python, &params)?;
+    let variants: Vec<_> = [forward_table::FORWARD, backward_table::BACKWARD].concat();
+    embed::embed(&compiler, &variants, &out)?;
+
+    c_header("src/ffi.rs", &out.join("volta_fa_abi.h"))?;
+    shim::build(&python, &out)
+}
+
+/// The C view of a Rust file's `#[repr(C)]` types and `extern "C"` functions.
+fn c_header(source: &str, header: &Path) -> Result<()> {
+    let config = cbindgen::Config {
+        language: cbindgen::Language::Cxx,
+        pragma_once: true,
+        no_includes: true,
+        // NVRTC has no <cstdint>: the sources' own prelude names the fixed-width types
+        sys_includes: vec![],
+        usize_is_size_t: true,
+        // the parameter blocks: no Rust function mentions them, so cbindgen must be told
+        export: cbindgen::ExportConfig { include: vec!["FwdParams".into(), "BwdParams".into()], ..Default::default() },
+        ..Default::default()
+    };
+    cbindgen::Builder::new()
+        .with_src(source)
+        .with_config(config)
+        .with_after_include("\n// generated from the Rust source by cbindgen: do not edit\n")
+        .generate()
+        .with_context(|| format!("cbindgen could not read {source}"))?
+        .write_to_file(header);
+    Ok(())
+}
+
+fn main() {
+    if let Err(e) = run() {
+        // one line for the user; cargo frames it
+        eprintln!("volta_fa build: {e:#}");
+        std::process::exit(1);
+    }
+}

@@ -1,0 +1,140 @@
+// Global -> register -> shared tiles of fp16 matrices, in 16-byte chunks of 8 elements.
+//
+// There is no cp.async on Volta: a tile is loaded into registers early, and stored to shared memory
+// once the tile before it has been used. Rows and columns beyond the matrix are zero in shared memory:
+// the columns pad headdim to the kernel's, the rows keep inf and NaN of stale data out of the products.
+#pragma once
+
+#include "volta_fa_params.h"
+
+constexpr int kChunk = 8;        // fp16 elements a chunk
+constexpr int kChunkBytes = 16;
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Volatile, so that they stay in program order; without a memory clobber, since the compiler sees no
+// other accesses to shared memory.
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ void store_shared(unsigned address, const uint4& r) {
+    asm volatile("st.shared.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w), "r"(address));
+}
+
+__device__ __forceinline__ uint4 load_global(const unsigned short* p) {
+    return __ldg(reinterpret_cast<const uint4*>(p));
+}
+
+__device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }
+
+// Eight fp16 values times -1 where mask is 0x80008000, as they are where mask is 0.
+__device__ __forceinline__ uint4 flipped(const uint4& x, unsigned mask) {
+    return make_uint4(x.x ^ mask, x.y ^ mask, x.z ^ mask, x.w ^ mask);
+}
+
+// First element of row 0 of one head of one batch entry.
+__device__ __forceinline__ const unsigned short* head_base(const Operand& x, int batch, int head) {
+    return x.ptr + batch * x.batch_stride + head * x.head_stride;
+}
+__device__ __forceinline__ unsigned short* head_base(const Output& x, int batch, int head) {
+    return x.ptr + batch * x.batch_stride + head * x.head_stride;
+}
+
+// Swizzled rows: where the chunk (row, chunk) of a tile without padding lies, in bytes.
+//
+// Chunks of one column of eight consecutive rows fall into all eight 16-byte bank groups, and so do
+// four consecutive chunks of two consecutive rows: bits 1 and 2 of the row go to bits 0 and 1 of the
+// chunk, bit 0 of the row to bit 2. Rows of 64 or 192 bytes (4 or 12 chunks) shift odd rows by four
+// chunks by themselves. Chunks is the row length, a multiple of 4.
+template <int Chunks>
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    static_assert(Chunks % 4 == 0, "the swizzle permutes groups of four chunks");
+    const int parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
+    return (row * Chunks + (chunk ^ ((row >> 1) & 3) ^ parity)) * kChunkBytes;
+}
+
+// A row is read by 4 or 8 threads, so that one load instruction of a warp covers whole 128-byte lines
+// where rows have them.
+__device__ constexpr int threads_per_row(int chunks) { return chunks % 8 == 0 ? 8 : 4; }
+
+// Keeps a value that ptxas would otherwise recompute from thread indices in every iteration of a loop.
+__device__ __forceinline__ int pinned(int x) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(x));
+    return x;
+}
+
+// Moves a tile of Rows rows by 8 * Chunks columns along a matrix: global memory to registers with load(),
+// registers to shared memory with store(), by Threads threads of which this is number `thread`.
+//
+// The registers are live from load() to store() only. A tile inside the matrix costs plain loads; one
+// that reaches past its rows or columns takes a branch that clears the registers first.
+template <int Chunks, int Rows, int Threads>
+struct TileLoader {
+    static constexpr int kThreadsPerRow = threads_per_row(Chunks);
+    static constexpr int kRowsPerPass = Threads / kThreadsPerRow;
+    static constexpr int kPasses = Rows / kRowsPerPass;
+    static constexpr int kChunksPerRow = Chunks / kThreadsPerRow;
+    static_assert(kPasses * kRowsPerPass == Rows && kChunksPerRow * kThreadsPerRow == Chunks,
+                  "the tile has to divide evenly among the threads");
+
+    uint4 data[kPasses][kChunksPerRow];
+    const unsigned short* next;  // the thread's first chunk of the tile that load() takes next
+    long long row_stride;        // elements
+    int row, chunk;              // the thread's first
+    int chunks;                  // valid chunks of a row
+
+    // `base` is the first element of the first tile.
+    __device__ __forceinline__ TileLoader(int thread, const unsigned short* base, long long row_stride_, int columns)
+        : row_stride(row_stride_), row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow),
+          chunks(columns / kChunk) {
+        next = base + row * row_stride + chunk * kChunk;
+    }
+
+    // Loads the next tile, of which rows_left rows exist (may be negative or more than Rows).
+    __device__ __forceinline__ void load(int rows_left) {
+        if (rows_left >= Rows && chunks == Chunks) {
+#pragma unroll
+            for (int i = 0; i < kPasses; i++)
+#pragma unroll
+                for (int c = 0; c < kChunksPerRow; c++) data[i][c] = load_global(source(i, c));
+        } else {
+            __syncwarp();  // keeps ptxas from turning the branch into predicates that every tile pays for
+#pragma unroll
+            for (int i = 0; i < kPasses; i++)
+#pragma unroll
+                for (int c = 0; c < kChunksPerRow; c++) {
+                    data[i][c] = zero_chunk();
+                    if (row + i * kRowsPerPass < rows_left && chunk + c * kThreadsPerRow < chunks)
+                        data[i][c] = load_global(source(i, c));
+                }
+        }
+        next += Rows * row_stride;
+    }
+
+    __device__ __forceinline__ void flip_signs(unsigned mask) {
+#pragma unroll
+        for (int i = 0; i < kPasses; i++)
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++) data[i][c] = flipped(data[i][c], mask);
+    }
+
+    // Stores the tile. `address` is where the thread's first chunk goes, `pitch` the bytes between rows of
+    // the tile; the rows of one thread are multiples of 8 apart, so that their swizzle is the same.
+    __device__ __forceinline__ void store(unsigned address, int pitch) const {
+        static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "see above");
+#pragma unroll
+        for (int i = 0; i < kPasses; i++)
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++)
+                store_shared(address + i * kRowsPerPass * pitch + c * kThreadsPerRow * kChunkBytes, data[i][c]);
+    }
+
+private:
+    __device__ __forceinline__ const unsigned short* source(int i, int c) const {
+        return next + i * kRowsPerPass * row_stride + c * kThreadsPerRow * kChunk;
+    }
+};

@@ -1,0 +1,222 @@
+// Forward kernel with Q in registers: headdim 32 and 64.
+//
+// A step is 16 keys. K and V move through a ring of four slots in shared memory, one barrier a step:
+// while step i multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. Inside a
+// step the softmax of its scores runs beside the first product of the next step (exp2 on the XU pipe
+// under the tensor cores), and the test of the lazy row maximum beside the second product.
+#pragma once
+
+#include "volta/forward.cuh"
+
+namespace volta {
+
+template <int Headdim, int HeaddimV, int Warps>
+struct ForwardRegisterQ {
+    static constexpr int kRowTiles = 2;
+    static constexpr int kStep = 16;
+    static constexpr int kSlots = 4;
+    static constexpr int kThreads = 32 * Warps;
+    static constexpr int kWarpRows = 16 * kRowTiles;
+    static constexpr int kBlockRows = Warps * kWarpRows;
+    static constexpr int kChunks = Headdim / kChunk;
+    static constexpr int kChunksV = HeaddimV / kChunk;
+    static constexpr int kOutputTiles = HeaddimV / 16;
+    // One chunk of padding, which makes the pitch an odd number of chunks: rows that differ in bits 1 and
+    // 2 (forward.cuh) fall into different 16-byte bank groups, and chunks have immediate offsets.
+    static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
+    static constexpr int kPitchV = (kChunksV + 1) * kChunkBytes;
+    static constexpr int kOffsetV = kStep * kPitch;
+    static constexpr int kSlotBytes = kStep * (kPitch + kPitchV);
+    static constexpr int kSharedBytes = kSlots * kSlotBytes;
+
+    // Loads run this many fragments ahead of the products that use them.
+    static constexpr int kAhead = 2;
+
+    static constexpr int kThreadsK = kStep * kChunks;
+    static_assert(kThreadsK == kStep * kChunksV && (kThreadsK == kThreads || 2 * kThreadsK == kThreads),
+                  "a thread loads one chunk of K and one of V, or one of either");
+    static constexpr bool kSplitLoads = kThreadsK < kThreads;
+
+    // K and V on their way from global memory to the ring.
+    struct KeyLoader {
+        using Loader = TileLoader<kChunks, kStep, kThreadsK>;
+        Loader k, v;  // v is not used where half of the threads load K and the others V
+        u32 k_store, v_store;
+
+        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key, u32 ring)
+            : k(first(p, block, key, loads_v())), v(first(p, block, key, true)),
+              k_store(ring + k.row * kPitch + k.chunk * kChunkBytes + (loads_v() ? kOffsetV : 0)),
+              v_store(ring + v.row * kPitchV + v.chunk * kChunkBytes + kOffsetV) {}
+
+        // Whether this thread's k is a part of V. The vote tells ptxas that a warp is of one mind.
+        __device__ __forceinline__ static bool loads_v() {
+            return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK);
+        }
+        __device__ __forceinline__ static Loader first(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key,
+                                                       bool of_v) {
+            const Operand& x = of_v ? p.v : p.k;
+            return Loader(threadIdx.x % kThreadsK, head_base(x, block.batch, block.head_k) + key * x.row_stride,
+                          x.row_stride, of_v ? p.problem.headdim_v : p.problem.headdim);
+        }
+        __device__ __forceinline__ void load(int keys_left) {
+            k.load(keys_left);
+            if (!kSplitLoads) v.load(keys_left);
+        }
+        __device__ __forceinline__ void store(u32 slot) const {
+            k.store(k_store + slot, kPitch);
+            if (!kSplitLoads) v.store(v_store + slot, kPitchV);
+        }
+    };
+
+    using Tile = Scores<kRowTiles, 1>;
+
+    __device__ __forceinline__ static void run(const FwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const u32 ring = shared_address(shared);
+        const Problem& problem = p.problem;
+        const ForwardLane lane;
+        const ForwardBlock<kBlockRows> block(problem);
+        const Mask mask(problem);
+        const int row = block.row + threadIdx.x / 32 * kWarpRows;
+
+        uint4 q[kRowTiles][kChunks];
+        const unsigned short* q_base = head_base(p.q, block.batch, block.head);
+#pragma unroll
+        for (int mt = 0; mt < kRowTiles; mt++) {
+            const int i = row + 16 * mt + lane.q_row();
+#pragma unroll
+            for (int c = 0; c < kChunks; c++) {
+                q[mt][c] = zero_chunk();
+                if (i < problem.seqlen_q && c * kChunk < problem.headdim)
+                    q[mt][c] = flipped(load_global(q_base + i * p.q.row_stride + c * kChunk), problem.sign_flip);
+            }
+        }
+
+        int key = mask.key_first(block.row);
+        const int key_end = mask.key_end(block.row, kBlockRows);
+        KeyLoader loader(p, block, key, ring);
+        const u32 k_lane = ring + lane.k_row() * kPitch;
+        const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
+        const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
+        const UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
+        const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
+
+        SoftmaxState<kRowTiles> softmax;
+        Accumulator o[kRowTiles][kOutputTiles];
+#pragma unroll
+        for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
+
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            loader.load(key_end - key - i * kStep);
+            loader.store(i * kSlotBytes);
+        }
+        loader.load(key_end - key - 2 * kStep);
+        __syncthreads();
+
+        Tile s;
+#pragma unroll
+        for (int mt = 0; mt < kRowTiles; mt++) clear(s[mt][0]);
+#pragma unroll
+        for (int c = 0; c < kChunks; c++) {
+            const uint4 k = load_shared(k_lane + c * kChunkBytes);
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++) {
+                mma_row_col(s[mt][0], q[mt][c].x, q[mt][c].y, k.x, k.y);
+                mma_row_col(s[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
+            }
+        }
+        uint4 k_ahead[kAhead];
+#pragma unroll
+        for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
+
+        bool exceeds = true;
+        u32 slot = 0;  // of this step: its number in the ring times kSlotBytes
+        const auto slot_after = [&](int steps) {
+            const u32 x = slot + steps * kSlotBytes;
+            return x >= kSharedBytes ? x - kSharedBytes : x;
+        };
+#pragma unroll 1
+        for (; key < key_end; key += kStep) {
+            loader.store(slot_after(2));
+            loader.load(key_end - key - 3 * kStep);
+            if (!unmasked.contain(key)) mask_scores<kRowTiles, 1>(s, mask, lane, row, key);
+            if (exceeds) move_references<kRowTiles, 1, kOutputTiles>(s, softmax, o, scale, inverse_scale);
+
+            // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
+            // their own: four short chains instead of two long ones.
+            const u32 k_next = k_lane + slot_after(1);
+            Tile even, odd;
+            Probabilities<kRowTiles> probabilities;
+            uint4 k[kChunks];
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++) {
+                clear(even[mt][0]);
+                clear(odd[mt][0]);
+            }
+#pragma unroll
+            for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
+            constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores that a lane holds
+            constexpr int kPairsPerChunk = kPairs / kChunks;
+#pragma unroll
+            for (int c = 0; c < kChunks; c++) {
+                if (c + kAhead < kChunks) k[c + kAhead] = load_shared(k_next + (c + kAhead) * kChunkBytes);
+#pragma unroll
+                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(even[mt][0], q[mt][c].x, q[mt][c].y, k[c].x, k[c].y);
+#pragma unroll
+                for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++) {
+                    const int u = pair / 4, mt = pair / 2 % 2, v = 4 * u + 2 * (pair % 2);
+#pragma unroll
+                    for (int w = v; w < v + 2; w++)
+                        s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
+                }
+#pragma unroll
+                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(odd[mt][0], q[mt][c].z, q[mt][c].w, k[c].z, k[c].w);
+#pragma unroll
+                for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++)
+                    if (pair % 2) probabilities.pack_own(lane, pair / 2 % 2, pair / 4, s[pair / 2 % 2][0]);
+            }
+
+            // O += P V
+            const u32 v_address = v_lane + slot;
+            constexpr int kGroups = kChunksV / 4;
+            constexpr int kLoads = 4 * kGroups;
+            const auto load_v = [&](int i) {
+                const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
+                return load_shared(v_address + (w ? v_other : 0) + u * kPitchV + j * 4 * kChunkBytes);
+            };
+            uint4 v[kLoads];
+#pragma unroll
+            for (int i = 0; i < kAhead; i++) v[i] = load_v(i);
+            slot = slot_after(1);
+            const u32 k_after_next = k_lane + slot_after(1);
+            __syncthreads();
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+                for (int w = 0; w < 8; w++) s[mt][0][w] = even[mt][0][w] + odd[mt][0][w];
+            probabilities.exchange();
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) {
+                const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
+                if (i + kAhead < kLoads) v[i + kAhead] = load_v(i + kAhead);
+                if (i >= kLoads - kAhead)
+                    k_ahead[i - kLoads + kAhead] = load_shared(k_after_next + (i - kLoads + kAhead) * kChunkBytes);
+#pragma unroll
+                for (int mt = 0; mt < kRowTiles; mt++)
+                    mma_row_row(o[mt][2 * j], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].x, v[i].y);
+#pragma unroll
+                for (int mt = 0; mt < kRowTiles; mt++)
+                    mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z,
+                                v[i].w);
+                // Without the mask, which is applied when the step begins: at worst that moves a reference early.
+                if (i == kLoads / 2 - 1) exceeds = exceeds_limit<kRowTiles, 1>(s, softmax);
+            }
+        }
+        write_output<kRowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,190 @@
+// Forward kernel with Q in shared memory: for headdims whose Q does not fit beside the output in
+// registers. Schedule of one step of Step keys (TurboMind's order: a global load is in flight during
+// one product and its registers are free for the other operand in the next):
+//
+//   S = Q K^T  |  store V, load next K  |  barrier  |  mask, softmax, O += P V  |  store K, load next V  |  barrier
+//
+// The first product is a rolled loop over chunks of headdim and the second is unrolled: the step has to
+// stay inside the 12 KiB instruction cache.
+#pragma once
+
+#include "volta/forward.cuh"
+
+namespace volta {
+
+// Warps warps own 16 * RowTiles rows each. ChunkUnroll chunks are one iteration of the rolled loop.
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int ChunkUnroll>
+struct ForwardSharedQ {
+    static constexpr int kThreads = 32 * Warps;
+    static constexpr int kWarpRows = 16 * RowTiles;
+    static constexpr int kBlockRows = Warps * kWarpRows;
+    static constexpr int kChunks = Headdim / kChunk;
+    static constexpr int kChunksV = HeaddimV / kChunk;
+    static constexpr int kPitch = kChunks * kChunkBytes;
+    static constexpr int kPitchV = kChunksV * kChunkBytes;
+    static constexpr int kKeyTiles = Step / 16;
+    static constexpr int kOutputTiles = HeaddimV / 16;
+    static constexpr int kOffsetK = kBlockRows * kPitch;
+    static constexpr int kOffsetV = kOffsetK + Step * kPitch;
+    static constexpr int kSharedBytes = kOffsetV + Step * kPitchV;
+
+    // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
+    // 0) ^ (low bits of c) + (the rest of c), in bytes.
+    static constexpr int kSwizzleMask = (kPitch & (kPitch - 1)) == 0 ? kPitch - 1  // all of a power of two may be XORed
+                                        : kChunks % 8 == 0           ? 8 * kChunkBytes - 1
+                                                                     : 4 * kChunkBytes - 1;
+    __device__ __forceinline__ static u32 at_chunk(u32 address, int chunk_bytes) {
+        return (address ^ (chunk_bytes & kSwizzleMask)) + (chunk_bytes & ~kSwizzleMask);
+    }
+
+    using Accumulators = Accumulator[RowTiles][kOutputTiles];
+
+    // S = Q K^T for the warp's rows and the Step keys in shared memory. q and k are the lane's addresses.
+    __device__ __forceinline__ static void scores(Scores<RowTiles, kKeyTiles>& s, u32 q, u32 k) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < kKeyTiles; nt++) clear(s[mt][nt]);
+#pragma unroll 1
+        for (int chunk = 0; chunk < kPitch; chunk += ChunkUnroll * kChunkBytes) {
+            const u32 q_base = at_chunk(q, chunk), k_base = at_chunk(k, chunk);
+#pragma unroll
+            for (int c = 0; c < ChunkUnroll; c++) {
+                uint4 a[RowTiles], b[kKeyTiles];
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) a[mt] = load_shared((q_base ^ (c * kChunkBytes)) + mt * 16 * kPitch);
+#pragma unroll
+                for (int nt = 0; nt < kKeyTiles; nt++)
+                    b[nt] = load_shared((k_base ^ (c * kChunkBytes)) + nt * 16 * kPitch);
+#pragma unroll
+                for (int nt = 0; nt < kKeyTiles; nt++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s[mt][nt], a[mt].x, a[mt].y, b[nt].x, b[nt].y);
+#pragma unroll
+                for (int nt = 0; nt < kKeyTiles; nt++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s[mt][nt], a[mt].z, a[mt].w, b[nt].z, b[nt].w);
+            }
+        }
+    }
+
+    // O += P V for 16 keys. v_own and v_other are the lane's addresses for the keys of its own quad-pair
+    // column and of the other one.
+    __device__ __forceinline__ static void accumulate(Accumulators& o, const Probabilities<RowTiles>& p, u32 v_own,
+                                                      u32 v_other) {
+        constexpr int kGroups = kChunksV / 4;      // of four chunks, one for each (qn, half)
+        constexpr int kLoads = 4 * kGroups;        // for (own, other) x u x group
+        constexpr int kAhead = 2;
+        const auto load = [&](int i) {
+            const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
+            // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.
+            const int group = kChunksV % 8 == 0 ? j ^ u : j;
+            return load_shared((w ? v_other : v_own) + u * kPitchV + group * 4 * kChunkBytes);
+        };
+        uint4 v[kLoads];
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) v[i] = load(i);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++) {
+            const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
+            if (i + kAhead < kLoads) v[i + kAhead] = load(i + kAhead);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) mma_row_row(o[mt][2 * j], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].x, v[i].y);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+                mma_row_row(o[mt][2 * j + 1], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].z, v[i].w);
+        }
+    }
+
+    __device__ __forceinline__ static void run(const FwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        const u32 base = shared_address(shared);
+        const Problem& problem = p.problem;
+        const ForwardLane lane;
+        const ForwardBlock<kBlockRows> block(problem);
+        const Mask mask(problem);
+        const int thread = threadIdx.x;
+        const int warp_row = thread / 32 * kWarpRows;
+        const int row = block.row + warp_row;
+
+        {
+            constexpr int kRows = kThreads / threads_per_row(kChunks);
+            TileLoader<kChunks, kRows, kThreads> q(thread, head_base(p.q, block.batch, block.head) +
+                                                               block.row * p.q.row_stride, p.q.row_stride, problem.headdim);
+#pragma unroll 2
+            for (int i = 0; i < kBlockRows; i += kRows) {
+                q.load(problem.seqlen_q - block.row - i);
+                q.flip_signs(problem.sign_flip);
+                q.store(base + i * kPitch + swizzled<kChunks>(q.row, q.chunk), kPitch);
+            }
+        }
+
+        int key = mask.key_first(block.row);
+        const int key_end = mask.key_end(block.row, kBlockRows);
+        TileLoader<kChunks, Step, kThreads> k(thread, head_base(p.k, block.batch, block.head_k) + key * p.k.row_stride,
+                                              p.k.row_stride, problem.headdim);
+        TileLoader<kChunksV, Step, kThreads> v(thread, head_base(p.v, block.batch, block.head_k) + key * p.v.row_stride,
+                                               p.v.row_stride, problem.headdim_v);
+        const u32 q_lane = pinned(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
+        const u32 k_lane = pinned(base + kOffsetK + swizzled<kChunks>(lane.k_row(), 0));
+        const u32 v_own = pinned(base + kOffsetV + swizzled<kChunksV>(lane.v_row(), lane.v_chunk()));
+        const u32 v_other = pinned(base + kOffsetV + swizzled<kChunksV>(lane.v_row() ^ 8, lane.v_chunk()));
+        const u32 k_store = pinned(base + kOffsetK + swizzled<kChunks>(k.row, k.chunk));
+        const u32 v_store = pinned(base + kOffsetV + swizzled<kChunksV>(v.row, v.chunk));
+        const UnmaskedKeys<Step> unmasked(mask, row, kWarpRows);
+
+        const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
+        SoftmaxState<RowTiles> softmax;
+        Accumulators o;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
+
+        k.load(key_end - key);
+        k.store(k_store, kPitch);
+        v.load(key_end - key);
+        __syncthreads();
+#pragma unroll 1
+        for (; key < key_end; key += Step) {
+            Scores<RowTiles, kKeyTiles> s;
+            scores(s, q_lane, k_lane);
+            v.store(v_store, kPitchV);
+            k.load(key_end - key - Step);
+            __syncthreads();
+            if (!unmasked.contain(key))
+                mask_scores<RowTiles, kKeyTiles>(s, mask, lane, row, key);
+            if (exceeds_limit<RowTiles, kKeyTiles>(s, softmax))
+                move_references<RowTiles, kKeyTiles, kOutputTiles>(s, softmax, o, scale, inverse_scale);
+            // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
+            u32 v_offset = 0;
+#pragma unroll 1
+            for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
+                Probabilities<RowTiles> probabilities;
+#pragma unroll
+                for (int u = 0; u < 2; u++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) {
+#pragma unroll
+                        for (int w = 4 * u; w < 4 * u + 4; w++)
+                            s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
+                        probabilities.pack_own(lane, mt, u, s[mt][0]);
+                    }
+                probabilities.exchange();
+                accumulate(o, probabilities, v_own + v_offset, v_other + v_offset);
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                    for (int nt = 1; nt < kKeyTiles; nt++)
+#pragma unroll
+                        for (int w = 0; w < 8; w++) s[mt][nt - 1][w] = s[mt][nt][w];
+            }
+            k.store(k_store, kPitch);
+            v.load(key_end - key - Step);
+            __syncthreads();
+        }
+        write_output<RowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,82 @@
+// The arithmetic layer of the volta family: mma.sync.m8n8k4 and who holds what.
+//
+// This is the only header that a family with another mma instruction replaces as a whole.
+//
+// One m8n8k4 is four independent 8x8x4 products, one for each quad-pair of a warp. Quad-pair q is the
+// lanes 4q..4q+3 and 16+4q..16+4q+3; inside it a lane is known by t = lane%4 + 4*(lane>=16), 0..7.
+// With v the element a lane holds (0..3 of an operand, 0..7 of the accumulator):
+//
+//   A row-major   m = t                                   k = v
+//   A col-major   k = t%4                                 m = 4*(t/4) + v
+//   B col-major   n = t                                   k = v
+//   B row-major   k = t%4                                 n = 4*(t/4) + v
+//   C, fp32       m = (t&1) + (v&2) + 4*(t>>2)            n = (v&1) + (t&2) + (v&4)
+//
+// The kernels arrange the four quad-pairs as 2x2: a warp's tile of C is 16x16, quad-pair (qm, qn) owns
+// eight of its rows and eight of its columns. Each B fragment is then shared by the two quad-pairs of
+// a column and each A fragment by the two of a row, so a 16-byte shared load feeds twice the products
+// of the 4x1 arrangement. Which eight rows and columns is the kernel's choice.
+#pragma once
+
+namespace volta {
+
+using u32 = unsigned;
+using Accumulator = float[8];
+
+// A lane's place in the 2x2 arrangement.
+struct Lane {
+    int lane;    // 0..31
+    int quad;    // t % 4
+    int half;    // t / 4: 0 for lanes 0..15, 1 for 16..31
+    int t;       // 0..7 inside the quad-pair
+    int qm, qn;  // row and column of the quad-pair in the 2x2 arrangement
+
+    __device__ __forceinline__ Lane()
+        : lane(threadIdx.x & 31), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1),
+          qn((lane >> 3) & 1) {}
+};
+
+// The lanes that hold the other columns of the same rows of C: lane ^ 2 inside the quad-pair, lane ^ 8
+// in the quad-pair beside it. Reducing a row of a 16x16 tile of C is a shfl_xor over both.
+constexpr int kRowMates[2] = {2, 8};
+
+// Row and column of accumulator element v in the quad-pair's 8x8 product.
+__device__ __forceinline__ int c_row(int t, int v) { return (t & 1) + (v & 2) + 4 * (t >> 2); }
+__device__ __forceinline__ int c_col(int t, int v) { return (v & 1) + (t & 2) + (v & 4); }
+
+// c += a * b. One operand register pair is four consecutive fp16 of the layouts above. Not volatile:
+// the products of one warp may be reordered freely.
+#define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                   \
+    __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                    \
+        asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT ".f32.f16.f16.f32 "                            \
+            "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"                       \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])  \
+            : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                            \
+    }
+VOLTA_MMA(mma_row_col, row, col)
+VOLTA_MMA(mma_row_row, row, row)
+VOLTA_MMA(mma_col_row, col, row)
+#undef VOLTA_MMA
+
+__device__ __forceinline__ void clear(Accumulator& c) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) c[v] = 0.f;
+}
+
+// Two floats to packed fp16, rounded to nearest (the XU pipe: not for inner loops).
+__device__ __forceinline__ u32 to_half2(float lo, float hi) {
+    u32 packed;
+    asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(packed)
+        : "f"(lo), "f"(hi));
+    return packed;
+}
+
+// Packed fp16 to two floats.
+__device__ __forceinline__ float2 to_float2(u32 packed) {
+    float2 r;
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(packed));
+    return r;
+}
+
+}  // namespace volta

@@ -1,0 +1,63 @@
+"""The command line: `python -m volta_fa`. One module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Sequence
+
+from ..errors import CommandError
+from ..version import __version__
+from . import demo, info
+
+_COMMANDS = (demo, info)
+
+_DESCRIPTION = """\
+Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators
+(torch.ops.volta_fa.fwd and .bwd). It runs on the CPU too, without any GPU or CUDA toolkit.
+"""
+
+_EPILOG = """\
+examples:
+  python -m volta_fa demo                train a small GPT with volta_fa and with PyTorch's attention, and compare
+  python -m volta_fa demo --quick        the same in a few seconds
+  python -m volta_fa info                this build's kernels and this machine's devices
+  python -m volta_fa info --json         the same for programs
+
+environment:
+  VOLTA_FA_SIMULATE=1   run float16 CPU tensors through the sm_70 machine code in the simulator
+                        (builds with the `sim` feature only: `make build` makes one, wheels leave it out)
+
+The operators' arguments, shapes and errors: python -c "import volta_fa; help(volta_fa)"
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m volta_fa", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"volta_fa {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is the command's."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except CommandError as error:
+        print(f"volta_fa: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("volta_fa: stopped", file=sys.stderr)
+        return 130

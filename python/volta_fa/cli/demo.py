@@ -1,0 +1,78 @@
+"""`python -m volta_fa demo`: train a small GPT with volta_fa and with PyTorch's attention, and compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ..errors import CommandError
+from ..info import kernel_family
+from ..version import TORCH_VERSION
+from .rich_import import require_rich
+
+SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
+DESCRIPTION = """\
+Train a small character-level GPT on the source of Python's standard library, once through volta_fa::fwd and
+volta_fa::bwd and once through PyTorch's scaled_dot_product_attention, from the same weights and on the same
+batches. Prints the losses side by side, step time and peak memory, and writes a plot. On a GPU it trains in
+float16 autocast with GradScaler, on a CPU in float32 (about a minute on two cores).
+
+Exit status: 0 if the two trainings agree to within rounding, 1 if they do not, 2 if the demo cannot run here.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu, cuda or cuda:N")
+    parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 150 on a CPU, 300 on a GPU)")
+    parser.add_argument("--quick", action="store_true", help="15 steps: does it work at all?")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the plot (default: ./demo-output)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_rich("matplotlib")
+    from ..demo import run_demo, settings_for
+
+    device = _choose_device(arguments.device)
+    settings = settings_for(device, steps=arguments.steps, quick=arguments.quick)
+    return 0 if run_demo(settings, device, arguments.output).agree else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        usable = torch.cuda.is_available() and kernel_family(torch.device("cuda", 0)) is not None
+        name = "cuda" if usable else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise CommandError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise CommandError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise CommandError(f"--device {name}: torch {torch.__version__} finds no CUDA device here; --device cpu works everywhere")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise CommandError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    device = torch.device("cuda", index)
+    if kernel_family(device) is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise CommandError(f"--device {name}: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, volta_fa needs sm_70 or newer")
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        # PyTorch's default wheels of this release have no code for Volta
+        raise CommandError(
+            f"torch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): for Volta run "
+            f"`pip install torch=={TORCH_VERSION} --index-url https://download.pytorch.org/whl/cu126`, or use --device cpu"
+        ) from None
+    return device

@@ -1,0 +1,14 @@
+"""The command line prints with rich; the operators do not need it, so a wheel does not require it."""
+
+from __future__ import annotations
+
+from ..errors import CommandError
+
+
+def require_rich(*also: str) -> None:
+    """Raise CommandError unless rich, and the packages named in `also`, are installed."""
+    import importlib.util
+
+    missing = [package for package in ("rich", *also) if importlib.util.find_spec(package) is None]
+    if missing:
+        raise CommandError(f"this command needs {' and '.join(missing)}: pip install 'volta-fa[demo]'")

@@ -1,0 +1,52 @@
+"""The demo: one small language model trained with volta_fa and with PyTorch's attention, compared.
+
+data.py     the text and its batches
+model.py    the GPT and the attentions it is trained with
+train.py    the trainings, side by side on the same batches
+compare.py  do they differ by more than rounding?
+report.py   what the user sees: progress, tables, plot
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from . import data, report, train
+from .compare import Comparison, compare
+from .model import Attention, RoundedAttention, torch_attention, volta_attention
+from .train import Settings
+
+# Sizes: the CPU's finish within two minutes on two cores; the GPU's keep a V100 busy for about a minute.
+_CPU = Settings(layers=4, nheads=4, headdim=32, seqlen=128, batch=8, steps=150)
+_CUDA = Settings(layers=6, nheads=6, headdim=64, seqlen=512, batch=16, steps=300, half=True)
+_QUICK_STEPS = 15
+
+
+def settings_for(device: torch.device, *, steps: int | None = None, quick: bool = False) -> Settings:
+    """The demo's model and training on this device; `steps` overrides the number of steps."""
+    settings = _CUDA if device.type == "cuda" else _CPU
+    if steps is None:
+        steps = _QUICK_STEPS if quick else settings.steps
+    return Settings(**{**vars(settings), "steps": steps})
+
+
+def run_demo(settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention) -> Comparison:
+    """Train, print, write the plot into `output`, and judge. `attention` is what is put to the test."""
+    text, files = data.read_corpus()
+    tokens = data.encode(text)
+    runs = reference, candidate, control = train.make_runs(
+        settings,
+        device,
+        {report.REFERENCE: torch_attention, report.CANDIDATE: attention, report.CONTROL: RoundedAttention(settings.seed)},
+    )
+    report.introduce(settings, device, len(tokens), files, runs)
+    with report.Progress(settings.steps, runs) as progress:
+        train.train(settings, runs, tokens, device, progress.on_step)
+    comparison = compare(reference.losses, control.losses, candidate.losses)
+    peaks = train.measure_memory(settings, (reference, candidate), tokens, device)
+    report.summarise(reference, candidate, peaks, comparison)
+    report.announce_plot(report.plot(output, reference, candidate, comparison))
+    report.judge(comparison)
+    return comparison

@@ -1,0 +1,139 @@
+"""What the demo shows: what it found, progress, results, and the plot."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from statistics import median
+from typing import Mapping, Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ..info import kernel_family
+from ..version import __version__
+from .compare import Comparison
+from .train import Run, Settings
+
+REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"
+
+_console = Console(highlight=False)
+
+
+def introduce(settings: Settings, device: torch.device, tokens: int, files: int, runs: Sequence[Run]) -> None:
+    """What was found on this machine, and what will be done with it."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+        kernels = f"family {kernel_family(device)}"
+    else:
+        found = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+        kernels = "CPU backend (ATen operations)"
+    precision = "float16 autocast with GradScaler" if settings.half else "float32"
+    parameters = sum(p.numel() for p in runs[0].model.parameters())
+    facts = {
+        "device": found,
+        "kernels": kernels,
+        "torch": f"{torch.__version__}, volta_fa {__version__}, Python {platform.python_version()}",
+        "model": f"GPT of {parameters / 1e6:.2f} million parameters: {settings.layers} layers, {settings.nheads} heads of "
+        f"{settings.headdim}, {settings.seqlen} characters; {precision}",
+        "text": f"{tokens / 1e6:.1f} million characters of Python's standard library ({files} files)",
+        "runs": f"{settings.steps} steps of {settings.batch} windows, from the same weights on the same batches: {REFERENCE}'s attention; "
+        f"{CANDIDATE}; and {REFERENCE}'s with every output rounded differently, which shows what rounding alone does",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(name, value)
+    _console.print(table, "")
+
+
+class Progress:
+    """A progress bar, with the losses side by side above it at intervals."""
+
+    _ROWS = 10
+    _FORMAT = "{:>6}  {:>10}  {:>10}  {:>12}  {:>12}"
+
+    def __init__(self, steps: int, runs: Sequence[Run]):
+        self._steps, self._runs = steps, runs
+        self._interval = max(1, steps // self._ROWS)
+        self._bar = Bar(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True
+        )
+        self._task = self._bar.add_task("training", total=steps)
+
+    def __enter__(self) -> Progress:
+        _console.print(self._FORMAT.format("", "loss", "loss", "difference", "rounding's"))
+        _console.print(self._FORMAT.format("step", REFERENCE, CANDIDATE, "of the two", "difference"))
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.__exit__(*exception)
+
+    def on_step(self, step: int) -> None:
+        self._bar.advance(self._task)
+        if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps:
+            reference, candidate, control = (run.losses[-1] for run in self._runs)
+            self._bar.console.print(
+                self._FORMAT.format(
+                    step + 1, f"{reference:.4f}", f"{candidate:.4f}", f"{candidate - reference:+.1e}", f"{control - reference:+.1e}"
+                )
+            )
+
+
+def summarise(reference: Run, candidate: Run, peaks: Mapping[str, int], comparison: Comparison) -> None:
+    table = Table()
+    for column in ("", reference.name, candidate.name):
+        table.add_column(column, justify="right" if column else "left")
+    runs = (reference, candidate)
+    table.add_row("last loss", *(f"{run.losses[-1]:.4f}" for run in runs))
+    table.add_row("time of a step (median)", *(f"{1e3 * median(run.seconds):.1f} ms" for run in runs))
+    table.add_row("peak memory of a step", *(f"{peaks[run.name] / 2**20:.1f} MiB" for run in runs))
+    _console.print("", table)
+    _console.print(f"largest difference of the losses {max(comparison.differences):.1e}, rounding explains up to {comparison.allowed[-1]:.1e}")
+
+
+def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -> Path:
+    """Draw the losses and their difference into `output`/losses.png; returns its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    steps = range(1, len(reference.losses) + 1)
+    figure, (losses, differences) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    losses.plot(steps, reference.losses, color="#8c8c8c", linewidth=4, label=reference.name)
+    losses.plot(steps, candidate.losses, color="#c0392b", linewidth=1.2, label=candidate.name)
+    losses.set(title="A small GPT on the source of Python's standard library", ylabel="training loss (nats a character)")
+    losses.legend()
+    differences.semilogy(steps, comparison.allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
+    differences.semilogy(steps, comparison.differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|")
+    # equal losses have no place on a logarithmic axis: draw them at its lower end
+    differences.set_yscale("log", nonpositive="clip")
+    differences.set(xlabel="step", ylabel="difference of the losses")
+    differences.set_ylim(bottom=1e-8)
+    differences.legend()
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "losses.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def announce_plot(path: Path) -> None:
+    _console.print(f"plot: {path}", soft_wrap=True)
+
+
+def judge(comparison: Comparison) -> None:
+    """The last line."""
+    if comparison.agree:
+        _console.print("[green]The two trainings agree to within rounding.[/green]")
+        return
+    step = comparison.first_disagreement
+    _console.print(
+        f"[red]The two trainings disagree: at step {step + 1} their losses differ by {comparison.differences[step]:.1e}, "
+        f"and rounding explains {comparison.allowed[step]:.1e}.[/red]"
+    )

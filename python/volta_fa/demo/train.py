@@ -1,0 +1,129 @@
+"""Training several copies of one model side by side, which differ in their attention only."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Mapping
+
+import torch
+
+from .data import VOCABULARY, Batches
+from .model import GPT, Attention
+
+
+@dataclass(frozen=True)
+class Settings:
+    layers: int
+    nheads: int
+    headdim: int
+    seqlen: int
+    batch: int
+    steps: int
+    learning_rate: float = 1e-3
+    #: steps over which the learning rate rises from zero
+    warmup: int = 20
+    #: fp16 autocast with GradScaler; else fp32
+    half: bool = False
+    seed: int = 1
+
+
+@dataclass
+class Run:
+    """One model in training."""
+
+    name: str
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    half: bool
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, tokens: torch.Tensor, target: torch.Tensor, learning_rate: float) -> None:
+        started = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self._forward_backward(tokens, target)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        # .item() also waits for the device, so that the clock sees the whole step
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - started)
+
+    def _forward_backward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.float16, enabled=self.half):
+            loss = self.model(tokens, target)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def peak_memory(self, tokens: torch.Tensor, target: torch.Tensor) -> int:
+        """Bytes that one forward and backward allocate at their highest point, gradients included."""
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
+            torch.cuda.reset_peak_memory_stats(tokens.device)
+            before = torch.cuda.memory_allocated(tokens.device)
+            self._forward_backward(tokens, target)
+            peak = torch.cuda.max_memory_allocated(tokens.device) - before
+        else:
+            peak = _cpu_peak(lambda: self._forward_backward(tokens, target))
+        self.optimizer.zero_grad()
+        return peak
+
+
+def _cpu_peak(work: Callable[[], object]) -> int:
+    """The highest sum of what `work` took from ATen's CPU allocator and had not given back.
+
+    The process's own high-water mark would not do: the allocator keeps what the first run freed, and the
+    second run would seem to need nothing.
+    """
+    # Kineto, which records the allocations, would report a CUDA build without a driver as an error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        work()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def make_runs(settings: Settings, device: torch.device, attentions: Mapping[str, Attention]) -> list[Run]:
+    """One run for each attention, all from the same weights."""
+    runs: list[Run] = []
+    for name, attention in attentions.items():
+        torch.manual_seed(settings.seed)
+        model = GPT(
+            vocabulary=VOCABULARY,
+            layers=settings.layers,
+            nheads=settings.nheads,
+            headdim=settings.headdim,
+            seqlen=settings.seqlen,
+            attention=attention,
+        ).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
+        # A modest constant scale: a step skipped by one run and not by another would look like a wrong gradient.
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=10**9, enabled=settings.half)
+        runs.append(Run(name, model, optimizer, scaler, settings.half))
+    return runs
+
+
+def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device, on_step: Callable[[int], None]) -> None:
+    """Advance all runs together, step by step on the same batches; `on_step` is told each finished step."""
+    runs = list(runs)
+    batches = Batches(tokens, settings.batch, settings.seqlen, settings.seed)
+    for step in range(settings.steps):
+        batch = [t.to(device) for t in next(batches)]
+        learning_rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup)
+        for run in runs:
+            run.step(*batch, learning_rate)
+        on_step(step)
+
+
+def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device) -> dict[str, int]:
+    """Peak memory of one training step of each run."""
+    batch = [t.to(device) for t in next(Batches(tokens, settings.batch, settings.seqlen, settings.seed))]
+    return {run.name: run.peak_memory(*batch) for run in runs}

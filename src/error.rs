@@ -1,0 +1,59 @@
+//! The one error type: a message for the user, and which Python exception it becomes.
+
+use std::fmt;
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What went wrong, as the Python side distinguishes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// an argument is wrong: ValueError
+    Value,
+    /// the arguments are fine, but this version, device or build cannot do it: NotImplementedError
+    Unsupported,
+    /// the machine, driver or a library failed: RuntimeError
+    Runtime,
+}
+
+#[derive(Clone, Debug)]
+pub struct Error {
+    pub kind: ErrorKind,
+    pub message: String,
+}
+
+impl Error {
+    /// `argument` is the schema's name of what is wrong, `found` what was given, `allowed` what would do.
+    pub fn value(argument: &str, found: impl fmt::Display, allowed: impl fmt::Display) -> Self {
+        Error { kind: ErrorKind::Value, message: format!("{argument}: got {found}, expected {allowed}") }
+    }
+
+    pub fn unsupported(message: impl Into<String>) -> Self {
+        Error { kind: ErrorKind::Unsupported, message: message.into() }
+    }
+
+    pub fn runtime(message: impl Into<String>) -> Self {
+        Error { kind: ErrorKind::Runtime, message: message.into() }
+    }
+
+    /// The same error, naming the op it came from.
+    pub fn in_op(mut self, op: &str) -> Self {
+        self.message = format!("volta_fa::{op}: {}", self.message);
+        self
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<tch::TchError> for Error {
+    fn from(e: tch::TchError) -> Self {
+        // c10 errors carry a C++ backtrace after the first line; the user needs the first line
+        let text = e.to_string();
+        Error::runtime(format!("torch: {}", text.lines().next().unwrap_or("unknown error")))
+    }
+}

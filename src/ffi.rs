@@ -1,0 +1,185 @@
+//! The C ABI between the C++ shim (`torch_ops/`) and Rust. cbindgen turns this file into `volta_fa_abi.h`.
+//!
+//! Tensors travel as `at::Tensor*`: borrowed on the way in (null is None), owned by the caller on the
+//! way out. No panic crosses the boundary: every entry returns a [`Status`].
+
+use crate::error::{Error, ErrorKind};
+use crate::ops::{self, Call, Saved};
+use crate::problem::Options;
+use crate::tensor::describe;
+use std::ffi::{c_char, c_void, CString};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use tch::Tensor;
+
+/// Arguments that `volta_fa::fwd` and `volta_fa::bwd` share.
+#[repr(C)]
+pub struct AttentionArgs {
+    pub q: *mut c_void,
+    pub k: *mut c_void,
+    pub v: *mut c_void,
+    pub cu_seqlens_q: *mut c_void,
+    pub cu_seqlens_k: *mut c_void,
+    pub seqused_k: *mut c_void,
+    pub attn_bias: *mut c_void,
+    pub alibi_slopes: *mut c_void,
+    pub sinks: *mut c_void,
+    /// INT64_MIN is None
+    pub max_seqlen_q: i64,
+    /// INT64_MIN is None
+    pub max_seqlen_k: i64,
+    pub dropout_p: f64,
+    pub softmax_scale: f64,
+    /// false: softmax_scale was None
+    pub has_softmax_scale: bool,
+    pub softcap: f64,
+    pub window_left: i64,
+    pub window_right: i64,
+    pub is_causal: bool,
+    pub deterministic: bool,
+    /// the current `cudaStream_t` of q's device; null on the CPU and for the default stream
+    pub stream: *mut c_void,
+}
+
+/// What `volta_fa::bwd` takes beside.
+#[repr(C)]
+pub struct BackwardArgs {
+    pub attention: AttentionArgs,
+    pub dout: *mut c_void,
+    pub out: *mut c_void,
+    pub softmax_lse: *mut c_void,
+}
+
+/// `code`: 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError. `message` is null on success,
+/// else owned by the caller (`volta_fa_free_string`).
+#[repr(C)]
+pub struct Status {
+    pub code: i32,
+    pub message: *mut c_char,
+}
+
+fn c_string(text: &str) -> *mut c_char {
+    CString::new(text.replace('\0', " ")).expect("NULs were replaced").into_raw()
+}
+
+fn status(op: &str, body: impl FnOnce() -> crate::error::Result<()>) -> Status {
+    let error = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return Status { code: 0, message: std::ptr::null_mut() },
+        Ok(Err(e)) => e,
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            Error::runtime(format!("internal error (please report it): {}", text.unwrap_or("panic")))
+        }
+    };
+    let error = error.in_op(op);
+    let code = match error.kind {
+        ErrorKind::Value => 1,
+        ErrorKind::Unsupported => 2,
+        ErrorKind::Runtime => 3,
+    };
+    Status { code, message: c_string(&error.message) }
+}
+
+/// # Safety
+/// `handle` is null or an `at::Tensor*` that lives through the call.
+unsafe fn tensor(handle: *mut c_void) -> Option<Tensor> {
+    (!handle.is_null()).then(|| unsafe { Tensor::clone_from_ptr(handle.cast()) })
+}
+
+/// # Safety
+/// As [`tensor`], and the schema makes it present.
+unsafe fn required(handle: *mut c_void) -> Tensor {
+    unsafe { tensor(handle) }.expect("the schema makes this tensor present")
+}
+
+fn given(value: i64) -> Option<i64> {
+    (value != i64::MIN).then_some(value)
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn call(args: &AttentionArgs) -> crate::error::Result<Call> {
+    let desc = |handle| unsafe { tensor(handle) }.map(|t| describe(&t)).transpose();
+    Ok(Call {
+        options: Options {
+            cu_seqlens_q: desc(args.cu_seqlens_q)?,
+            cu_seqlens_k: desc(args.cu_seqlens_k)?,
+            max_seqlen_q: given(args.max_seqlen_q),
+            max_seqlen_k: given(args.max_seqlen_k),
+            seqused_k: desc(args.seqused_k)?,
+            attn_bias: desc(args.attn_bias)?,
+            alibi_slopes: desc(args.alibi_slopes)?,
+            sinks: desc(args.sinks)?,
+            dropout_p: args.dropout_p,
+            softmax_scale: args.has_softmax_scale.then_some(args.softmax_scale),
+            is_causal: args.is_causal,
+            window_left: args.window_left,
+            window_right: args.window_right,
+            softcap: args.softcap,
+            deterministic: args.deterministic,
+        },
+        q: unsafe { required(args.q) },
+        k: unsafe { required(args.k) },
+        v: unsafe { required(args.v) },
+        stream: args.stream,
+    })
+}
+
+/// Hand a tensor to the caller as an owned `at::Tensor*`.
+fn release(mut t: Tensor) -> *mut c_void {
+    let handle = t.as_mut_ptr().cast();
+    std::mem::forget(t);
+    handle
+}
+
+/// `volta_fa::fwd`; `outputs` receives out, softmax_lse, rng_state.
+///
+/// # Safety
+/// `args` and its handles are valid, `outputs` has room for 3 pointers; they are written on success only.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
+    status("fwd", || unsafe {
+        let (out, softmax_lse, rng_state) = ops::forward(&call(&*args)?)?;
+        for (i, t) in [out, softmax_lse, rng_state].into_iter().enumerate() {
+            *outputs.add(i) = release(t);
+        }
+        Ok(())
+    })
+}
+
+/// `volta_fa::bwd`; `outputs` receives dq, dk, dv, dattn_bias, dsinks.
+///
+/// # Safety
+/// As [`volta_fa_fwd`], with room for 5 pointers.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
+    status("bwd", || unsafe {
+        let args = &*args;
+        let saved = Saved { dout: required(args.dout), out: required(args.out), softmax_lse: required(args.softmax_lse) };
+        let gradients = ops::backward(&call(&args.attention)?, &saved)?;
+        for (i, t) in gradients.into_iter().enumerate() {
+            *outputs.add(i) = release(t);
+        }
+        Ok(())
+    })
+}
+
+/// JSON about this build and machine, see [`crate::info`].
+#[no_mangle]
+pub extern "C" fn volta_fa_info() -> *mut c_char {
+    c_string(&crate::info::describe().to_string())
+}
+
+/// JSON list of the timed simulations since the last call, see [`crate::info::take_simulations`].
+#[no_mangle]
+pub extern "C" fn volta_fa_take_simulations() -> *mut c_char {
+    c_string(&crate::info::take_simulations())
+}
+
+/// # Safety
+/// `text` came from this library, and is not used afterwards.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_free_string(text: *mut c_char) {
+    if !text.is_null() {
+        drop(unsafe { CString::from_raw(text) });
+    }
+}

@@ -1,0 +1,174 @@
+//! Launches through the CUDA driver, on PyTorch's stream and in its (primary) context.
+//!
+//! libcuda is opened on first use; a machine without a driver loads this library all the same.
+
+use super::{Launch, Launcher};
+use crate::error::{Error, Result};
+use crate::kernels::{self, Variant};
+use crate::plan::DeviceLimits;
+use cudarc::driver::{result, sys};
+use std::collections::HashMap;
+use std::ffi::{c_void, CString};
+use std::sync::{Mutex, OnceLock, RwLock};
+
+/// A CUDA stream of one device, as PyTorch hands it over.
+pub struct Driver {
+    pub device: usize,
+    /// `cudaStream_t`; null is the default stream
+    pub stream: *mut c_void,
+}
+
+/// What is known of a device for as long as the process lives.
+#[derive(Clone, Copy)]
+struct DeviceState {
+    limits: DeviceLimits,
+    context: sys::CUcontext,
+}
+// SAFETY: contexts are process-wide handles; the driver synchronises their use.
+unsafe impl Send for DeviceState {}
+unsafe impl Sync for DeviceState {}
+
+#[derive(Clone, Copy)]
+struct Function(sys::CUfunction);
+// SAFETY: as above.
+unsafe impl Send for Function {}
+unsafe impl Sync for Function {}
+
+static DEVICES: RwLock<Vec<(usize, DeviceState)>> = RwLock::new(Vec::new());
+static FUNCTIONS: OnceLock<RwLock<HashMap<(usize, &'static str), Function>>> = OnceLock::new();
+/// Loading is rare and slow (PTX is compiled by the driver): one at a time, each kernel once.
+static LOADING: Mutex<()> = Mutex::new(());
+
+/// Is there a CUDA driver on this machine?
+pub fn is_available() -> bool {
+    // SAFETY: tries to open libcuda, nothing else.
+    unsafe { sys::is_culib_present() }
+}
+
+fn check<T>(what: &str, r: std::result::Result<T, result::DriverError>) -> Result<T> {
+    r.map_err(|e| {
+        let name = e.error_name().map(|s| s.to_string_lossy().into_owned()).unwrap_or_else(|_| format!("{:?}", e.0));
+        // These stay with the context until the process ends, so whatever met them first is the cause.
+        const STICKY: [sys::CUresult; 4] = [
+            sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+            sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
+            sys::CUresult::CUDA_ERROR_ASSERT,
+            sys::CUresult::CUDA_ERROR_MISALIGNED_ADDRESS,
+        ];
+        let hint = if STICKY.contains(&e.0) {
+            " (left by earlier work on this device: the process must be restarted; CUDA_LAUNCH_BLOCKING=1 finds the culprit)"
+        } else {
+            ""
+        };
+        Error::runtime(format!("CUDA driver: {what}: {name}{hint}"))
+    })
+}
+
+impl Driver {
+    fn state(&self) -> Result<DeviceState> {
+        let known = |list: &[(usize, DeviceState)]| list.iter().find(|(d, _)| *d == self.device).map(|(_, s)| *s);
+        if let Some(state) = known(&DEVICES.read().unwrap_or_else(|e| e.into_inner())) {
+            return Ok(state);
+        }
+        if !is_available() {
+            return Err(Error::runtime("no CUDA driver on this machine (libcuda.so.1 not found): cuda tensors need one"));
+        }
+        let mut list = DEVICES.write().unwrap_or_else(|e| e.into_inner());
+        if let Some(state) = known(&list) {
+            return Ok(state);
+        }
+        let state = self.query()?;
+        list.push((self.device, state));
+        Ok(state)
+    }
+
+    fn query(&self) -> Result<DeviceState> {
+        use sys::CUdevice_attribute as Attribute;
+        check("cuInit", result::init())?;
+        let device = check("cuDeviceGet", result::device::get(self.device as i32))?;
+        // SAFETY: `device` was just handed out by the driver.
+        let attribute = |a: Attribute| check("cuDeviceGetAttribute", unsafe { result::device::get_attribute(device, a) });
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let limits = DeviceLimits {
+            capability,
+            sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            shared_bytes_per_block: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+        };
+        // SAFETY: as above; the reference is never released: PyTorch holds the context for the process' life too.
+        let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
+        Ok(DeviceState { limits, context })
+    }
+
+    /// Make the device's primary context current on this thread, which may be one that never used CUDA.
+    fn enter(&self, state: &DeviceState) -> Result<()> {
+        if check("cuCtxGetCurrent", result::ctx::get_current())? != Some(state.context) {
+            // SAFETY: the context is retained.
+            check("cuCtxSetCurrent", unsafe { result::ctx::set_current(state.context) })?;
+        }
+        Ok(())
+    }
+
+    fn function(&self, variant: &'static Variant, state: &DeviceState) -> Result<Function> {
+        let functions = FUNCTIONS.get_or_init(Default::default);
+        let key = (self.device, variant.name);
+        let find = || functions.read().unwrap_or_else(|e| e.into_inner()).get(&key).copied();
+        if let Some(f) = find() {
+            return Ok(f);
+        }
+        let _one_at_a_time = LOADING.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(f) = find() {
+            return Ok(f);
+        }
+        let f = load(variant, state.limits.capability)?;
+        functions.write().unwrap_or_else(|e| e.into_inner()).insert(key, f);
+        Ok(f)
+    }
+}
+
+/// Machine code runs on its own major architecture, from its minor on; elsewhere the driver compiles the PTX.
+fn load(variant: &Variant, capability: (i32, i32)) -> Result<Function> {
+    let image = kernels::image(variant);
+    let own = (variant.family.sm as i32 / 10, variant.family.sm as i32 % 10);
+    let native = capability.0 == own.0 && capability.1 >= own.1;
+    let code = if native { image.cubin()? } else { image.ptx()? };
+    let what = format!("loading {}", variant.name);
+    // SAFETY: `code` is a whole cubin or NUL-terminated PTX; modules are never unloaded, so the function stays valid.
+    unsafe {
+        let module = check(&what, result::module::load_data(code.as_ptr().cast()))?;
+        let name = CString::new(variant.name).expect("kernel names have no NUL");
+        let f = check(&what, result::module::get_function(module, name))?;
+        check(
+            &what,
+            result::function::set_function_attribute(
+                f,
+                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                variant.shared_bytes as i32,
+            ),
+        )?;
+        Ok(Function(f))
+    }
+}
+
+impl Launcher for Driver {
+    fn limits(&self) -> Result<DeviceLimits> {
+        Ok(self.state()?.limits)
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<()> {
+        let state = self.state()?;
+        self.enter(&state)?;
+        let v = launch.variant;
+        let f = self.function(v, &state)?;
+        let mut arguments = [launch.params.as_ptr() as *mut c_void];
+        let [x, y, z] = launch.grid;
+        // SAFETY: the kernel takes one argument, of the size of `params` (a test compares the two); the tensors
+        // behind its pointers are alive, and PyTorch's allocator keeps their memory for this stream.
+        let r = unsafe {
+            result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments)
+        };
+        check(&format!("launching {}", v.name), r)
+    }
+}

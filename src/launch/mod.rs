@@ -1,0 +1,52 @@
+//! The seam between planning and execution: a [`Launch`] says everything about one kernel launch, a
+//! [`Launcher`] runs it, on the CUDA driver or in the simulator. All that comes before is the same code.
+
+pub mod driver;
+#[cfg(feature = "sim")]
+pub mod simulator;
+
+use crate::error::Result;
+use crate::kernels::Variant;
+use crate::plan::DeviceLimits;
+
+/// Memory that a launch may touch. The driver has its own protection; the simulator maps exactly these.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// the tensor's name, for error messages
+    pub name: &'static str,
+    pub ptr: *mut u8,
+    pub bytes: usize,
+    pub writable: bool,
+}
+
+/// One kernel launch.
+pub struct Launch<'a> {
+    pub variant: &'static Variant,
+    pub grid: [u32; 3],
+    /// the kernel's single by-value argument
+    pub params: &'a [u8],
+    pub extents: &'a [Extent],
+}
+
+pub trait Launcher {
+    /// Called once by an op, with all its memory, before its first launch.
+    fn begin(&self, _extents: &[Extent]) {}
+
+    /// What the plan may rely on.
+    ///
+    /// # Errors
+    /// Where there is no driver, or no device that any family runs on.
+    fn limits(&self) -> Result<DeviceLimits>;
+
+    /// Enqueue the launch.
+    ///
+    /// # Errors
+    /// Where the module cannot be loaded or the launch fails; nothing has run then.
+    fn launch(&self, launch: &Launch) -> Result<()>;
+}
+
+/// View a parameter block as the bytes that travel to the kernel.
+pub fn bytes_of<T: Copy>(block: &T) -> &[u8] {
+    // SAFETY: parameter blocks are `#[repr(C)]` values of `crate::params`; the kernel reads no padding.
+    unsafe { std::slice::from_raw_parts((block as *const T).cast(), size_of::<T>()) }
+}

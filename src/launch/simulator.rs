@@ -1,0 +1,140 @@
+//! Launches in the simulator: the embedded sm_70 machine code runs on the CPU tensors' own memory.
+//!
+//! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each
+//! launch on a copy of the memory instead, so that outputs stay as they were allocated, and keeps the
+//! reports for [`take_reports`].
+//!
+//! | variable | meaning | default |
+//! | --- | --- | --- |
+//! | `VOLTA_FA_SIM_QUANTUM` | warp instructions before the next warp runs; 1: all together | 20000 |
+//! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
+//! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
+
+use super::{Launch, Launcher};
+use crate::error::{Error, Result};
+use crate::kernels;
+use crate::plan::DeviceLimits;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use volta_sim::{Extent, Launch as SimLaunch, Machine, Module, Schedule, TimingOptions};
+
+pub enum Simulator {
+    Functional(Schedule),
+    Timed(Box<Machine>),
+}
+
+static MODULES: Mutex<Option<HashMap<&'static str, Arc<Module>>>> = Mutex::new(None);
+static REPORTS: Mutex<Vec<serde_json::Value>> = Mutex::new(Vec::new());
+
+/// The reports of the timed launches since the last call, oldest first.
+pub fn take_reports() -> Vec<serde_json::Value> {
+    std::mem::take(&mut *REPORTS.lock().unwrap_or_else(|e| e.into_inner()))
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|v| !v.is_empty())
+}
+
+fn number<T: std::str::FromStr>(name: &str, default: T) -> Result<T> {
+    match variable(name) {
+        None => Ok(default),
+        Some(text) => text.parse().map_err(|_| Error::value(name, format!("`{text}`"), "a positive integer")),
+    }
+}
+
+impl Simulator {
+    /// What the environment asks for; `None` where it does not ask for the simulator.
+    ///
+    /// # Errors
+    /// A variable that cannot be understood.
+    pub fn from_env() -> Result<Option<Self>> {
+        Ok(match variable("VOLTA_FA_SIMULATE").as_deref() {
+            None | Some("0") => None,
+            Some("1") => Some(Simulator::Functional(Schedule {
+                quantum: number("VOLTA_FA_SIM_QUANTUM", Schedule::default().quantum)?,
+                threads: number("VOLTA_FA_SIM_THREADS", 1)?,
+            })),
+            Some("timing") => Some(Simulator::Timed(Box::new(machine(&variable("VOLTA_FA_SIM_SET").unwrap_or_default())?))),
+            Some(other) => return Err(Error::value("VOLTA_FA_SIMULATE", format!("`{other}`"), "0, 1 or timing")),
+        })
+    }
+}
+
+fn machine(settings: &str) -> Result<Machine> {
+    let mut machine = Machine::default();
+    for setting in settings.split(',').filter(|s| !s.is_empty()) {
+        let refuse = |e: String| Error::value("VOLTA_FA_SIM_SET", format!("`{setting}`"), e);
+        let (name, value) = setting.split_once('=').ok_or_else(|| refuse("name=value".into()))?;
+        machine.set(name, value).map_err(|e| refuse(e.to_string()))?;
+    }
+    Ok(machine)
+}
+
+/// nvdisasm of the triton wheel that the process' torch came with, unless volta-sim's own rules find one.
+fn nvdisasm() -> Option<PathBuf> {
+    if variable("VOLTA_SIM_NVDISASM").is_some() {
+        return None;
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let torch = maps.lines().filter_map(|l| l.split_whitespace().nth(5)).find(|p| p.ends_with("/torch/lib/libtorch_cpu.so"))?;
+    let site = PathBuf::from(torch).ancestors().nth(3)?.to_path_buf();
+    Some(site.join("triton/backends/nvidia/bin/nvdisasm")).filter(|p| p.is_file())
+}
+
+fn module(launch: &Launch) -> Result<Arc<Module>> {
+    let mut modules = MODULES.lock().unwrap_or_else(|e| e.into_inner());
+    let modules = modules.get_or_insert_with(HashMap::new);
+    if let Some(m) = modules.get(launch.variant.name) {
+        return Ok(m.clone());
+    }
+    let cubin = kernels::image(launch.variant).cubin()?;
+    let loaded = Module::load_with(&cubin, nvdisasm().as_deref()).map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+    Ok(modules.entry(launch.variant.name).or_insert(Arc::new(loaded)).clone())
+}
+
+impl Launcher for Simulator {
+    /// Fill outputs and scratch with NaN: what the kernels forget to write shows.
+    fn begin(&self, extents: &[super::Extent]) {
+        for e in extents.iter().filter(|e| e.writable && e.bytes > 0) {
+            // SAFETY: writable extents are whole, live tensors. 0xFF bytes are NaN as fp16 and as fp32.
+            unsafe { std::ptr::write_bytes(e.ptr, 0xff, e.bytes) };
+        }
+    }
+
+    fn limits(&self) -> Result<DeviceLimits> {
+        Ok(DeviceLimits::V100)
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<()> {
+        let module = module(launch)?;
+        let v = launch.variant;
+        let extents: Vec<Extent> = launch
+            .extents
+            .iter()
+            .map(|e| Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable })
+            .collect();
+        let sim = SimLaunch {
+            grid: launch.grid,
+            block: [v.threads, 1, 1],
+            dynamic_smem: v.shared_bytes,
+            params: launch.params,
+            extents: &extents,
+        };
+        match self {
+            Simulator::Functional(schedule) => {
+                // SAFETY: the extents are tensors that the caller holds; the op writes its own outputs only.
+                unsafe { module.run(v.name, &sim, schedule) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+            }
+            Simulator::Timed(machine) => {
+                let options = TimingOptions { machine: (**machine).clone(), ..Default::default() };
+                // SAFETY: as above.
+                let report = unsafe { module.time(v.name, &sim, &options) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
+                let report = serde_json::to_value(report).map_err(|e| Error::runtime(e.to_string()))?;
+                REPORTS.lock().unwrap_or_else(|e| e.into_inner()).push(report);
+            }
+        }
+        Ok(())
+    }
+}
+

@@ -1,0 +1,28 @@
+//! volta_fa: exact attention, forward and backward, for NVIDIA Volta and Turing, as PyTorch operators.
+//!
+//! How a call travels, and which module may know what:
+//!
+//! ```text
+//! torch_ops/ (C++)      schemas, dispatch keys, autograd        -> ffi
+//! ffi                   C ABI: panics and errors become a status -> ops
+//! ops                   allocate outputs, call a backend         -> tensor, problem, plan, launch
+//!   problem             validation                               pure: no tensors, no device
+//!   plan                variant, grid, parameter block           pure
+//!   ops::cpu            ATen operations                          tch only
+//! launch                the seam: a planned launch runs on ...
+//!   launch::driver      the CUDA driver                          cudarc
+//!   launch::simulator   volta-sim (feature `sim`)
+//! kernels               the table of variants and their machine code
+//! params                the parameter blocks, shared with CUDA C++
+//! ```
+
+pub mod error;
+pub mod ffi;
+pub mod info;
+pub mod kernels;
+pub mod launch;
+pub mod ops;
+pub mod params;
+pub mod plan;
+pub mod problem;
+mod tensor;

@@ -1,0 +1,97 @@
+//! The parameter blocks that Rust fills and the kernels read: the one definition of each.
+//!
+//! build.rs runs cbindgen over this file and hands the result to NVRTC as `volta_fa_params.h`; a test
+//! compares `size_of` with the parameter size that every embedded cubin records. Only `#[repr(C)]`
+//! structs of pointers, integers and floats belong here, and nothing from other modules.
+//!
+//! Strides count elements. Every pointer is a device address (under the simulator, a host address).
+
+/// A read-only fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Operand {
+    pub ptr: *const u16,
+    pub batch_stride: i64,
+    pub row_stride: i64,
+    pub head_stride: i64,
+}
+
+/// A writable fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Output {
+    pub ptr: *mut u16,
+    pub batch_stride: i64,
+    pub row_stride: i64,
+    pub head_stride: i64,
+}
+
+/// What both passes need to know of one attention problem.
+///
+/// Query row `i` sees the keys `j` with `i + o - window_left <= j <= i + o + window_right`, where
+/// `o = seqlen_k - seqlen_q` (bottom-right alignment). A side without a bound carries
+/// `seqlen_q + seqlen_k`, which reaches past either end and cannot overflow; causal is
+/// `window_right = 0`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Problem {
+    pub batch: i32,
+    pub nheads: i32,
+    pub nheads_k: i32,
+    pub seqlen_q: i32,
+    pub seqlen_k: i32,
+    /// of q and k; a multiple of 8
+    pub headdim: i32,
+    /// of v and out; a multiple of 8
+    pub headdim_v: i32,
+    pub window_left: i32,
+    pub window_right: i32,
+    /// `|softmax_scale|`, never 0: the plan replaces 0 by 1e-30, which gives the same softmax
+    pub scale: f32,
+    /// `scale * log2(e)`
+    pub scale_log2: f32,
+    /// XORed into each pair of fp16 query (forward) or key (backward) elements as they are loaded:
+    /// 0x80008000 where softmax_scale is negative, else 0. Kernels may then assume a positive scale.
+    pub sign_flip: u32,
+}
+
+/// Parameter block of the forward kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FwdParams {
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    pub out: Output,
+    /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf for fully masked rows
+    pub softmax_lse: *mut f32,
+    pub problem: Problem,
+}
+
+/// Parameter block of the three backward kernels (prepare, main, finish).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BwdParams {
+    pub dout: Operand,
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    pub out: Operand,
+    pub dq: Output,
+    pub dk: Output,
+    pub dv: Output,
+    /// (batch, nheads, seqlen_q) fp32, from the forward pass
+    pub softmax_lse: *const f32,
+    /// scratch: 2 x (batch, nheads, 2 * seqlen_q_rounded) fp32, first -lse/scale, then -delta;
+    /// the order inside is the main kernel's business (`csrc/volta/row_stats.cuh`)
+    pub row_stats: *mut f32,
+    /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare
+    pub dq_accum: *mut f32,
+    /// seqlen_q rounded up to the query tile
+    pub seqlen_q_rounded: i32,
+    /// headdim rounded up to the variant's
+    pub headdim_rounded: i32,
+    pub problem: Problem,
+    /// `softmax_scale` with its sign: the factor of dq and dk
+    pub signed_scale: f32,
+}

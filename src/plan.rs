@@ -1,0 +1,116 @@
+//! Planning: which kernels run a problem, on which grid, with which parameter block.
+//!
+//! Pure functions of the problem and the device's limits.
+
+use crate::error::{Error, Result};
+use crate::kernels::{self, Family, Pass, Variant};
+use crate::params;
+use crate::problem::Attention;
+
+/// What a plan may rely on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// compute capability (major, minor)
+    pub capability: (i32, i32),
+    pub sms: u32,
+    /// dynamic shared memory that a block may opt in to
+    pub shared_bytes_per_block: u32,
+}
+
+impl DeviceLimits {
+    /// Tesla V100: what the simulator stands for.
+    pub const V100: DeviceLimits = DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: 96 * 1024 };
+}
+
+/// A kernel and the grid it runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub variant: &'static Variant,
+    /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
+    pub blocks: [u32; 2],
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardPlan {
+    pub prepare: Step,
+    pub main: Step,
+    pub finish: Step,
+    /// rows of dq's accumulator and of the row statistics
+    pub seqlen_q_rounded: i64,
+    /// columns of dq's accumulator
+    pub headdim_rounded: i64,
+}
+
+/// The largest grid in y and z that CUDA allows.
+const MAX_GRID_Z: i64 = 65535;
+
+fn family(d: &DeviceLimits) -> Result<Family> {
+    let (major, minor) = d.capability;
+    kernels::family_for(d.capability).ok_or_else(|| {
+        Error::unsupported(format!("this GPU has compute capability {major}.{minor}; volta_fa's kernels need 7.0 (Volta) or newer"))
+    })
+}
+
+/// The cheapest variant that holds the problem: padding is computed on, so the least padded wins.
+fn choose(pass: Pass, a: &Attention, d: &DeviceLimits) -> Result<&'static Variant> {
+    let holds = |v: &&Variant| v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
+    let family = family(d)?;
+    let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
+    kernels::of(family, pass).filter(holds).filter(fits).min_by_key(|v| v.headdim + v.headdim_v).ok_or_else(|| {
+        Error::unsupported(format!(
+            "no {} kernel for headdim {} and headdim_v {} fits this GPU's {} bytes of shared memory a block",
+            family.name, a.headdim, a.headdim_v, d.shared_bytes_per_block
+        ))
+    })
+}
+
+fn step(variant: &'static Variant, rows: i64, heads: i64) -> Step {
+    Step { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
+}
+
+/// Plan the forward pass of a non-empty problem.
+pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
+    Ok(step(choose(Pass::Forward, a, d)?, a.seqlen_q, a.nheads))
+}
+
+/// Plan the backward pass of a non-empty problem.
+pub fn backward(a: &Attention, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let main = choose(Pass::Backward, a, d)?;
+    let tile = main.step as i64;
+    let seqlen_q_rounded = (a.seqlen_q + tile - 1) / tile * tile;
+    Ok(BackwardPlan {
+        prepare: step(choose(Pass::BackwardPrepare, a, d)?, seqlen_q_rounded, a.nheads),
+        main: step(main, a.seqlen_k, a.nheads_k),
+        finish: step(choose(Pass::BackwardFinish, a, d)?, a.seqlen_q, a.nheads),
+        seqlen_q_rounded,
+        headdim_rounded: main.headdim as i64,
+    })
+}
+
+/// (first batch, batches) of each launch: the batch lies on the grid's z axis.
+pub fn batch_chunks(batch: i64) -> impl Iterator<Item = (i64, i64)> {
+    (0..batch).step_by(MAX_GRID_Z as usize).map(move |first| (first, MAX_GRID_Z.min(batch - first)))
+}
+
+/// The part of the parameter block that the passes share.
+pub fn problem_block(a: &Attention, batches: i64) -> params::Problem {
+    let unbounded = a.seqlen_q + a.seqlen_k;
+    let side = |w: Option<i64>| w.map_or(unbounded, |w| w.min(unbounded)) as i32;
+    // A zero scale makes every visible key equal; so does a tiny one, and the kernels may divide by it.
+    const TINY: f32 = 1e-30;
+    let scale = (a.softmax_scale as f32).abs().max(TINY);
+    params::Problem {
+        batch: batches as i32,
+        nheads: a.nheads as i32,
+        nheads_k: a.nheads_k as i32,
+        seqlen_q: a.seqlen_q as i32,
+        seqlen_k: a.seqlen_k as i32,
+        headdim: a.headdim as i32,
+        headdim_v: a.headdim_v as i32,
+        window_left: side(a.window.left),
+        window_right: side(a.window.right),
+        scale,
+        scale_log2: scale * std::f32::consts::LOG2_E,
+        sign_flip: if a.softmax_scale < 0.0 { 0x8000_8000 } else { 0 },
+    }
+}

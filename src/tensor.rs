@@ -1,0 +1,81 @@
+//! From tch tensors to what the pure modules and the launch seam see.
+
+use crate::error::{Error, Result};
+use crate::launch::Extent;
+use crate::params::{Operand, Output};
+use crate::problem::{DType, Device, TensorDesc};
+use tch::{Kind, Tensor};
+
+/// Alignment of the kernels' global accesses, bytes.
+const ALIGNMENT: usize = 16;
+/// The same in fp16 elements.
+const ALIGNED_STRIDE: i64 = 8;
+
+fn dtype(kind: Kind) -> DType {
+    match kind {
+        Kind::Half => DType::Half,
+        Kind::BFloat16 => DType::BFloat16,
+        Kind::Float => DType::Float,
+        Kind::Double => DType::Double,
+        Kind::Int => DType::Int32,
+        Kind::Int64 => DType::Other("torch.int64"),
+        Kind::Int16 => DType::Other("torch.int16"),
+        Kind::Int8 => DType::Other("torch.int8"),
+        Kind::Uint8 => DType::Other("torch.uint8"),
+        Kind::Bool => DType::Other("torch.bool"),
+        Kind::ComplexHalf => DType::Other("torch.complex32"),
+        Kind::ComplexFloat => DType::Other("torch.complex64"),
+        Kind::ComplexDouble => DType::Other("torch.complex128"),
+        _ => DType::Other("another dtype"),
+    }
+}
+
+/// Describe a tensor for validation.
+pub fn describe(t: &Tensor) -> Result<TensorDesc> {
+    let device = match t.device() {
+        tch::Device::Cpu => Device::Cpu,
+        tch::Device::Cuda(i) => Device::Cuda(i),
+        other => return Err(Error::unsupported(format!("device {other:?}: volta_fa runs on cpu and cuda tensors"))),
+    };
+    Ok(TensorDesc {
+        dtype: dtype(t.f_kind()?),
+        device,
+        sizes: t.size(),
+        strides: t.stride(),
+        misalignment: t.data_ptr() as usize % ALIGNMENT,
+    })
+}
+
+/// `t` itself where its rows start on 16-byte boundaries, else a contiguous copy.
+///
+/// Validation has refused misaligned data pointers; an odd stride (a slice of a wider tensor) is legal
+/// and costs this copy.
+pub fn with_aligned_strides(t: &Tensor) -> Result<Tensor> {
+    let (sizes, strides) = (t.size(), t.stride());
+    let last = sizes.len() - 1;
+    let aligned = (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
+    Ok(if aligned { t.shallow_clone() } else { t.f_contiguous()? })
+}
+
+/// The bytes that the strided tensor spans, from its first to its last element.
+pub fn extent(name: &'static str, t: &Tensor, writable: bool) -> Extent {
+    let (sizes, strides) = (t.size(), t.stride());
+    let span: i64 = sizes.iter().zip(&strides).map(|(n, s)| (n - 1) * s).sum::<i64>() + 1;
+    let empty = sizes.contains(&0);
+    let bytes = if empty { 0 } else { span as usize * t.kind().elt_size_in_bytes() };
+    Extent { name, ptr: t.data_ptr().cast(), bytes, writable }
+}
+
+/// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`.
+pub fn operand(t: &Tensor, batch: i64) -> Operand {
+    let (b, s, h, _) = t.stride4().expect("validation checked the rank");
+    // SAFETY: stays inside the tensor: batch is one of its indices.
+    let ptr = unsafe { (t.data_ptr() as *const u16).offset((batch * b) as isize) };
+    Operand { ptr, batch_stride: b, row_stride: s, head_stride: h }
+}
+
+/// The same as kernel output.
+pub fn output(t: &Tensor, batch: i64) -> Output {
+    let Operand { ptr, batch_stride, row_stride, head_stride } = operand(t, batch);
+    Output { ptr: ptr.cast_mut(), batch_stride, row_stride, head_stride }
+}

@@ -1,0 +1,119 @@
+//! Planning is a pure function: no device, no tensors.
+
+use volta_fa::kernels::{self, Pass};
+use volta_fa::plan::{self, DeviceLimits};
+use volta_fa::problem::{Attention, Window};
+
+fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
+    Attention {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        nheads: 8,
+        nheads_k: 2,
+        headdim,
+        headdim_v,
+        softmax_scale: 0.125,
+        window: Window { left: None, right: None },
+    }
+}
+
+#[test]
+fn every_headdim_has_kernels_and_padding_is_least() {
+    for headdim in (8..=256).step_by(8) {
+        for headdim_v in (8..=256).step_by(8) {
+            let a = attention(100, 100, headdim, headdim_v);
+            let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
+            let backward = plan::backward(&a, &DeviceLimits::V100).unwrap();
+            for v in [forward, backward.main.variant] {
+                assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
+                let less_padded = kernels::of(v.family, v.pass).any(|o| {
+                    o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && o.headdim + o.headdim_v < v.headdim + v.headdim_v
+                });
+                assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_variant_is_chosen_for_some_problem() {
+    let mut unused: Vec<_> = kernels::variants().map(|v| v.name).collect();
+    for headdim in (8..=256).step_by(8) {
+        for headdim_v in (8..=256).step_by(8) {
+            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
+                let a = Attention { nheads, nheads_k: nheads, batch: 1, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                let b = plan::backward(&a, &DeviceLimits::V100).unwrap();
+                let used = [plan::forward(&a, &DeviceLimits::V100).unwrap(), b.prepare, b.main, b.finish].map(|s| s.variant.name);
+                unused.retain(|name| !used.contains(name));
+            }
+        }
+    }
+    assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
+
+#[test]
+fn grids_cover_every_row() {
+    for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
+        let a = attention(seqlen, seqlen + 5, 64, 64);
+        let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        assert_eq!(f.blocks[1], 8);
+        assert!((f.blocks[0] * f.variant.block_rows) as i64 >= seqlen);
+        assert!(((f.blocks[0] - 1) * f.variant.block_rows) as i64 <= seqlen - 1);
+        let b = plan::backward(&a, &DeviceLimits::V100).unwrap();
+        assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
+        assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
+        assert!(b.seqlen_q_rounded >= seqlen && b.seqlen_q_rounded % b.main.variant.step as i64 == 0);
+        assert!((b.prepare.blocks[0] * b.prepare.variant.block_rows) as i64 >= b.seqlen_q_rounded);
+    }
+}
+
+#[test]
+fn devices_that_cannot_run_the_kernels_are_refused() {
+    let a = attention(10, 10, 64, 64);
+    let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
+    let e = plan::forward(&a, &pascal).unwrap_err();
+    assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
+    let turing = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024 };
+    for headdim in [64, 128, 256] {
+        // on a device with less shared memory, a plan fits or is refused, with the reason
+        match plan::backward(&attention(10, 10, headdim, headdim), &turing) {
+            Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
+            Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
+        }
+    }
+}
+
+#[test]
+fn huge_batches_are_cut_to_the_grid() {
+    let chunks: Vec<_> = plan::batch_chunks(150_000).collect();
+    assert_eq!(chunks, [(0, 65535), (65535, 65535), (131_070, 18_930)]);
+    assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
+}
+
+#[test]
+fn parameter_block_of_the_problem() {
+    let mut a = attention(100, 130, 64, 64);
+    let p = plan::problem_block(&a, 2);
+    assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
+    a.window = Window { left: Some(i64::MAX), right: Some(0) };
+    a.softmax_scale = -0.25;
+    let p = plan::problem_block(&a, 2);
+    assert_eq!((p.window_left, p.window_right, p.sign_flip, p.scale), (230, 0, 0x8000_8000, 0.25));
+    a.softmax_scale = 0.0;
+    assert!(plan::problem_block(&a, 2).scale > 0.0);
+}
+
+#[test]
+fn names_are_unique_and_blocks_fit_a_v100() {
+    let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
+    let count = names.len();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), count);
+    for v in kernels::variants() {
+        assert!(v.shared_bytes * v.blocks_per_sm <= 96 * 1024, "{}", v.name);
+        assert!(v.threads % 32 == 0 && v.threads <= 1024, "{}", v.name);
+        assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
+    }
+}

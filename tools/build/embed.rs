@@ -1,0 +1,87 @@
+//! Compiles every kernel variant, in parallel and cached by content, and writes the Rust table that
+//! embeds them: `embedded.rs` in OUT_DIR, one `Image` a variant, in the order of the variant tables.
+
+use crate::nvrtc::{Binary, Compiler};
+use crate::variants::Variant;
+use anyhow::{Context, Result};
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Compression is paid once a build, decompression once a process and kernel.
+const ZSTD_LEVEL: i32 = 19;
+
+pub fn embed(compiler: &Compiler, variants: &[Variant], out: &Path) -> Result<()> {
+    // target/<profile>/build/<package>/out: the cache is shared by profiles and survives `cargo clean -p`
+    let target = out.ancestors().nth(4).context("OUT_DIR has an unexpected form")?;
+    let cache = target.join("volta-fa-kernels");
+    std::fs::create_dir_all(&cache)?;
+    let entries: Vec<PathBuf> = variants.par_iter().map(|v| cached(compiler, v, &cache)).collect::<Result<_>>()?;
+
+    let mut table = String::from("pub static IMAGES: &[Image] = &[\n");
+    for (variant, entry) in variants.iter().zip(&entries) {
+        let facts = std::fs::read_to_string(entry.join("facts"))?;
+        writeln!(
+            table,
+            "    Image {{ name: {:?}, cubin: include_bytes!({:?}), ptx: include_bytes!({:?}), {} }},",
+            variant.name,
+            entry.join("cubin.zst"),
+            entry.join("ptx.zst"),
+            facts.trim()
+        )?;
+    }
+    table.push_str("];\n");
+    std::fs::write(out.join("embedded.rs"), table)?;
+    Ok(())
+}
+
+/// The cache folder of one variant, compiled first if its content is new.
+fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBuf> {
+    let entry = cache.join(format!("{}-{}", variant.name, key(compiler, variant)?));
+    if entry.join("facts").exists() {
+        return Ok(entry);
+    }
+    let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant)?;
+    std::fs::create_dir_all(&entry)?;
+    for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
+        std::fs::write(entry.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
+    }
+    // written last: its presence says that the entry is whole
+    std::fs::write(entry.join("facts"), format!("registers: {registers}, spill_bytes: {spill_bytes}\n"))?;
+    Ok(entry)
+}
+
+/// Hash of all that decides the machine code: compiler, options, parameter header, sources.
+fn key(compiler: &Compiler, variant: &Variant) -> Result<String> {
+    let mut hash = Sha256::new();
+    hash.update(format!("{:?} {:?}", compiler.version, Compiler::options(variant)));
+    hash.update(compiler.params_header());
+    for file in include_closure(Path::new(variant.source))? {
+        hash.update(file.to_string_lossy().as_bytes());
+        hash.update(std::fs::read(Path::new("csrc").join(&file))?);
+    }
+    Ok(hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect())
+}
+
+/// `source` and every file below csrc/ that it includes, directly or not; paths are relative to csrc/.
+fn include_closure(source: &Path) -> Result<BTreeSet<PathBuf>> {
+    let mut seen = BTreeSet::new();
+    let mut todo = vec![source.to_path_buf()];
+    while let Some(file) = todo.pop() {
+        if !seen.insert(file.clone()) {
+            continue;
+        }
+        let text = std::fs::read_to_string(Path::new("csrc").join(&file)).with_context(|| format!("csrc/{}", file.display()))?;
+        for line in text.lines() {
+            let Some(name) = line.trim().strip_prefix("#include \"").and_then(|r| r.split('"').next()) else { continue };
+            let beside = file.parent().unwrap_or(Path::new("")).join(name);
+            // the generated parameter header lies outside csrc/ and is hashed on its own
+            if let Some(found) = [PathBuf::from(name), beside].into_iter().find(|p| Path::new("csrc").join(p).exists()) {
+                todo.push(found);
+            }
+        }
+    }
+    Ok(seen)
+}

@@ -1,0 +1,167 @@
+//! NVRTC 12.9 through its C interface, opened at build time: CUDA C++ to an sm_NN cubin and PTX.
+//!
+//! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
+
+use crate::python::Environment;
+use crate::variants::Variant;
+use anyhow::{bail, Context, Result};
+use libloading::{Library, Symbol};
+use std::ffi::{c_char, c_int, c_void, CStr, CString};
+use std::path::{Path, PathBuf};
+
+type Program = *mut c_void;
+
+/// A compiled kernel.
+pub struct Binary {
+    pub cubin: Vec<u8>,
+    pub ptx: Vec<u8>,
+    /// per thread, as ptxas reports it
+    pub registers: u32,
+    /// bytes of spill stores and loads, as ptxas reports them
+    pub spill_bytes: u32,
+}
+
+pub struct Compiler {
+    library: Library,
+    include_dirs: Vec<PathBuf>,
+    params_header: CString,
+    pub version: (i32, i32),
+}
+
+/// Name under which the sources include the generated parameter blocks.
+const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
+
+/// Fixed-width types for the generated header: NVRTC has no standard headers.
+const PRELUDE: &str = "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\n";
+
+impl Compiler {
+    /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
+    pub fn load(python: &Environment, params_header: &Path) -> Result<Self> {
+        println!("cargo:rerun-if-env-changed=VOLTA_FA_CUDA_HOME");
+        let (nvrtc, mut include_dirs) = match std::env::var_os("VOLTA_FA_CUDA_HOME") {
+            Some(home) => {
+                let home = PathBuf::from(home);
+                let nvrtc = ["lib64", "lib"].iter().map(|l| home.join(l).join("libnvrtc.so.12")).find(|p| p.exists());
+                let nvrtc = nvrtc.with_context(|| {
+                    format!("VOLTA_FA_CUDA_HOME={} has no lib64/libnvrtc.so.12: point it at a CUDA 12 toolkit", home.display())
+                })?;
+                (nvrtc, vec![home.join("include")])
+            }
+            None => {
+                let nvrtc = python.nvrtc.clone().context(
+                    "NVRTC 12.9 is not installed: pip install nvidia-cuda-nvrtc-cu12==12.9.86 \
+                     nvidia-cuda-runtime-cu12==12.9.79 nvidia-cuda-nvcc-cu12==12.9.86 (or set VOLTA_FA_CUDA_HOME)",
+                )?;
+                (nvrtc, python.cuda_includes.clone())
+            }
+        };
+        include_dirs.insert(0, PathBuf::from("csrc"));
+        // SAFETY: NVRTC's initialisers have no preconditions.
+        let library = unsafe { Library::new(&nvrtc) }.with_context(|| format!("cannot open {}", nvrtc.display()))?;
+        let header = std::fs::read_to_string(params_header)?.replacen("#pragma once", &format!("#pragma once\n{PRELUDE}"), 1);
+        let mut compiler = Compiler { library, include_dirs, params_header: CString::new(header)?, version: (0, 0) };
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the signature is NVRTC's.
+        unsafe {
+            let version: Symbol<unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int> = compiler.library.get(b"nvrtcVersion")?;
+            version(&mut major, &mut minor);
+        }
+        if major != 12 {
+            bail!("{} is NVRTC {major}.{minor}: sm_70 needs 12.x (12.9 is the last)", nvrtc.display());
+        }
+        compiler.version = (major, minor);
+        Ok(compiler)
+    }
+
+    /// The generated header as the kernels see it: part of every variant's cache key.
+    pub fn params_header(&self) -> &[u8] {
+        self.params_header.as_bytes()
+    }
+
+    /// Command line of one variant, without machine paths: part of its cache key.
+    pub fn options(variant: &Variant) -> Vec<String> {
+        let mut options = vec![
+            format!("--gpu-architecture=sm_{}", variant.family.sm),
+            "--std=c++17".into(),
+            // registers and spills, in the program log
+            "--ptxas-options=-v".into(),
+            format!("-DKERNEL={}", variant.name),
+        ];
+        for (name, value) in [
+            ("HEADDIM", variant.headdim),
+            ("HEADDIM_V", variant.headdim_v),
+            ("BLOCK_ROWS", variant.block_rows),
+            ("STEP", variant.step),
+            ("THREADS", variant.threads),
+            ("SHARED_BYTES", variant.shared_bytes),
+            ("BLOCKS_PER_SM", variant.blocks_per_sm),
+        ] {
+            options.push(format!("-D{name}={value}"));
+        }
+        options
+    }
+
+    pub fn compile(&self, variant: &Variant) -> Result<Binary> {
+        let path = format!("csrc/{}", variant.source);
+        let source = CString::new(std::fs::read_to_string(&path).with_context(|| path.clone())?)?;
+        let mut options = Self::options(variant);
+        options.extend(self.include_dirs.iter().map(|d| format!("-I{}", d.display())));
+        let options: Vec<CString> = options.into_iter().map(CString::new).collect::<Result<_, _>>()?;
+        let options: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+        let name = CString::new(path.clone())?;
+
+        // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call.
+        unsafe {
+            let lib = &self.library;
+            let create: Symbol<
+                unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int,
+            > = lib.get(b"nvrtcCreateProgram")?;
+            let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> = lib.get(b"nvrtcCompileProgram")?;
+            let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> = lib.get(b"nvrtcDestroyProgram")?;
+            let mut program: Program = std::ptr::null_mut();
+            let headers = [self.params_header.as_ptr()];
+            let names = [PARAMS_HEADER.as_ptr()];
+            if create(&mut program, source.as_ptr(), name.as_ptr(), 1, headers.as_ptr(), names.as_ptr()) != 0 {
+                bail!("nvrtcCreateProgram failed for {path}");
+            }
+            let status = compile(program, options.len() as c_int, options.as_ptr());
+            let log = self.blob(program, b"nvrtcGetProgramLogSize", b"nvrtcGetProgramLog")?;
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
+            if status != 0 {
+                bail!("{} ({path}) does not compile:\n{log}", variant.name);
+            }
+            let cubin = self.blob(program, b"nvrtcGetCUBINSize", b"nvrtcGetCUBIN")?;
+            let ptx = self.blob(program, b"nvrtcGetPTXSize", b"nvrtcGetPTX")?;
+            destroy(&mut program);
+            let registers = number_before(&log, " registers").with_context(|| format!("no register count in ptxas' log:\n{log}"))?;
+            let spill_bytes =
+                number_before(&log, " bytes spill stores").unwrap_or(0) + number_before(&log, " bytes spill loads").unwrap_or(0);
+            Ok(Binary { cubin, ptx, registers, spill_bytes })
+        }
+    }
+
+    /// One of NVRTC's size + content pairs.
+    ///
+    /// # Safety
+    /// `program` is a live program, and the two names are such a pair.
+    unsafe fn blob(&self, program: Program, size: &[u8], get: &[u8]) -> Result<Vec<u8>> {
+        let size: Symbol<unsafe extern "C" fn(Program, *mut usize) -> c_int> = self.library.get(size)?;
+        let get: Symbol<unsafe extern "C" fn(Program, *mut c_char) -> c_int> = self.library.get(get)?;
+        let mut n = 0usize;
+        if size(program, &mut n) != 0 {
+            bail!("NVRTC gave no size for its output");
+        }
+        let mut data = vec![0u8; n];
+        if get(program, data.as_mut_ptr().cast()) != 0 {
+            bail!("NVRTC gave no output");
+        }
+        Ok(data)
+    }
+}
+
+/// The decimal number that ends right before `marker`.
+fn number_before(text: &str, marker: &str) -> Option<u32> {
+    let head = &text[..text.find(marker)?];
+    let digits = head.len() - head.chars().rev().take_while(char::is_ascii_digit).count();
+    head[digits..].parse().ok()
+}

@@ -1,0 +1,54 @@
+//! What the CTAs of one launch share.
+
+use crate::isa::Inst;
+use crate::mem::GlobalMem;
+
+/// Decoded code of one kernel.
+pub struct Program {
+    pub name: String,
+    pub code: Vec<Inst>,
+    /// registers to keep per thread: what the kernel declares, and enough for every operand
+    pub reg_file: usize,
+}
+
+/// Constant banks 0..=4.
+pub type Banks = [Vec<u8>; 5];
+
+pub struct Env<'a> {
+    pub prog: &'a Program,
+    pub mem: &'a GlobalMem,
+    pub banks: &'a Banks,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub smem_bytes: u32,
+    pub local_bytes: u32,
+    /// several host threads simulate CTAs: global atomics take a lock
+    pub lock_atomics: bool,
+    pub isa: HostIsa,
+}
+
+/// Instruction set of the host the interpreter was compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostIsa {
+    /// AVX2, FMA, F16C, BMI1/2, POPCNT, LZCNT
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Baseline,
+}
+
+impl HostIsa {
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2")
+            && is_x86_feature_detected!("popcnt")
+            && is_x86_feature_detected!("lzcnt")
+        {
+            return HostIsa::Avx2;
+        }
+        HostIsa::Baseline
+    }
+}

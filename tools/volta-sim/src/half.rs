@@ -1,0 +1,73 @@
+//! IEEE binary16 <-> binary32/64 conversions, written branch-light so they vectorise.
+
+#[inline(always)]
+pub fn h2f(h: u16) -> f32 {
+    let h = h as u32;
+    // scale the exponent by multiplication: handles subnormals exactly
+    let mag = f32::from_bits((h & 0x7fff) << 13) * f32::from_bits(0x7780_0000); // 2^112
+    let inf = if h & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(mag.to_bits() | inf | (h & 0x8000) << 16)
+}
+
+/// Round to nearest even.
+#[inline(always)]
+pub fn f2h(f: f32) -> u16 {
+    let x = f.to_bits();
+    let sign = (x >> 16) & 0x8000;
+    let a = x & 0x7fff_ffff;
+    let normal = (a.wrapping_add(0xc800_0fff).wrapping_add((a >> 13) & 1)) >> 13;
+    let sub = (f32::from_bits(a) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    let mut r = if a < 0x3880_0000 { sub } else { normal };
+    if a >= 0x4780_0000 {
+        r = if a > 0x7f80_0000 { 0x7fff } else { 0x7c00 };
+    }
+    (r | sign) as u16
+}
+
+/// f64 -> f32 with round-to-odd, so that a following rounding to half is correct.
+#[inline(always)]
+fn round_odd(d: f64) -> f32 {
+    let f = d as f32;
+    if f as f64 == d || !f.is_finite() {
+        return f;
+    }
+    // step towards zero if RN moved away, then set the sticky bit
+    let mut b = f.to_bits();
+    if (f as f64).abs() > d.abs() {
+        b -= 1;
+    }
+    f32::from_bits(b | 1)
+}
+
+#[inline(always)]
+pub fn d2h(d: f64) -> u16 {
+    f2h(round_odd(d))
+}
+
+#[inline(always)]
+pub fn f2h_rz(f: f32) -> u16 {
+    let r = f2h(f);
+    if f.is_finite() && h2f(r).abs() > f.abs() {
+        return if r & 0x7fff == 0x7c00 { (r & 0x8000) | 0x7bff } else { r - 1 };
+    }
+    r
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn round_trip() {
+        for h in 0..=0xffffu16 {
+            let f = h2f(h);
+            if !f.is_nan() {
+                assert_eq!(f2h(f), h, "{h:04x}");
+            }
+        }
+        assert_eq!(f2h(65519.9), 0x7bff);
+        assert_eq!(f2h(65520.0), 0x7c00);
+        assert_eq!(f2h(2.0f32.powi(-25)), 0);
+        assert_eq!(f2h(1.5 * 2.0f32.powi(-25)), 1);
+        assert_eq!(d2h(1.0 + 2f64.powi(-11) + 2f64.powi(-40)), 0x3c01);
+    }
+}

@@ -1,0 +1,222 @@
+//! Jobs: launches described in JSON, with their memory contents, as the command line takes them.
+
+use crate::error::{Error, Result};
+use crate::half::f2h;
+use crate::launch::{Schedule, Shape, TimingOptions};
+use crate::mem::GlobalMem;
+use crate::module::Module;
+use crate::report::Report;
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// What to do with a job, in this order. With both, the timing does not affect the outputs.
+#[derive(Clone, Debug, Default)]
+pub struct JobOptions {
+    /// time one SM's share
+    pub timing: Option<TimingOptions>,
+    /// execute every CTA
+    pub functional: Option<Schedule>,
+}
+
+/// Run the job in a JSON file (see the README for its format); paths in it are relative to the file.
+///
+/// # Errors
+/// A file cannot be read or written, or the launch fails.
+pub fn run_job(path: &Path, options: &JobOptions) -> Result<Report> {
+    let text = std::fs::read_to_string(path).map_err(|e| at(path, e))?;
+    let job: Job = serde_json::from_str(&text).map_err(|e| at(path, e))?;
+    let dir = path.parent().unwrap_or(Path::new("."));
+    let cubin = dir.join(&job.cubin);
+    let module = Module::load(&std::fs::read(&cubin).map_err(|e| at(&cubin, e))?)?;
+
+    let mut mem = GlobalMem::default();
+    let mut address = HashMap::new();
+    for b in &job.buffers {
+        address.insert(b.name.as_str(), mem.alloc(&b.name, &b.content(dir)?, true));
+    }
+    let params = job.params.iter().map(|p| p.bytes(&address)).collect::<Result<Vec<_>>>()?;
+    let shape = Shape { grid: dim3(&job.grid), block: dim3(&job.block), dynamic_smem: job.smem };
+    let p = module.prepare(module.kernel(&job.kernel)?, shape, &params, mem)?;
+
+    let machine = options.timing.as_ref().map(|t| t.machine.clone()).unwrap_or_default();
+    let mut report = Report { launch: p.info(&machine)?, functional: None, timing: None };
+    let mut timed_mem = None;
+    if let Some(t) = &options.timing {
+        let (timing, mem) = p.timing(&TimingOptions { flops: job.flops, ..t.clone() })?;
+        report.timing = Some(timing);
+        timed_mem = Some(mem);
+    }
+    if let Some(s) = &options.functional {
+        report.functional = Some(p.functional(s)?);
+        timed_mem = None;
+    }
+    let result = timed_mem.as_ref().unwrap_or(&p.mem);
+    for (i, b) in job.buffers.iter().enumerate() {
+        if let Some(f) = &b.out {
+            let f = dir.join(f);
+            std::fs::write(&f, result.bytes(i)).map_err(|e| at(&f, e))?;
+        }
+    }
+    Ok(report)
+}
+
+fn at(path: &Path, e: impl std::fmt::Display) -> Error {
+    format!("{}: {e}", path.display()).into()
+}
+
+#[derive(Deserialize)]
+struct Job {
+    cubin: String,
+    kernel: String,
+    grid: Vec<u32>,
+    block: Vec<u32>,
+    #[serde(default)]
+    smem: u32,
+    #[serde(default)]
+    params: Vec<ParamVal>,
+    #[serde(default)]
+    buffers: Vec<BufferDesc>,
+    /// floating-point operations of the whole grid, for the TFLOP/s figure
+    #[serde(default)]
+    flops: Option<f64>,
+}
+
+#[derive(Deserialize)]
+struct BufferDesc {
+    name: String,
+    size: u64,
+    #[serde(default)]
+    init: Init,
+    /// write the final content here
+    #[serde(default)]
+    out: Option<String>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+enum Init {
+    Zeros,
+    /// 0xFF bytes (NaNs as floats)
+    #[default]
+    Poison,
+    File(String),
+    NormalF16 {
+        seed: u64,
+        #[serde(default = "one")]
+        scale: f32,
+    },
+    NormalF32 {
+        seed: u64,
+        #[serde(default = "one")]
+        scale: f32,
+    },
+}
+fn one() -> f32 {
+    1.0
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ParamVal {
+    /// buffer pointer
+    Ptr(String),
+    /// buffer pointer plus byte offset
+    PtrAt {
+        buffer: String,
+        offset: i64,
+    },
+    I32(i32),
+    U32(u32),
+    I64(i64),
+    U64(u64),
+    F32(f32),
+    F64(f64),
+    /// raw bytes as hex, with device addresses patched in at the given offsets
+    Bytes {
+        hex: String,
+        #[serde(default)]
+        relocs: Vec<Reloc>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Reloc {
+    at: usize,
+    buffer: String,
+    #[serde(default)]
+    offset: i64,
+}
+
+impl ParamVal {
+    fn bytes(&self, address: &HashMap<&str, u64>) -> Result<Vec<u8>> {
+        let find = |name: &str, offset: i64| -> Result<[u8; 8]> {
+            let base = address.get(name).ok_or_else(|| format!("unknown buffer `{name}`"))?;
+            Ok(base.wrapping_add_signed(offset).to_le_bytes())
+        };
+        Ok(match self {
+            ParamVal::Ptr(b) => find(b, 0)?.to_vec(),
+            ParamVal::PtrAt { buffer, offset } => find(buffer, *offset)?.to_vec(),
+            ParamVal::I32(x) => x.to_le_bytes().to_vec(),
+            ParamVal::U32(x) => x.to_le_bytes().to_vec(),
+            ParamVal::I64(x) => x.to_le_bytes().to_vec(),
+            ParamVal::U64(x) => x.to_le_bytes().to_vec(),
+            ParamVal::F32(x) => x.to_le_bytes().to_vec(),
+            ParamVal::F64(x) => x.to_le_bytes().to_vec(),
+            ParamVal::Bytes { hex, relocs } => {
+                let mut d = unhex(hex)?;
+                for r in relocs {
+                    let place = r.at.checked_add(8).and_then(|end| d.get_mut(r.at..end));
+                    place.ok_or("relocation outside the parameter".to_string())?.copy_from_slice(&find(&r.buffer, r.offset)?);
+                }
+                d
+            }
+        })
+    }
+}
+
+fn unhex(hex: &str) -> Result<Vec<u8>> {
+    let byte = |c: &[u8]| -> Option<u8> {
+        let digit = |i: usize| (*c.get(i)? as char).to_digit(16);
+        Some((digit(0)? << 4 | digit(1)?) as u8)
+    };
+    let bytes: Option<Vec<u8>> = hex.as_bytes().chunks(2).map(byte).collect();
+    Ok(bytes.ok_or("parameter bytes: not hexadecimal".to_string())?)
+}
+
+fn dim3(v: &[u32]) -> [u32; 3] {
+    std::array::from_fn(|i| v.get(i).copied().unwrap_or(1))
+}
+
+/// Standard normal numbers (splitmix64 + Box-Muller), deterministic across platforms.
+fn normals(seed: u64, n: usize) -> impl Iterator<Item = f32> {
+    let mut s = seed;
+    let mut u = move || {
+        s = s.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = s;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    };
+    (0..n).map(move |_| {
+        let (a, b) = (u().max(1e-300), u());
+        ((-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()) as f32
+    })
+}
+
+impl BufferDesc {
+    fn content(&self, dir: &Path) -> Result<Vec<u8>> {
+        let n = self.size as usize;
+        Ok(match &self.init {
+            Init::Zeros => vec![0; n],
+            Init::Poison => vec![0xff; n],
+            Init::File(f) => {
+                let mut d = std::fs::read(dir.join(f)).map_err(|e| format!("buffer `{}`: {f}: {e}", self.name))?;
+                d.resize(n, 0xff);
+                d
+            }
+            Init::NormalF16 { seed, scale } => normals(*seed, n / 2).flat_map(|x| f2h(x * scale).to_le_bytes()).collect(),
+            Init::NormalF32 { seed, scale } => normals(*seed, n / 4).flat_map(|x| (x * scale).to_le_bytes()).collect(),
+        })
+    }
+}

@@ -1,0 +1,57 @@
+//! Runs NVIDIA Volta (sm_70) machine code on a CPU: functionally, instruction by instruction, and
+//! cycle by cycle on a model of one SM of a V100. The README says what is modelled and how far to
+//! believe it.
+//!
+//! ```no_run
+//! use volta_sim::{Extent, Launch, Module, Schedule, TimingOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let module = Module::load(&std::fs::read("saxpy.cubin")?)?;
+//! let mut y = vec![1f32; 1024];
+//! let extents = [Extent { name: "y", ptr: y.as_mut_ptr().cast(), len: 4096, read_only: false }];
+//! let mut params = vec![];
+//! params.extend((y.as_ptr() as u64).to_le_bytes());
+//! params.extend(1024u32.to_le_bytes());
+//! let launch = Launch { grid: [8, 1, 1], block: [128, 1, 1], dynamic_smem: 0, params: &params, extents: &extents };
+//! // SAFETY: `y` outlives both calls and nothing else uses it.
+//! let report = unsafe {
+//!     module.run("kernel", &launch, &Schedule::default())?;
+//!     module.time("kernel", &launch, &TimingOptions::default())?
+//! };
+//! println!("{report}{:.1} us", report.timing.kernel_us);
+//! # Ok(())
+//! # }
+//! ```
+
+#![warn(missing_docs)]
+// lanes are numbers: they index several arrays and the bits of masks at once
+#![allow(clippy::needless_range_loop)]
+
+mod cta;
+mod disasm;
+mod elf;
+mod env;
+mod error;
+mod exec;
+mod half;
+mod hmma;
+mod isa;
+mod job;
+mod lanes;
+mod launch;
+mod machine;
+mod mem;
+mod module;
+mod report;
+mod run;
+mod timing;
+mod warp;
+
+pub use elf::Param;
+pub use error::{Error, Result};
+pub use job::{run_job, JobOptions};
+pub use launch::{Dispatch, Extent, Launch, Schedule, TimingOptions};
+pub use machine::{Machine, Occupancy};
+pub use module::{KernelInfo, Module};
+pub use report::{Functional, HotLoop, LaunchInfo, Report, StallFractions, Timing, TimingReport, Utilisation};
+pub use timing::{Counters, Stalls};

@@ -1,0 +1,328 @@
+//! Machine constants of a Tesla V100-SXM2, in one place, each with its source.
+//!
+//! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
+//! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
+//! GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming guide, throughput table;
+//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019).
+//! "assumed" marks figures without a direct source.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Constants of the timing model. [`Machine::default`] is a V100-SXM2.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Machine {
+    /// SM clock in MHz while boosted (WP)
+    pub clock_mhz: f64,
+    /// streaming multiprocessors (WP)
+    pub sms: u32,
+    /// sub-partitions (warp schedulers) per SM (WP); warp w -> sub-partition w % 4 (Jia18)
+    pub subs: u32,
+    /// resident warps per SM (PG)
+    pub max_warps: u32,
+    /// resident CTAs per SM (PG)
+    pub max_ctas: u32,
+    /// 32-bit registers per SM (PG)
+    pub regs_per_sm: u32,
+    /// register allocation granularity per warp, in registers (PG)
+    pub reg_gran: u32,
+    /// shared memory usable per SM, in bytes (PG)
+    pub smem_per_sm: u32,
+    /// shared-memory allocation granularity, in bytes (PG)
+    pub smem_gran: u32,
+    /// combined L1 + shared memory, in bytes (WP)
+    pub l1_smem_total: u32,
+
+    // --- cycles a pipe of one sub-partition is busy per warp instruction -----------------
+    /// FP32 / IMAD pipe: 16 lanes (WP)
+    pub fma_cycles: u64,
+    /// IMAD.WIDE and IMAD.HI: assumed half rate (64-bit result)
+    pub imad_wide_cycles: u64,
+    /// integer / logic pipe: 16 lanes (WP)
+    pub alu_cycles: u64,
+    /// packed-half pipe: 16 lanes of half2 (WP: 2x the FP32 rate)
+    pub fp16_cycles: u64,
+    /// 8 FP64 lanes per sub-partition (WP)
+    pub fp64_cycles: u64,
+    /// special functions and conversions: 16 lanes/clk/SM = 4 per sub-partition (PG)
+    pub xu_cycles: u64,
+    /// HMMA.884 F32 step: 512 FLOP at 256 FLOP/clk/sub-partition (WP: 125 TFLOP/s)
+    pub hmma_f32_cycles: u64,
+    /// HMMA.884 F16 step: 1024 FLOP (2 steps per mma)
+    pub hmma_f16_cycles: u64,
+
+    // --- latencies from issue to the release of the write scoreboard ----------------------
+    /// (RGA19): first results of an HMMA set after 10..12 cycles
+    pub hmma_latency: u64,
+    /// (GPGPU) sfu latency 20 (trace config); (Jia18) does not list it
+    pub xu_latency: u64,
+    /// FP64 instructions that use a scoreboard (GPGPU: 8)
+    pub fp64_latency: u64,
+    /// shared-memory load, no conflict (Jia18: 19)
+    pub lds_latency: u64,
+    /// warp shuffle, assumed
+    pub shfl_latency: u64,
+    /// S2R, assumed
+    pub s2r_latency: u64,
+    /// LDC indexed constant, cache hit, assumed (Jia18: L1.5 constant ~27..89)
+    pub ldc_latency: u64,
+    /// L1 hit (Jia18: 28)
+    pub l1_latency: u64,
+    /// L2 hit (Jia18: 193)
+    pub l2_latency: u64,
+    /// DRAM (Jia18: ~375..1029 depending on TLB; GPGPU ~430)
+    pub dram_latency: u64,
+    /// atomics on global memory, added to the L2 latency, assumed
+    pub atom_extra: u64,
+    /// cycles from issue to the first MIO stage, assumed
+    pub mio_delay: u64,
+    /// cycles a sub-partition's 8 load/store lanes (WP) are busy per warp memory instruction
+    pub agu_cycles: u64,
+    /// pending memory instructions per sub-partition before issue stalls, assumed
+    pub mio_queue: usize,
+    /// cycles after the start of a memory instruction until its sources may be overwritten, assumed
+    pub rd_release: u64,
+    /// from the last arrival at BAR.SYNC to the next issue of the released warps, assumed
+    pub bar_latency: u64,
+    /// minimum issue distance after a taken branch, assumed
+    pub branch_cycles: u64,
+    /// CTA launch: cycles from a free slot to the first issue, assumed
+    pub cta_launch: u64,
+
+    // --- bandwidth, bytes per cycle for one SM -------------------------------------------
+    /// (Jia18): 2155 GB/s over 80 SMs at 1.53 GHz
+    pub l2_bytes_per_clk: f64,
+    /// ~810 GB/s over 80 SMs, attainable of 900 (WP, Jia18: 750)
+    pub dram_bytes_per_clk: f64,
+    /// L2 capacity, in bytes (WP)
+    pub l2_bytes: u64,
+
+    // --- instruction supply -----------------------------------------------------------------
+    /// model the L0 instruction caches (one per sub-partition)
+    pub icache: bool,
+    /// L0 capacity, in bytes (Jia18: 12 KiB)
+    pub l0_bytes: u32,
+    /// cycles the shared L1.5 (128 KiB (Jia18)) needs to deliver one 128-byte line (8 instructions)
+    /// to some L0: calibrated on one published kernel, see README "Calibration"
+    pub l0_line_cycles: u64,
+    /// latency of such a fetch, assumed
+    pub l0_miss_latency: u64,
+    /// lines fetched ahead of the demanded one, assumed (prefetchers exist since Pascal)
+    pub l0_prefetch: u32,
+
+    // --- modelling options -----------------------------------------------------------------
+    /// 3 distinct source registers in one of the two 64-bit banks cost a cycle (Jia18)
+    pub reg_banks: bool,
+    /// wavefront multiplier of 8- and 16-bit shared accesses (1: same-word lanes merge, as documented)
+    pub subword_factor: u32,
+    /// merge identical half/quarter-warp groups of a wide shared access into one wavefront
+    pub merge_groups: bool,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Machine {
+            clock_mhz: 1530.0,
+            sms: 80,
+            subs: 4,
+            max_warps: 64,
+            max_ctas: 32,
+            regs_per_sm: 65536,
+            reg_gran: 256,
+            smem_per_sm: 96 * 1024,
+            smem_gran: 256,
+            l1_smem_total: 128 * 1024,
+            fma_cycles: 2,
+            imad_wide_cycles: 4,
+            alu_cycles: 2,
+            fp16_cycles: 2,
+            fp64_cycles: 4,
+            xu_cycles: 8,
+            hmma_f32_cycles: 2,
+            hmma_f16_cycles: 4,
+            hmma_latency: 12,
+            xu_latency: 20,
+            fp64_latency: 8,
+            lds_latency: 19,
+            shfl_latency: 22,
+            s2r_latency: 22,
+            ldc_latency: 27,
+            l1_latency: 28,
+            l2_latency: 193,
+            dram_latency: 430,
+            atom_extra: 20,
+            mio_delay: 4,
+            agu_cycles: 4,
+            mio_queue: 8,
+            rd_release: 6,
+            bar_latency: 16,
+            branch_cycles: 8,
+            cta_launch: 200,
+            l2_bytes_per_clk: 17.6,
+            dram_bytes_per_clk: 6.6,
+            l2_bytes: 6 << 20,
+            icache: true,
+            l0_bytes: 12 * 1024,
+            l0_line_cycles: 13,
+            l0_miss_latency: 30,
+            l0_prefetch: 2,
+            reg_banks: true,
+            subword_factor: 1,
+            merge_groups: false,
+        }
+    }
+}
+
+/// How many CTAs of a kernel are resident on an SM, and why not more.
+#[derive(Clone, Debug, Serialize)]
+pub struct Occupancy {
+    /// resident CTAs
+    pub ctas: u32,
+    /// resident warps
+    pub warps: u32,
+    /// what limits the number of CTAs
+    pub limit: &'static str,
+    /// CTAs that the registers allow
+    pub by_regs: u32,
+    /// CTAs that shared memory allows
+    pub by_smem: u32,
+    /// CTAs that the warp slots allow
+    pub by_warps: u32,
+}
+
+impl Machine {
+    /// Set the constant `name` to a value given as JSON text: `set("icache", "false")`.
+    ///
+    /// # Errors
+    /// Unknown name, or a value of the wrong type.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
+        let fail = |e: serde_json::Error| Error::from(format!("machine constant {name}: {e}"));
+        let mut all = serde_json::to_value(&*self).map_err(fail)?;
+        let slot = all.get_mut(name).ok_or_else(|| format!("no machine constant `{name}`"))?;
+        *slot = serde_json::from_str(value).map_err(fail)?;
+        *self = serde_json::from_value(all).map_err(fail)?;
+        Ok(())
+    }
+
+    /// Reject constants the model cannot work with.
+    pub(crate) fn check(&self) -> Result<()> {
+        let least = [
+            ("clock_mhz", self.clock_mhz, f64::MIN_POSITIVE),
+            ("sms", self.sms.into(), 1.0),
+            ("subs", self.subs.into(), 1.0),
+            ("reg_gran", self.reg_gran.into(), 1.0),
+            ("smem_gran", self.smem_gran.into(), 1.0),
+            ("l1_smem_total", self.l1_smem_total.into(), 96.0 * 1024.0),
+            ("mio_queue", self.mio_queue as f64, 1.0),
+            ("l0_bytes", self.l0_bytes.into(), 128.0),
+            ("subword_factor", self.subword_factor.into(), 1.0),
+        ];
+        let latencies = [
+            ("lds_latency", self.lds_latency),
+            ("shfl_latency", self.shfl_latency),
+            ("ldc_latency", self.ldc_latency),
+            ("l1_latency", self.l1_latency),
+            ("l2_latency", self.l2_latency),
+            ("dram_latency", self.dram_latency),
+        ];
+        let latencies = latencies.iter().map(|&(name, x)| (name, x as f64, self.mio_delay as f64));
+        match least.into_iter().chain(latencies).find(|&(_, x, min)| x.is_nan() || x < min) {
+            Some((name, x, min)) => Err(format!("machine constant {name} is {x}, but at least {min} is needed").into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Resident CTAs per SM of a kernel with `regs` registers per thread, `smem` bytes of shared memory
+    /// per CTA and `threads` threads per CTA.
+    pub fn occupancy(&self, regs: u32, smem: u32, threads: u32) -> Occupancy {
+        let warps = threads.div_ceil(32).max(1);
+        let per_warp = (regs.max(1) * 32).div_ceil(self.reg_gran) * self.reg_gran;
+        // warps are allocated per sub-partition, which owns a quarter of the registers
+        let warps_by_regs = (self.regs_per_sm / self.subs / per_warp) * self.subs;
+        let by_regs = warps_by_regs / warps;
+        let s = smem.div_ceil(self.smem_gran) * self.smem_gran;
+        let by_smem = self.smem_per_sm.checked_div(s).unwrap_or(self.max_ctas);
+        let by_warps = self.max_warps / warps;
+        let ctas = by_regs.min(by_smem).min(by_warps).min(self.max_ctas);
+        let limit = if ctas == by_regs {
+            "registers"
+        } else if ctas == by_smem {
+            "shared memory"
+        } else if ctas == by_warps {
+            "warps"
+        } else {
+            "CTA slots"
+        };
+        Occupancy { ctas, warps: ctas * warps, limit, by_regs, by_smem, by_warps }
+    }
+
+    /// Shared-memory wavefronts of one warp access of `bytes` per lane (32 banks of 4 bytes).
+    /// 32-bit and narrower: all lanes together; 64-bit: half-warps; 128-bit: quarter-warps.
+    /// Inside a group, lanes that read the same word share it.
+    pub(crate) fn smem_wavefronts(&self, addr: &[u64; 32], mask: u32, bytes: u32) -> u32 {
+        let lanes_per_group = match bytes {
+            16 => 8,
+            8 => 16,
+            _ => 32,
+        };
+        let mut total = 0;
+        let mut seen: Vec<Vec<u64>> = vec![];
+        for g in 0..32 / lanes_per_group {
+            let mut words: Vec<u64> = Vec::with_capacity(32);
+            for l in g * lanes_per_group..(g + 1) * lanes_per_group {
+                if mask >> l & 1 == 0 {
+                    continue;
+                }
+                for k in 0..(bytes / 4).max(1) as u64 {
+                    words.push(addr[l] / 4 + k);
+                }
+            }
+            if words.is_empty() {
+                continue;
+            }
+            words.sort_unstable();
+            words.dedup();
+            if self.merge_groups {
+                if seen.contains(&words) {
+                    continue;
+                }
+                seen.push(words.clone());
+            }
+            let mut per_bank = [0u8; 32];
+            for w in &words {
+                per_bank[(w & 31) as usize] += 1;
+            }
+            total += per_bank.iter().copied().max().unwrap() as u32;
+        }
+        total.max(1) * if bytes < 4 { self.subword_factor } else { 1 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    fn w(f: impl Fn(u64) -> u64, bytes: u32) -> u32 {
+        Machine::default().smem_wavefronts(&std::array::from_fn(|l| f(l as u64)), !0, bytes)
+    }
+    #[test]
+    fn wavefronts() {
+        assert_eq!(w(|l| l * 4, 4), 1);
+        assert_eq!(w(|_| 64, 4), 1);
+        assert_eq!(w(|l| l * 8, 4), 2);
+        assert_eq!(w(|l| l * 128, 4), 32);
+        assert_eq!(w(|l| l * 132, 4), 1);
+        assert_eq!(w(|l| l * 8, 8), 2);
+        assert_eq!(w(|l| l * 16, 16), 4);
+        assert_eq!(w(|l| l * 256, 16), 32);
+        assert_eq!(w(|_| 0, 16), 4);
+        assert_eq!(w(|l| l * 2, 2), 1);
+    }
+    #[test]
+    fn occupancy() {
+        let m = Machine::default();
+        assert_eq!(m.occupancy(128, 0, 128).ctas, 4);
+        assert_eq!(m.occupancy(32, 49152, 256).ctas, 2);
+        assert_eq!(m.occupancy(168, 0, 128).ctas, 3);
+        assert_eq!(m.occupancy(255, 0, 256).ctas, 1);
+    }
+}

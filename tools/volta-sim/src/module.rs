@@ -1,0 +1,150 @@
+//! A cubin, disassembled and decoded once.
+
+use crate::disasm::{self, Listing};
+use crate::elf::{Cubin, KernelMeta, Param};
+use crate::env::Program;
+use crate::error::Result;
+use crate::isa::{Inst, Op, Space, SrcKind, RZ};
+use serde::Serialize;
+use std::path::Path;
+
+/// A cubin for sm_70: all its kernels, decoded. Cheap to launch from, expensive to load (it runs
+/// nvdisasm): keep it. It can be shared between threads.
+pub struct Module {
+    pub(crate) cubin: Cubin,
+    kernels: Vec<Kernel>,
+}
+
+/// A kernel of a [`Module`].
+pub(crate) struct Kernel {
+    pub meta: KernelMeta,
+    pub info: KernelInfo,
+    pub prog: Program,
+    sass: String,
+}
+
+/// What is known about a kernel without running it.
+#[derive(Clone, Debug, Serialize)]
+pub struct KernelInfo {
+    /// mangled name
+    pub name: String,
+    /// registers per thread
+    pub registers: u32,
+    /// static shared memory per CTA, in bytes
+    pub static_smem: u32,
+    /// size of the parameter space, in bytes
+    pub param_bytes: u32,
+    /// the parameters, in order
+    pub params: Vec<Param>,
+    /// most threads per CTA it was compiled for; 0 if the cubin does not say
+    pub max_threads: u32,
+    /// local-memory frame of a thread (spills, arrays, stack), in bytes
+    pub frame_bytes: u32,
+    /// instructions in the code that access local memory (LDL, STL)
+    pub spill_insts: usize,
+    /// size of the code, in bytes
+    pub code_bytes: usize,
+}
+
+impl Module {
+    /// Load a cubin, with the nvdisasm named by `$VOLTA_SIM_NVDISASM` or found on `PATH`.
+    ///
+    /// # Errors
+    /// See [`Module::load_with`].
+    pub fn load(cubin: &[u8]) -> Result<Module> {
+        Module::load_with(cubin, None)
+    }
+
+    /// Load a cubin, with the given nvdisasm if there is one.
+    ///
+    /// # Errors
+    /// The bytes are no sm_70 cubin, nvdisasm is not found, or it fails. Instructions that the simulator
+    /// does not know are no error until they are executed.
+    pub fn load_with(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<Module> {
+        let cubin_bytes = cubin;
+        let cubin = Cubin::parse(cubin_bytes)?;
+        let mut listings = disasm::disassemble(cubin_bytes, nvdisasm)?;
+        let kernels = cubin
+            .kernels
+            .iter()
+            .map(|meta| {
+                let listing = listings.remove(&meta.name).ok_or_else(|| format!("nvdisasm printed no code for `{}`", meta.name))?;
+                Kernel::decode(meta, listing)
+            })
+            .collect::<std::result::Result<_, String>>()?;
+        Ok(Module { cubin, kernels })
+    }
+
+    /// Mangled names of the kernels.
+    pub fn kernel_names(&self) -> impl Iterator<Item = &str> {
+        self.kernels.iter().map(|k| k.info.name.as_str())
+    }
+
+    /// Static facts about a kernel, given its name or a unique part of it.
+    ///
+    /// # Errors
+    /// There is no such kernel, or more than one.
+    pub fn kernel_info(&self, kernel: &str) -> Result<&KernelInfo> {
+        Ok(&self.kernel(kernel)?.info)
+    }
+
+    /// The section of a kernel as nvdisasm prints it, without encodings.
+    ///
+    /// # Errors
+    /// There is no such kernel, or more than one.
+    pub fn sass_text(&self, kernel: &str) -> Result<&str> {
+        Ok(&self.kernel(kernel)?.sass)
+    }
+
+    pub(crate) fn kernel(&self, name: &str) -> Result<&Kernel> {
+        if let Some(k) = self.kernels.iter().find(|k| k.info.name == name) {
+            return Ok(k);
+        }
+        let mut partial = self.kernels.iter().filter(|k| k.info.name.contains(name));
+        match (partial.next(), partial.next()) {
+            (Some(k), None) => Ok(k),
+            (first, _) => {
+                let what = if first.is_some() { "is not unique" } else { "not found" };
+                let names: Vec<&str> = self.kernel_names().collect();
+                Err(format!("kernel `{name}` {what}; the cubin has: {}", names.join(", ")).into())
+            }
+        }
+    }
+}
+
+impl Kernel {
+    fn decode(meta: &KernelMeta, listing: Listing) -> std::result::Result<Kernel, String> {
+        let mut code = vec![];
+        for r in &listing.insts {
+            // an instruction we cannot decode is an error only when it is reached (asserts carry exotic ones)
+            code.push(disasm::decode(r, &listing.labels).unwrap_or_else(|why| disasm::undecodable(r, why)));
+        }
+        if let Some(c) = code.iter().enumerate().find_map(|(i, c)| (c.pc as usize != i * 16).then_some(c)) {
+            return Err(format!("kernel `{}`: unexpected pc 0x{:x} in the disassembly", meta.name, c.pc));
+        }
+        let local = |i: &&Inst| matches!(i.op, Op::Ld { space: Space::Local, .. } | Op::St { space: Space::Local, .. });
+        let info = KernelInfo {
+            name: meta.name.clone(),
+            registers: meta.regs,
+            static_smem: meta.static_smem,
+            param_bytes: meta.param_size,
+            params: meta.params.clone(),
+            max_threads: meta.max_threads,
+            frame_bytes: meta.frame,
+            spill_insts: code.iter().filter(local).count(),
+            code_bytes: code.len() * 16,
+        };
+        let reg_file = code.iter().flat_map(registers).fold(meta.regs as usize, |n, r| n.max(r as usize + 1)) + WIDEST;
+        let prog = Program { name: meta.name.clone(), code, reg_file };
+        Ok(Kernel { meta: meta.clone(), info, prog, sass: listing.text })
+    }
+}
+
+/// Most consecutive registers that one operand names by its first.
+const WIDEST: usize = 4;
+
+/// Registers an instruction names.
+fn registers(inst: &Inst) -> impl Iterator<Item = u8> + '_ {
+    let sources = inst.src.iter().filter(|s| s.kind == SrcKind::Reg).map(|s| s.val as u8);
+    sources.chain([inst.dst, inst.mem.base]).filter(|&r| r != RZ)
+}

@@ -1,0 +1,481 @@
+//! The report of a simulated launch, as data and as text.
+
+use crate::env::Env;
+use crate::isa::Op;
+use crate::launch::Shape;
+use crate::machine::{Machine, Occupancy};
+use crate::module::KernelInfo;
+use crate::run::Share;
+use crate::timing::{Counters, SmSim};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::{self, Display, Write};
+use std::time::Duration;
+
+/// The launch, and what was simulated of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// the launch
+    #[serde(flatten)]
+    pub launch: LaunchInfo,
+    /// the functional run, if there was one
+    pub functional: Option<Functional>,
+    /// the timing run, if there was one
+    pub timing: Option<Timing>,
+}
+
+/// Result of [`Module::time`](crate::Module::time).
+#[derive(Clone, Debug, Serialize)]
+pub struct TimingReport {
+    /// the launch
+    #[serde(flatten)]
+    pub launch: LaunchInfo,
+    /// the timing run
+    pub timing: Timing,
+}
+
+/// What is known about a launch without simulating it.
+#[derive(Clone, Debug, Serialize)]
+pub struct LaunchInfo {
+    /// mangled name of the kernel
+    pub kernel: String,
+    /// CTAs along x, y, z
+    pub grid: [u32; 3],
+    /// threads of a CTA along x, y, z
+    pub block: [u32; 3],
+    /// registers per thread
+    pub registers: u32,
+    /// static shared memory per CTA, in bytes
+    pub static_smem: u32,
+    /// dynamic shared memory per CTA, in bytes
+    pub dynamic_smem: u32,
+    /// local-memory frame of a thread, in bytes
+    pub stack_frame: u32,
+    /// instructions in the code that access local memory (LDL, STL)
+    pub spill_insts_static: usize,
+    /// instructions in the code
+    pub code_insts: usize,
+    /// resident CTAs per SM
+    pub occupancy: Occupancy,
+}
+
+/// A functional run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Functional {
+    /// warp instructions executed
+    pub warp_insts: u64,
+    /// host time
+    pub seconds: f64,
+    /// warp instructions per second of host time
+    pub insts_per_second: f64,
+}
+
+/// A timing run: one SM's share of the grid, and the estimate for the whole.
+#[derive(Clone, Debug, Serialize)]
+pub struct Timing {
+    /// the SM whose share was simulated
+    pub sm: u32,
+    /// how the CTAs were assigned
+    pub dispatch: String,
+    /// CTAs that this SM gets
+    pub ctas_of_sm: usize,
+    /// CTAs that were simulated
+    pub ctas_simulated: usize,
+    /// work of the average SM relative to this one
+    pub balance: f64,
+    /// clock cycles simulated
+    pub cycles: u64,
+    /// estimated cycles of the kernel, extrapolated when not all CTAs of the SM were simulated
+    pub kernel_cycles: f64,
+    /// estimated duration of the kernel in microseconds, without launch overhead
+    pub kernel_us: f64,
+    /// TFLOP/s of the kernel, if its operations were given
+    pub tflops: Option<f64>,
+    /// how busy the parts of the SM were
+    pub util: Utilisation,
+    /// shared-memory wavefronts beyond those a conflict-free layout needs, relative to the latter
+    pub smem_conflict_excess: f64,
+    /// warp instructions per cycle
+    pub ipc: f64,
+    /// what the resident warps did
+    pub stall_fraction: StallFractions,
+    /// sectors found in L1, of those looked up
+    pub l1_hit_rate: f64,
+    /// event counts, among them the total of shared-memory wavefronts
+    pub counters: Counters,
+    /// warp instructions executed, by opcode
+    pub mix: BTreeMap<String, u64>,
+    /// the main loop, if the kernel has one
+    pub hot_loop: Option<HotLoop>,
+    /// host time
+    pub seconds: f64,
+    /// warp instructions per second of host time
+    pub insts_per_second: f64,
+    /// the code with executions, waits and bank conflicts per instruction, if asked for
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listing: Option<String>,
+}
+
+/// Fractions of the simulated cycles that a part was busy (0 to 1); pipes are averaged over the four
+/// sub-partitions.
+#[derive(Clone, Debug, Serialize)]
+pub struct Utilisation {
+    /// integer and logic pipe
+    pub alu: f64,
+    /// this SM's share of the DRAM bandwidth
+    pub dram_bw: f64,
+    /// FP32 and IMAD pipe
+    pub fma: f64,
+    /// packed-half pipe
+    pub fp16: f64,
+    /// double-precision pipe
+    pub fp64: f64,
+    /// issue slots
+    pub issue: f64,
+    /// instruction delivery to the L0 caches
+    pub l0_fill: f64,
+    /// this SM's share of the L2 bandwidth
+    pub l2_bw: f64,
+    /// LSU data stage (shared memory, L1, shuffles)
+    pub mio: f64,
+    /// of that, for global and local memory
+    pub mio_global: f64,
+    /// of that, for shared memory
+    pub mio_smem: f64,
+    /// tensor cores
+    pub tensor: f64,
+    /// special functions and conversions
+    pub xu: f64,
+}
+
+/// What the resident warps did, as fractions of their cycles (see [`Stalls`](crate::Stalls)).
+#[derive(Clone, Debug, Serialize)]
+pub struct StallFractions {
+    /// CTA barrier
+    pub barrier: f64,
+    /// stall count of the previous instruction
+    pub fixed_latency: f64,
+    /// issued an instruction
+    pub issued: f64,
+    /// global or local memory
+    pub long_scoreboard: f64,
+    /// instruction not yet in the L0 cache
+    pub no_instruction: f64,
+    /// another warp was chosen
+    pub not_selected: f64,
+    /// execution pipe or MIO queue busy
+    pub pipe_busy: f64,
+    /// shared memory, shuffle and other short scoreboards
+    pub short_scoreboard: f64,
+    /// results of HMMA
+    pub tensor_scoreboard: f64,
+    /// special functions and conversions
+    pub xu_scoreboard: f64,
+}
+
+/// The innermost loop that holds most of the executed instructions.
+#[derive(Clone, Debug, Serialize)]
+pub struct HotLoop {
+    /// address of its first instruction
+    pub first_pc: u32,
+    /// address of the branch that closes it
+    pub last_pc: u32,
+    /// bytes of code from the first to the last instruction
+    pub code_bytes: u32,
+    /// times the closing branch was executed, over all warps
+    pub iterations: u64,
+    /// fraction of all executed instructions
+    pub share: f64,
+    /// shared-memory wavefronts in the loop
+    pub smem_wavefronts: u64,
+    /// those beyond a conflict-free layout, relative to the others
+    pub smem_conflict_excess: f64,
+    /// warp instructions per iteration by opcode
+    pub per_iteration: BTreeMap<String, f64>,
+}
+
+impl LaunchInfo {
+    pub(crate) fn new(kernel: &KernelInfo, shape: &Shape, occupancy: Occupancy) -> Self {
+        LaunchInfo {
+            kernel: kernel.name.clone(),
+            grid: shape.grid,
+            block: shape.block,
+            registers: kernel.registers,
+            static_smem: kernel.static_smem,
+            dynamic_smem: shape.dynamic_smem,
+            stack_frame: kernel.frame_bytes,
+            spill_insts_static: kernel.spill_insts,
+            code_insts: kernel.code_bytes / 16,
+            occupancy,
+        }
+    }
+}
+
+impl Functional {
+    pub(crate) fn new(warp_insts: u64, time: Duration) -> Self {
+        let seconds = time.as_secs_f64();
+        Functional { warp_insts, seconds, insts_per_second: warp_insts as f64 / seconds.max(1e-9) }
+    }
+}
+
+impl Timing {
+    /// Summary of the first `n` CTAs of a share.
+    pub(crate) fn new(env: &Env, sim: &SmSim, share: &Share, n: usize, m: &Machine, flops: Option<f64>, time: Duration) -> Self {
+        let c = &sim.c;
+        let cyc = c.cycles.max(1) as f64;
+        let done: u64 = share.cost[..n].iter().sum();
+        let all: u64 = share.cost.iter().sum();
+        let kernel_cycles = cyc * all as f64 / done.max(1) as f64;
+        let us = kernel_cycles / m.clock_mhz;
+        let seconds = time.as_secs_f64();
+        let mut mix = BTreeMap::new();
+        for (i, &h) in env.prog.code.iter().zip(&sim.hist) {
+            if h > 0 {
+                *mix.entry(class(&i.mnemonic)).or_insert(0) += h;
+            }
+        }
+        Timing {
+            sm: share.sm,
+            dispatch: share.note.clone(),
+            ctas_of_sm: share.list.len(),
+            ctas_simulated: n,
+            balance: share.balance,
+            cycles: c.cycles,
+            kernel_cycles,
+            kernel_us: us,
+            tflops: flops.map(|f| f / us / 1e6),
+            util: Utilisation::new(c, m),
+            smem_conflict_excess: c.smem_wavefronts as f64 / c.smem_ideal.max(1) as f64 - 1.0,
+            ipc: c.insts as f64 / cyc,
+            stall_fraction: StallFractions::new(c),
+            l1_hit_rate: c.l1_hits as f64 / c.l1_sectors.max(1) as f64,
+            counters: c.clone(),
+            mix,
+            hot_loop: hot_loop(env, sim),
+            seconds,
+            insts_per_second: c.insts as f64 / seconds.max(1e-9),
+            listing: None,
+        }
+    }
+}
+
+impl Utilisation {
+    fn new(c: &Counters, m: &Machine) -> Self {
+        let cyc = c.cycles.max(1) as f64;
+        let four = cyc * m.subs as f64;
+        Utilisation {
+            alu: c.alu_busy as f64 / four,
+            dram_bw: c.dram_busy / cyc,
+            fma: c.fma_busy as f64 / four,
+            fp16: c.fp16_busy as f64 / four,
+            fp64: c.fp64_busy as f64 / four,
+            issue: c.issue_slots as f64 / four,
+            l0_fill: (c.l0_fills * m.l0_line_cycles) as f64 / cyc,
+            l2_bw: c.l2_busy / cyc,
+            mio: c.mio_busy as f64 / cyc,
+            mio_global: c.global_wavefronts as f64 / cyc,
+            mio_smem: c.smem_wavefronts as f64 / cyc,
+            tensor: c.tensor_busy as f64 / four,
+            xu: c.xu_busy as f64 / four,
+        }
+    }
+}
+
+impl StallFractions {
+    fn new(c: &Counters) -> Self {
+        let s = &c.stalls;
+        let of = |n: u64| n as f64 / c.resident_warp_cycles.max(1) as f64;
+        StallFractions {
+            barrier: of(s.barrier),
+            fixed_latency: of(s.fixed_latency),
+            issued: of(c.insts),
+            long_scoreboard: of(s.long_scoreboard),
+            no_instruction: of(s.no_instruction),
+            not_selected: of(s.not_selected),
+            pipe_busy: of(s.pipe_busy),
+            short_scoreboard: of(s.short_scoreboard),
+            tensor_scoreboard: of(s.tensor_scoreboard),
+            xu_scoreboard: of(s.xu_scoreboard),
+        }
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.launch.fmt(f)?;
+        if let Some(x) = &self.functional {
+            x.fmt(f)?;
+        }
+        self.timing.as_ref().map_or(Ok(()), |t| t.fmt(f))
+    }
+}
+
+impl Display for TimingReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.launch.fmt(f)?;
+        self.timing.fmt(f)
+    }
+}
+
+impl Display for LaunchInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let o = &self.occupancy;
+        writeln!(f, "kernel {}  grid {:?} block {:?}", self.kernel, self.grid, self.block)?;
+        writeln!(
+            f,
+            "  {} registers, shared {} static + {} dynamic, frame {} B, {} local-memory instructions in {}, occupancy {} CTAs = {} warps (limit: {})",
+            self.registers, self.static_smem, self.dynamic_smem, self.stack_frame, self.spill_insts_static, self.code_insts, o.ctas, o.warps, o.limit
+        )
+    }
+}
+
+impl Display for Functional {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "  functional: {} warp instructions in {:.2} s ({:.2} M/s)", self.warp_insts, self.seconds, self.insts_per_second / 1e6)
+    }
+}
+
+impl Display for Timing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "  timing: SM {} ({}), {} of its {} CTAs in {} cycles; balance {:.3}; simulated in {:.2} s ({:.2} M warp instructions/s)",
+            self.sm,
+            self.dispatch,
+            self.ctas_simulated,
+            self.ctas_of_sm,
+            self.cycles,
+            self.balance,
+            self.seconds,
+            self.insts_per_second / 1e6
+        )?;
+        write!(f, "  kernel estimate: {:.0} cycles = {:.1} us", self.kernel_cycles, self.kernel_us)?;
+        if let Some(x) = self.tflops {
+            write!(f, " = {x:.2} TFLOP/s")?;
+        }
+        writeln!(f, "\n  utilisation: {}", percentages(&self.util))?;
+        writeln!(f, "  warp cycles: {}", percentages(&self.stall_fraction))?;
+        let c = &self.counters;
+        writeln!(
+            f,
+            "  IPC {:.2}; shared wavefronts {} (+{:.1}% over conflict-free), L1 hit {:.1}%, L2 sectors {}, DRAM sectors {}, local instructions {}, register-bank conflicts {}",
+            self.ipc, c.smem_wavefronts, self.smem_conflict_excess * 100.0, self.l1_hit_rate * 100.0, c.l2_sectors, c.dram_sectors, c.local_insts, c.reg_conflicts
+        )?;
+        match &self.hot_loop {
+            Some(h) => writeln!(
+                f,
+                "  hottest loop 0x{:x}..0x{:x} ({:.0}% of instructions), per iteration: {}",
+                h.first_pc,
+                h.last_pc,
+                h.share * 100.0,
+                by_count(h.per_iteration.iter().map(|(k, &v)| (k, v)).collect())
+            ),
+            None => writeln!(f, "  mix: {}", by_count(self.mix.iter().map(|(k, &v)| (k, v as f64)).collect())),
+        }
+    }
+}
+
+/// The fields of a struct of fractions.
+fn percentages(fractions: &impl Serialize) -> String {
+    let fields = serde_json::to_value(fractions).unwrap_or_default();
+    let show = |(k, v): (&String, &serde_json::Value)| format!("{k} {:.1}%", v.as_f64().unwrap_or(f64::NAN) * 100.0);
+    fields.as_object().into_iter().flatten().map(show).collect::<Vec<_>>().join(", ")
+}
+
+fn by_count(mut m: Vec<(&String, f64)>) -> String {
+    m.sort_by(|a, b| b.1.total_cmp(&a.1));
+    m.iter().map(|(k, v)| format!("{k} {v:.0}")).collect::<Vec<_>>().join(", ")
+}
+
+fn class(mn: &str) -> String {
+    let mut p = mn.split('.');
+    let base = p.next().unwrap_or("");
+    match base {
+        "MUFU" => format!("MUFU.{}", p.next().unwrap_or("")),
+        "HMMA" => "HMMA.884".into(),
+        "LDS" | "STS" | "LDG" | "STG" | "LDL" | "STL" => {
+            let w = mn.split('.').find(|m| ["64", "128", "U8", "S8", "U16", "S16"].contains(m)).unwrap_or("32");
+            format!("{base}.{w}")
+        }
+        "IMAD" => match p.next() {
+            Some(m @ ("MOV" | "WIDE" | "IADD" | "SHL" | "HI" | "X")) => format!("IMAD.{m}"),
+            _ => "IMAD".into(),
+        },
+        "F2F" | "I2F" | "F2I" => mn.split('.').take(3).collect::<Vec<_>>().join("."),
+        _ => base.into(),
+    }
+}
+
+/// The innermost loop (backward branch) that still holds most of the executed instructions.
+fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
+    let hist = &sim.hist;
+    let total: u64 = hist.iter().sum();
+    let weight = |a: usize, b: usize| hist[a..=b].iter().sum::<u64>();
+    let loops: Vec<(usize, usize)> = env
+        .prog
+        .code
+        .iter()
+        .enumerate()
+        .filter(|(i, c)| matches!(c.op, Op::Bra) && c.target <= c.pc && hist[*i] > 0)
+        .map(|(i, c)| (c.target as usize / 16, i))
+        .filter(|&(a, b)| a < b)
+        .collect();
+    let mut best = *loops.iter().max_by_key(|&&(a, b)| weight(a, b))?;
+    loop {
+        let w = weight(best.0, best.1);
+        let inner = loops
+            .iter()
+            .filter(|&&(a, b)| a >= best.0 && b <= best.1 && (a, b) != best && weight(a, b) * 10 >= w * 7 && b - a < best.1 - best.0)
+            .max_by_key(|&&(a, b)| weight(a, b));
+        match inner {
+            Some(&i) => best = i,
+            None => break,
+        }
+    }
+    let (a, b) = best;
+    let iterations = hist[b].max(1);
+    let mut per = BTreeMap::new();
+    for i in a..=b {
+        if hist[i] > 0 {
+            *per.entry(class(&env.prog.code[i].mnemonic)).or_insert(0.0) += hist[i] as f64 / iterations as f64;
+        }
+    }
+    let waves: u64 = sim.smem_hist[a..=b].iter().sum();
+    let excess: u64 = sim.conflict_hist[a..=b].iter().sum();
+    Some(HotLoop {
+        first_pc: a as u32 * 16,
+        last_pc: b as u32 * 16,
+        code_bytes: (b - a + 1) as u32 * 16,
+        iterations,
+        share: weight(a, b) as f64 / total.max(1) as f64,
+        smem_wavefronts: waves,
+        smem_conflict_excess: excess as f64 / (waves - excess).max(1) as f64,
+        per_iteration: per,
+    })
+}
+
+/// Listing with, per instruction: executions, average cycles waited before it, excess wavefronts, control code.
+pub fn annotate(env: &Env, sim: &SmSim) -> String {
+    let mut s = String::from("    pc      execs  avg-wait  bank-excess  control (wait:rd:wr:yield:stall)  instruction\n");
+    for (i, c) in env.prog.code.iter().enumerate() {
+        let k = &c.ctrl;
+        let sb = |x: u8| if x < 6 { x.to_string() } else { "-".into() };
+        let wait: String = (0..6).map(|b| if k.wait >> b & 1 != 0 { char::from(b'0' + b) } else { '-' }).collect();
+        let h = sim.hist[i];
+        let _ = writeln!(
+            s,
+            "{:6x} {:10} {:9.1} {:12} {}:{}:{}:{}:{:02}  {}",
+            c.pc,
+            h,
+            sim.wait_hist[i] as f64 / h.max(1) as f64,
+            sim.conflict_hist[i],
+            wait,
+            sb(k.rd_sb),
+            sb(k.wr_sb),
+            if k.yield_ { 'Y' } else { '-' },
+            k.stall,
+            c.text
+        );
+    }
+    s
+}

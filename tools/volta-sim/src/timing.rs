@@ -1,0 +1,771 @@
+//! Timing model of one SM: issue follows the control codes, pipes and memory are resources with a
+//! "free at" time, and instructions execute functionally when they issue.
+
+use crate::cta::Cta;
+use crate::env::Env;
+use crate::exec::{Access, SimResult};
+use crate::isa::*;
+use crate::machine::Machine;
+use serde::Serialize;
+use std::collections::VecDeque;
+
+/// Set-associative, sectored, LRU tag store.
+struct Cache {
+    sets: Vec<Vec<Line>>,
+    ways: usize,
+    tick: u64,
+}
+struct Line {
+    tag: u64,
+    sectors: u8,
+    used: u64,
+}
+impl Cache {
+    fn new(bytes: u64, ways: usize) -> Self {
+        let n = (bytes / 128 / ways as u64).max(1) as usize;
+        Cache { sets: (0..n).map(|_| Vec::new()).collect(), ways, tick: 0 }
+    }
+    /// Look up a 32-byte sector; `fill` inserts it on a miss. True on a hit.
+    fn access(&mut self, addr: u64, fill: bool) -> bool {
+        self.tick += 1;
+        let (tag, sector) = (addr / 128, 1u8 << (addr / 32 % 4));
+        let n = self.sets.len() as u64;
+        let set = &mut self.sets[((tag ^ (tag >> 7)) % n) as usize];
+        if let Some(l) = set.iter_mut().find(|l| l.tag == tag) {
+            l.used = self.tick;
+            let hit = l.sectors & sector != 0;
+            if fill {
+                l.sectors |= sector;
+            }
+            return hit;
+        }
+        if fill {
+            let line = Line { tag, sectors: sector, used: self.tick };
+            if set.len() < self.ways {
+                set.push(line);
+            } else {
+                *set.iter_mut().min_by_key(|l| l.used).unwrap() = line;
+            }
+        }
+        false
+    }
+}
+
+/// L0 instruction cache of one sub-partition: ready time per code line, LRU over a fixed capacity.
+#[derive(Default)]
+struct ICache {
+    ready: Vec<u64>,
+    used: Vec<u64>,
+    held: Vec<u32>,
+}
+const ABSENT: u64 = u64::MAX;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Why {
+    StallCount,
+    ShortSb,
+    LongSb,
+    XuSb,
+    TensorSb,
+    Barrier,
+}
+
+/// Times at which the outstanding users of one scoreboard release it.
+#[derive(Default, Clone)]
+struct Scoreboard {
+    times: Vec<u64>,
+    why: Option<Why>,
+}
+
+struct WarpT {
+    cta: usize,
+    wi: usize,
+    age: u64,
+    /// earliest issue by stall count / barrier / branch
+    next: u64,
+    /// earliest issue including scoreboards
+    ready: u64,
+    ready_why: Why,
+    sb: [Scoreboard; 6],
+    last_issue: u64,
+    blocked: bool,
+    pipe_wait: u64,
+    fetch_wait: u64,
+    scans: u64,
+}
+
+#[derive(Default)]
+struct Sub {
+    warps: Vec<usize>,
+    last: Option<usize>,
+    last_yield: bool,
+    free: [u64; 8],
+    mio: VecDeque<u64>,
+    agu_free: u64,
+    l0: ICache,
+}
+
+/// Warp cycles spent waiting, summed over all resident warps, by reason.
+#[derive(Default, Serialize, Clone, Debug)]
+pub struct Stalls {
+    /// stall count of the previous instruction (fixed latencies)
+    pub fixed_latency: u64,
+    /// shared memory, shuffle and other short scoreboards
+    pub short_scoreboard: u64,
+    /// global or local memory
+    pub long_scoreboard: u64,
+    /// special functions and conversions
+    pub xu_scoreboard: u64,
+    /// results of HMMA
+    pub tensor_scoreboard: u64,
+    /// CTA barrier
+    pub barrier: u64,
+    /// instruction not yet in the L0 cache
+    pub no_instruction: u64,
+    /// execution pipe or MIO queue busy
+    pub pipe_busy: u64,
+    /// another warp was chosen
+    pub not_selected: u64,
+}
+
+/// Event counts of the simulated SM. "Busy" counts are cycles, summed over the four sub-partitions.
+#[derive(Default, Clone, Debug, Serialize)]
+pub struct Counters {
+    /// clock cycles from the first launch to the last exit
+    pub cycles: u64,
+    /// warp instructions
+    pub insts: u64,
+    /// CTAs that ran
+    pub ctas: u64,
+    /// issue slots used
+    pub issue_slots: u64,
+    /// FP32 and IMAD pipe busy
+    pub fma_busy: u64,
+    /// integer and logic pipe busy
+    pub alu_busy: u64,
+    /// packed-half pipe busy
+    pub fp16_busy: u64,
+    /// double-precision pipe busy
+    pub fp64_busy: u64,
+    /// special-function and conversion pipe busy
+    pub xu_busy: u64,
+    /// tensor cores busy
+    pub tensor_busy: u64,
+    /// cycles of the SM's one LSU data stage
+    pub mio_busy: u64,
+    /// shared-memory wavefronts (one per clock)
+    pub smem_wavefronts: u64,
+    /// wavefronts that the same bytes need without bank conflicts
+    pub smem_ideal: u64,
+    /// warp shuffles (and MATCH)
+    pub shfl: u64,
+    /// wavefronts of global and local accesses
+    pub global_wavefronts: u64,
+    /// 32-byte sectors looked up in L1
+    pub l1_sectors: u64,
+    /// of these, hits
+    pub l1_hits: u64,
+    /// sectors read from L2
+    pub l2_sectors: u64,
+    /// sectors read from DRAM
+    pub dram_sectors: u64,
+    /// sectors stored
+    pub store_sectors: u64,
+    /// cycles of this SM's share of the L2 bandwidth
+    pub l2_busy: f64,
+    /// cycles of this SM's share of the DRAM bandwidth
+    pub dram_busy: f64,
+    /// local-memory warp instructions (spills, stack)
+    pub local_insts: u64,
+    /// CTA barriers completed
+    pub barriers: u64,
+    /// instructions that lost a cycle to a register-bank conflict
+    pub reg_conflicts: u64,
+    /// 128-byte instruction lines fetched into the L0 caches
+    pub l0_fills: u64,
+    /// resident warps, summed over all cycles
+    pub resident_warp_cycles: u64,
+    /// where the warps waited
+    pub stalls: Stalls,
+}
+
+pub struct SmSim<'a, 'e> {
+    env: &'a Env<'e>,
+    m: &'a Machine,
+    pub c: Counters,
+    /// executions of each instruction
+    pub hist: Vec<u64>,
+    /// issue-to-issue cycles attributed to waiting before each instruction
+    pub wait_hist: Vec<u64>,
+    /// shared-memory wavefronts, and those beyond the ideal, per instruction
+    pub smem_hist: Vec<u64>,
+    pub conflict_hist: Vec<u64>,
+    warps: Vec<Option<WarpT>>,
+    ctas: Vec<Option<Cta>>,
+    subs: Vec<Sub>,
+    lsu_free: u64,
+    l15_free: u64,
+    l2_free: f64,
+    dram_free: f64,
+    l1: Cache,
+    l2: Cache,
+    /// first touches left that this SM pays from DRAM, per buffer (others are fetched by other SMs)
+    dram_budget: Vec<u64>,
+    age: u64,
+    sub_cursor: u32,
+}
+
+impl<'a, 'e> SmSim<'a, 'e> {
+    pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
+        let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
+        // shared-memory carve-outs of sm_70, in KiB
+        let carve = [0u32, 8, 16, 32, 64, 96].iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(96 * 1024);
+        let wpc = env.block.iter().product::<u32>().div_ceil(32);
+        let n = env.prog.code.len();
+        let lines = n.div_ceil(8);
+        let l0 = || ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![] };
+        let sharers = m.sms.min(env.grid.iter().product()) as u64;
+        SmSim {
+            env,
+            m,
+            c: Counters::default(),
+            hist: vec![0; n],
+            wait_hist: vec![0; n],
+            smem_hist: vec![0; n],
+            conflict_hist: vec![0; n],
+            warps: (0..slots * wpc).map(|_| None).collect(),
+            ctas: (0..slots).map(|_| None).collect(),
+            subs: (0..m.subs).map(|_| Sub { l0: l0(), ..Sub::default() }).collect(),
+            lsu_free: 0,
+            l15_free: 0,
+            l2_free: 0.0,
+            dram_free: 0.0,
+            l1: Cache::new((m.l1_smem_total - carve) as u64, 64),
+            l2: Cache::new(m.l2_bytes, 16),
+            dram_budget: env.mem.bufs.iter().map(|b| b.len.div_ceil(32).div_ceil(sharers)).collect(),
+            age: 0,
+            sub_cursor: 0,
+        }
+    }
+
+    /// Run the given CTAs (in dispatch order) to completion.
+    pub fn run(&mut self, list: &[[u32; 3]]) -> SimResult<()> {
+        let mut pending = list.iter();
+        let mut now = 0u64;
+        let mut acc = Access::default();
+        for s in 0..self.ctas.len() {
+            if let Some(&id) = pending.next() {
+                self.launch(s, id, self.m.cta_launch);
+            }
+        }
+        let mut live = self.ctas.iter().filter(|c| c.is_some()).count();
+        let mut resident: u64 = self.warps.iter().flatten().count() as u64;
+        while live > 0 {
+            let mut issued = false;
+            let mut next_event = u64::MAX;
+            for s in 0..self.subs.len() {
+                match self.pick(s, now) {
+                    Ok(w) => {
+                        issued = true;
+                        if let Some(slot) = self.issue(s, w, now, &mut acc)? {
+                            // CTA finished: refill its slot
+                            live -= 1;
+                            self.c.ctas += 1;
+                            self.ctas[slot] = None;
+                            if let Some(&id) = pending.next() {
+                                self.launch(slot, id, now + self.m.cta_launch);
+                                live += 1;
+                            }
+                            resident = self.warps.iter().flatten().count() as u64;
+                        }
+                    }
+                    Err(t) => next_event = next_event.min(t),
+                }
+            }
+            let step = if issued {
+                1
+            } else if next_event == u64::MAX {
+                let mut s = String::new();
+                for c in self.ctas.iter().flatten() {
+                    s += &format!("\n  CTA {:?}:{}", c.id, c.stuck());
+                }
+                return Err(format!("deadlock at cycle {now}:{s}"));
+            } else {
+                next_event.max(now + 1) - now
+            };
+            self.c.resident_warp_cycles += resident * step;
+            now += step;
+        }
+        self.c.cycles = now;
+        Ok(())
+    }
+
+    fn launch(&mut self, slot: usize, id: [u32; 3], at: u64) {
+        let cta = Cta::new(self.env, id);
+        let n = cta.warps.len();
+        for wi in 0..n {
+            let k = slot * n + wi;
+            self.warps[k] = Some(WarpT {
+                cta: slot,
+                wi,
+                age: self.age,
+                next: at,
+                ready: at,
+                ready_why: Why::StallCount,
+                sb: Default::default(),
+                last_issue: at,
+                blocked: false,
+                pipe_wait: 0,
+                fetch_wait: 0,
+                scans: 0,
+            });
+            self.age += 1;
+            // warp w -> sub-partition (w % 4), continuing across CTAs for odd warp counts
+            let sub = (self.sub_cursor % self.m.subs) as usize;
+            self.sub_cursor += 1;
+            self.subs[sub].warps.push(k);
+        }
+        self.ctas[slot] = Some(cta);
+    }
+
+    /// Choose a warp for scheduler `s`, or the next cycle at which it might have one.
+    fn pick(&mut self, s: usize, now: u64) -> Result<usize, u64> {
+        let mut best: Option<usize> = None;
+        let mut best_age = u64::MAX;
+        let mut next = u64::MAX;
+        let (greedy, avoid) = (self.subs[s].last, self.subs[s].last_yield);
+        for i in 0..self.subs[s].warps.len() {
+            let k = self.subs[s].warps[i];
+            let Some(w) = self.warps[k].as_ref() else { continue };
+            if w.blocked {
+                continue;
+            }
+            if w.ready > now {
+                next = next.min(w.ready);
+                continue;
+            }
+            let age = w.age;
+            let cta = self.ctas[w.cta].as_mut().unwrap();
+            let ww = &mut cta.warps[w.wi];
+            self.warps[k].as_mut().unwrap().scans += 1;
+            let g = ww.select().expect("unblocked warp has a runnable group");
+            let pc = ww.groups[g].pc;
+            // a pc outside the code is reported by the step
+            let Some(inst) = self.env.prog.code.get((pc / 16) as usize) else { return Ok(k) };
+            if self.m.icache {
+                let t = self.fetch(s, pc / 128, now);
+                if t > now {
+                    next = next.min(t);
+                    self.warps[k].as_mut().unwrap().fetch_wait += 1;
+                    continue;
+                }
+            }
+            let free = self.unit_free(s, inst);
+            if free > now {
+                next = next.min(free);
+                self.warps[k].as_mut().unwrap().pipe_wait += 1;
+                continue;
+            }
+            // greedy, then oldest; a yield hint pushes the last warp to the back
+            let age = if greedy == Some(k) {
+                if avoid {
+                    u64::MAX - 1
+                } else {
+                    0
+                }
+            } else {
+                age + 1
+            };
+            if age < best_age {
+                best_age = age;
+                best = Some(k);
+            }
+        }
+        best.ok_or(next)
+    }
+
+    /// When the code line can be issued from by sub-partition `s`; starts fetches as needed.
+    fn fetch(&mut self, s: usize, line: u32, now: u64) -> u64 {
+        let cap = (self.m.l0_bytes / 128) as usize;
+        let l0 = &mut self.subs[s].l0;
+        l0.used[line as usize] = now;
+        for l in line..=(line + self.m.l0_prefetch).min(l0.ready.len() as u32 - 1) {
+            if l0.ready[l as usize] != ABSENT {
+                continue;
+            }
+            if l0.held.len() >= cap {
+                let (i, _) = l0.held.iter().enumerate().min_by_key(|(_, &h)| l0.used[h as usize]).unwrap();
+                let old = l0.held.swap_remove(i);
+                l0.ready[old as usize] = ABSENT;
+            }
+            let start = now.max(self.l15_free);
+            self.l15_free = start + self.m.l0_line_cycles;
+            self.c.l0_fills += 1;
+            l0.ready[l as usize] = start + self.m.l0_miss_latency;
+            l0.used[l as usize] = now;
+            l0.held.push(l);
+        }
+        l0.ready[line as usize]
+    }
+
+    fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
+        let sub = &self.subs[s];
+        match inst.unit {
+            Unit::Lsu => {
+                if sub.mio.len() >= self.m.mio_queue {
+                    sub.mio[sub.mio.len() - self.m.mio_queue]
+                } else {
+                    0
+                }
+            }
+            Unit::Ctl => 0,
+            u => sub.free[u as usize],
+        }
+    }
+
+    /// Issue one instruction; returns the CTA slot if this finished the CTA.
+    fn issue(&mut self, s: usize, k: usize, now: u64, acc: &mut Access) -> SimResult<Option<usize>> {
+        let (slot, wi) = {
+            let w = self.warps[k].as_ref().unwrap();
+            (w.cta, w.wi)
+        };
+        let env = self.env;
+        let cta = self.ctas[slot].as_mut().unwrap();
+        let idx = cta.step(wi, env, now, acc)?;
+        let inst = &env.prog.code[idx];
+        self.c.insts += 1;
+        self.c.issue_slots += 1;
+        self.hist[idx] += 1;
+
+        // --- stall attribution
+        {
+            let w = self.warps[k].as_mut().unwrap();
+            let st = &mut self.c.stalls;
+            let gap = now - w.last_issue;
+            self.wait_hist[idx] += gap.saturating_sub(1);
+            let fixed = w.next.min(now).saturating_sub(w.last_issue + 1);
+            match w.ready_why {
+                Why::Barrier => st.barrier += fixed,
+                _ => st.fixed_latency += fixed,
+            }
+            let sbw = w.ready.min(now).saturating_sub(w.next.max(w.last_issue + 1));
+            match w.ready_why {
+                Why::ShortSb => st.short_scoreboard += sbw,
+                Why::LongSb => st.long_scoreboard += sbw,
+                Why::XuSb => st.xu_scoreboard += sbw,
+                Why::TensorSb => st.tensor_scoreboard += sbw,
+                Why::Barrier => st.barrier += sbw,
+                Why::StallCount => st.fixed_latency += sbw,
+            }
+            let rest = now.saturating_sub(w.ready.max(w.last_issue + 1));
+            // idle cycles are skipped, so the scan counters only give proportions
+            let n = (w.scans - 1).max(1);
+            let nofetch = (rest * w.fetch_wait / n).min(rest);
+            let busy = (rest * w.pipe_wait / n).min(rest - nofetch);
+            st.no_instruction += nofetch;
+            st.pipe_busy += busy;
+            st.not_selected += rest - nofetch - busy;
+            (w.pipe_wait, w.fetch_wait, w.scans) = (0, 0, 0);
+            w.last_issue = now;
+        }
+
+        // --- resources: (write release, read release, reason)
+        let (wr, rd, why) = if acc.mask == 0 && !matches!(inst.unit, Unit::Ctl) {
+            (now + 1, now + 1, Why::ShortSb)
+        } else {
+            self.occupy(s, k, idx, now, acc)
+        };
+
+        let w = self.warps[k].as_mut().unwrap();
+        for (sb, t) in [(inst.ctrl.wr_sb, wr), (inst.ctrl.rd_sb, rd)] {
+            if sb < 6 {
+                let b = &mut w.sb[sb as usize];
+                b.times.retain(|&x| x > now);
+                b.times.push(t);
+                b.why = Some(why);
+            }
+        }
+        let mut next = now + (inst.ctrl.stall as u64).max(1);
+        if acc.taken {
+            next = next.max(now + self.m.branch_cycles);
+        }
+        if let Op::Depbar { sb, n } = inst.op {
+            let mut t = w.sb[sb as usize % 6].times.clone();
+            t.sort_unstable();
+            if t.len() > n as usize {
+                next = next.max(t[t.len() - 1 - n as usize]);
+            }
+        }
+        w.next = next;
+        self.subs[s].last = Some(k);
+        self.subs[s].last_yield = inst.ctrl.yield_;
+
+        // --- barrier releases and exits
+        let cta = self.ctas[slot].as_mut().unwrap();
+        let released = std::mem::take(&mut cta.released);
+        let base = slot * cta.warps.len();
+        let ended = cta.warps[wi].done();
+        let all_done = cta.done();
+        if ended {
+            self.warps[k] = None;
+            for sub in self.subs.iter_mut() {
+                sub.warps.retain(|&x| x != k);
+                if sub.last == Some(k) {
+                    sub.last = None;
+                }
+            }
+        } else {
+            self.refresh(k, Why::StallCount);
+        }
+        if !released.is_empty() {
+            self.c.barriers += 1;
+        }
+        for r in released {
+            let t = now + self.m.bar_latency;
+            if let Some(w) = self.warps[base + r].as_mut() {
+                w.next = w.next.max(t);
+                self.refresh(base + r, Why::Barrier);
+            }
+        }
+        Ok(all_done.then_some(slot))
+    }
+
+    /// Recompute when warp `k` may issue its next instruction.
+    fn refresh(&mut self, k: usize, base_why: Why) {
+        let w = self.warps[k].as_mut().unwrap();
+        let ww = &mut self.ctas[w.cta].as_mut().unwrap().warps[w.wi];
+        let Some(g) = ww.select() else {
+            w.blocked = true;
+            return;
+        };
+        w.blocked = false;
+        let Some(inst) = self.env.prog.code.get((ww.groups[g].pc / 16) as usize) else { return };
+        w.ready = w.next;
+        w.ready_why = base_why;
+        for i in 0..6 {
+            if inst.ctrl.wait >> i & 1 != 0 {
+                let sb = &w.sb[i];
+                if let Some(&t) = sb.times.iter().max() {
+                    if t > w.ready {
+                        w.ready = t;
+                        w.ready_why = sb.why.unwrap_or(Why::ShortSb);
+                    }
+                }
+            }
+        }
+    }
+
+    fn occupy(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
+        let m = self.m;
+        let inst = &self.env.prog.code[idx];
+        let mut cost = match inst.unit {
+            Unit::Fma => match inst.op {
+                Op::ImadWide { .. } | Op::ImadHi { .. } => m.imad_wide_cycles,
+                _ => m.fma_cycles,
+            },
+            Unit::Alu => m.alu_cycles,
+            Unit::Fp16 => m.fp16_cycles,
+            Unit::Fp64 => m.fp64_cycles,
+            Unit::Xu => m.xu_cycles,
+            Unit::Tensor => {
+                if matches!(inst.op, Op::Hmma { f32: true, .. }) {
+                    m.hmma_f32_cycles
+                } else {
+                    m.hmma_f16_cycles
+                }
+            }
+            Unit::Lsu => return self.memory(s, k, idx, now, acc),
+            Unit::Ctl => return (now + 2, now + 2, Why::ShortSb),
+        };
+        if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu) && bank_conflict(inst) {
+            cost += 1;
+            self.c.reg_conflicts += 1;
+        }
+        self.subs[s].free[inst.unit as usize] = now + cost;
+        let c = &mut self.c;
+        match inst.unit {
+            Unit::Fma => c.fma_busy += cost,
+            Unit::Alu => c.alu_busy += cost,
+            Unit::Fp16 => c.fp16_busy += cost,
+            Unit::Fp64 => c.fp64_busy += cost,
+            Unit::Xu => c.xu_busy += cost,
+            Unit::Tensor => c.tensor_busy += cost,
+            _ => {}
+        }
+        match inst.unit {
+            Unit::Xu => (now + m.xu_latency, now + cost, Why::XuSb),
+            Unit::Tensor => (now + m.hmma_latency, now + cost + 2, Why::TensorSb),
+            Unit::Fp64 => (now + m.fp64_latency, now + cost, Why::ShortSb),
+            _ => (now + 4, now + 2, Why::ShortSb),
+        }
+    }
+
+    /// Memory-side instructions: enter the sub-partition's MIO queue, then the shared LSU stage.
+    fn memory(&mut self, s: usize, k: usize, idx: usize, now: u64, acc: &Access) -> (u64, u64, Why) {
+        let m = self.m;
+        let inst = &self.env.prog.code[idx];
+        match inst.op {
+            Op::S2r(_) | Op::B2r => return (now + m.s2r_latency, now + 2, Why::ShortSb),
+            Op::Membar => return (now + m.l2_latency, now + 2, Why::LongSb),
+            Op::Qspc => return (now + m.lds_latency, now + 2, Why::ShortSb),
+            _ => {}
+        }
+        let (space, bytes, write, atomic) = match inst.op {
+            Op::Ld { space, bytes, .. } => (Some(space), bytes as u32, false, false),
+            Op::St { space, bytes } => (Some(space), bytes as u32, true, false),
+            Op::Atom { space, ty, .. } => (Some(space), if matches!(ty, AtomTy::U64 | AtomTy::S64) { 8 } else { 4 }, true, true),
+            _ => (None, 4, false, false),
+        };
+        // wavefronts in the data stage
+        let mut sectors: Vec<u64> = vec![];
+        let waves = match space {
+            None => {
+                self.c.shfl += 1;
+                1
+            }
+            Some(Space::Shared) => {
+                let mut w = m.smem_wavefronts(&acc.addr, acc.mask, bytes);
+                let ideal = (acc.mask.count_ones() * bytes).div_ceil(128).max(1);
+                if atomic {
+                    w = w.max(2);
+                }
+                self.c.smem_wavefronts += w as u64;
+                self.c.smem_ideal += ideal as u64;
+                self.smem_hist[idx] += w as u64;
+                self.conflict_hist[idx] += (w - ideal.min(w)) as u64;
+                w
+            }
+            Some(Space::Const) => 1,
+            Some(Space::Local) => {
+                // local memory interleaves lanes word by word
+                self.c.local_insts += 1;
+                let lb = self.env.local_bytes as u64;
+                for l in 0..32u64 {
+                    if acc.mask >> l & 1 != 0 {
+                        for j in 0..(bytes / 4).max(1) as u64 {
+                            let a = (1u64 << 60) + k as u64 * lb * 32 + ((acc.addr[l as usize] / 4 + j) * 32 + l) * 4;
+                            sectors.push(a / 32);
+                        }
+                    }
+                }
+                sectors.sort_unstable();
+                sectors.dedup();
+                sectors.len().div_ceil(4) as u32
+            }
+            Some(Space::Global) => {
+                let per = match bytes {
+                    16 => 8,
+                    8 => 16,
+                    _ => 32,
+                };
+                let mut waves = 0;
+                for g in 0..32 / per {
+                    let mut lines: Vec<u64> = vec![];
+                    for l in g * per..(g + 1) * per {
+                        if acc.mask >> l & 1 != 0 {
+                            lines.push(acc.addr[l] / 128);
+                            for b in (0..bytes as u64).step_by(32).chain([bytes as u64 - 1]) {
+                                sectors.push((acc.addr[l] + b) / 32);
+                            }
+                        }
+                    }
+                    lines.sort_unstable();
+                    lines.dedup();
+                    waves += lines.len() as u32;
+                }
+                sectors.sort_unstable();
+                sectors.dedup();
+                waves.max(1)
+            }
+        };
+        // address generation in the sub-partition, then the data stage shared by all four
+        let agu = now.max(self.subs[s].agu_free);
+        self.subs[s].agu_free = agu + m.agu_cycles;
+        let start = (agu + m.mio_delay).max(self.lsu_free);
+        self.lsu_free = start + waves as u64;
+        self.c.mio_busy += waves as u64;
+        let q = &mut self.subs[s].mio;
+        while q.front().is_some_and(|&t| t <= now) {
+            q.pop_front();
+        }
+        q.push_back(start);
+        let done = start + waves as u64 - 1; // last wavefront enters
+        let rd = done + m.rd_release;
+        let tail = |lat: u64| lat - m.mio_delay;
+        match space {
+            None => (done + tail(m.shfl_latency), rd, Why::ShortSb),
+            Some(Space::Shared) => (done + tail(m.lds_latency), rd, Why::ShortSb),
+            Some(Space::Const) => (done + tail(m.ldc_latency), rd, Why::ShortSb),
+            Some(sp) => {
+                self.c.global_wavefronts += waves as u64;
+                let mut ready = done + tail(m.l1_latency);
+                for sct in sectors {
+                    let a = sct * 32;
+                    if write && sp == Space::Global {
+                        // write-through; atomics are performed in L2
+                        let t = self.l2_xfer(done, false);
+                        self.c.store_sectors += 1;
+                        self.l2.access(a, true);
+                        if atomic {
+                            ready = ready.max(t + tail(m.l2_latency) + m.atom_extra);
+                        }
+                        continue;
+                    }
+                    self.c.l1_sectors += 1;
+                    if self.l1.access(a, true) || write {
+                        self.c.l1_hits += 1;
+                        continue;
+                    }
+                    self.c.l2_sectors += 1;
+                    let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
+                    let t = self.l2_xfer(done, !hit);
+                    ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
+                }
+                (ready, rd, Why::LongSb)
+            }
+        }
+    }
+
+    /// Move one sector over this SM's share of the L2 (and DRAM) bandwidth.
+    fn l2_xfer(&mut self, at: u64, dram: bool) -> u64 {
+        let c = 32.0 / self.m.l2_bytes_per_clk;
+        let mut t = (at as f64).max(self.l2_free);
+        self.l2_free = t + c;
+        self.c.l2_busy += c;
+        if dram {
+            let c = 32.0 / self.m.dram_bytes_per_clk;
+            t = t.max(self.dram_free);
+            self.dram_free = t + c;
+            self.c.dram_busy += c;
+            self.c.dram_sectors += 1;
+        }
+        t as u64
+    }
+
+    /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share
+    /// of each buffer (1/80 on a full GPU) is; the rest was brought into L2 by the other SMs.
+    fn first_touch(&mut self, addr: u64) -> bool {
+        for (i, b) in self.env.mem.bufs.iter().enumerate() {
+            if addr + 32 > b.base && addr < b.base + b.len {
+                if self.dram_budget[i] > 0 {
+                    self.dram_budget[i] -= 1;
+                    return true;
+                }
+                return false;
+            }
+        }
+        false
+    }
+}
+
+/// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.
+fn bank_conflict(inst: &Inst) -> bool {
+    let mut r = [0u8; 3];
+    for i in 0..3 {
+        match inst.src[i].reg() {
+            Some(x) if !inst.src[i].reuse => r[i] = x,
+            _ => return false,
+        }
+    }
+    r[0] != r[1] && r[1] != r[2] && r[0] != r[2] && r[0] & 1 == r[1] & 1 && r[1] & 1 == r[2] & 1
+}

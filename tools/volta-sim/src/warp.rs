@@ -1,0 +1,193 @@
+//! The state of one warp: registers, predicates, and the groups its threads are divided into.
+
+use crate::isa::*;
+use crate::lanes::Each;
+
+/// One 32-bit register of all lanes.
+pub type V = [u32; 32];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GState {
+    Run,
+    /// waiting at BSYNC Bn
+    Bsync(u8),
+    /// waiting at WARPSYNC for these lanes
+    Warpsync(u32),
+    /// waiting at a CTA barrier
+    Bar(u8),
+}
+
+/// Threads of a warp that share a pc.
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    pub pc: u32,
+    pub mask: u32,
+    pub st: GState,
+}
+
+pub struct Warp {
+    pub regs: Vec<V>,
+    pub pred: [u32; 8],
+    pub groups: Vec<Group>,
+    pub cur: usize,
+    /// convergence barriers: per lane, the mask of participating lanes
+    pub bars: [[u32; 32]; 16],
+    pub live: u32,
+    pub local: Vec<u8>,
+    pub bar_result: u32,
+    pub index: u32,
+    pub hint: usize,
+    pub insts: u64,
+}
+
+impl Warp {
+    pub fn new(index: u32, nregs: usize, live: u32) -> Self {
+        let mut pred = [0; 8];
+        pred[PT as usize] = !0;
+        Warp {
+            regs: vec![[0; 32]; nregs],
+            pred,
+            groups: vec![Group { pc: 0, mask: live, st: GState::Run }],
+            cur: 0,
+            bars: [[0; 32]; 16],
+            live,
+            local: vec![],
+            bar_result: 0,
+            index,
+            hint: 0,
+            insts: 0,
+        }
+    }
+    #[inline(always)]
+    pub fn p(&self, p: PredOp) -> u32 {
+        self.pred[p.idx as usize] ^ (p.neg as u32).wrapping_neg()
+    }
+    #[inline(always)]
+    pub fn setp(&mut self, p: u8, val: u32, mask: u32) {
+        if p != PT {
+            let r = &mut self.pred[p as usize];
+            *r = (*r & !mask) | (val & mask);
+        }
+    }
+    #[inline(always)]
+    pub fn wr(&mut self, r: u8, v: &V, mask: u32) {
+        if r == RZ {
+            return;
+        }
+        let d = &mut self.regs[r as usize];
+        if mask == !0 {
+            *d = *v;
+        } else {
+            for l in 0..32 {
+                if mask >> l & 1 != 0 {
+                    d[l] = v[l];
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    pub fn wr64(&mut self, r: u8, v: &[u64; 32], mask: u32) {
+        if r == RZ {
+            return;
+        }
+        self.wr(r, &v.each(|x| x as u32), mask);
+        self.wr(r + 1, &v.each(|x| (x >> 32) as u32), mask);
+    }
+    #[inline(always)]
+    pub fn reg(&self, r: u8) -> V {
+        if r == RZ {
+            [0; 32]
+        } else {
+            self.regs[r as usize]
+        }
+    }
+    /// Current runnable group, if any.
+    #[inline(always)]
+    pub fn select(&mut self) -> Option<usize> {
+        if let Some(g) = self.groups.get(self.cur) {
+            if g.st == GState::Run {
+                return Some(self.cur);
+            }
+        }
+        let mut best: Option<usize> = None;
+        for (i, g) in self.groups.iter().enumerate() {
+            if g.st == GState::Run && best.is_none_or(|b| g.pc < self.groups[b].pc) {
+                best = Some(i);
+            }
+        }
+        if let Some(b) = best {
+            self.cur = b;
+        }
+        best
+    }
+    pub fn done(&self) -> bool {
+        self.groups.is_empty()
+    }
+    /// Merge runnable groups that have the same pc as the current one.
+    pub fn merge_current(&mut self) {
+        if self.groups.len() < 2 || self.cur >= self.groups.len() {
+            return;
+        }
+        let g = self.groups[self.cur];
+        if g.st != GState::Run {
+            return;
+        }
+        let mut i = 0;
+        while i < self.groups.len() {
+            let o = self.groups[i];
+            if i != self.cur && o.st == GState::Run && o.pc == g.pc {
+                self.groups[self.cur].mask |= o.mask;
+                self.groups.remove(i);
+                if i < self.cur {
+                    self.cur -= 1;
+                }
+            } else {
+                i += 1;
+            }
+        }
+    }
+    /// Release convergence barriers whose participants have all arrived.
+    pub fn check_sync(&mut self) {
+        let mut i = 0;
+        while i < self.groups.len() {
+            let g = self.groups[i];
+            let bars = &self.bars;
+            // participants of one BSSY share its mask: the same B register may be live in several
+            // frames of a recursive function
+            let scope = |o: &Group, b: u8| bars[b as usize][o.mask.trailing_zeros() as usize & 31];
+            let need = match g.st {
+                GState::Bsync(b) => scope(&g, b),
+                GState::Warpsync(m) => m,
+                _ => {
+                    i += 1;
+                    continue;
+                }
+            };
+            let same = |o: &Group| match g.st {
+                GState::Bsync(b) => o.st == g.st && scope(o, b) == scope(&g, b),
+                _ => matches!(o.st, GState::Warpsync(_)) && o.pc == g.pc,
+            };
+            let need = need & self.live;
+            let have = self.groups.iter().filter(|o| same(o)).fold(0, |a, o| a | o.mask);
+            if need & !have != 0 {
+                i += 1;
+                continue;
+            }
+            let mut merged: Vec<Group> = vec![];
+            self.groups.retain(|o| {
+                if same(o) && (o.mask & need != 0 || o.mask == g.mask) {
+                    match merged.iter_mut().find(|m| m.pc == o.pc + 16) {
+                        Some(m) => m.mask |= o.mask,
+                        None => merged.push(Group { pc: o.pc + 16, mask: o.mask, st: GState::Run }),
+                    }
+                    false
+                } else {
+                    true
+                }
+            });
+            self.groups.extend(merged);
+            self.cur = self.groups.len() - 1;
+            i = 0;
+        }
+    }
+}

@@ -1,0 +1,25 @@
+// Autocast: q, k and v in the region's dtype, like PyTorch's own attention.
+
+#include "ops.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace volta_fa {
+namespace {
+
+template <c10::DeviceType device>
+FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
+              std::optional<at::Generator> generator) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const auto dtype = at::autocast::get_autocast_dtype(device);
+    const auto cast = [&](const Tensor &t) { return at::autocast::cached_cast(dtype, t, device); };
+    return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(volta_fa, AutocastCPU, m) { m.impl("fwd", fwd<c10::DeviceType::CPU>); }
+TORCH_LIBRARY_IMPL(volta_fa, AutocastCUDA, m) { m.impl("fwd", fwd<c10::DeviceType::CUDA>); }
+
+}  // namespace volta_fa
