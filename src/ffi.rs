@@ -169,6 +169,35 @@ pub extern "C" fn volta_fa_info() -> *mut c_char {
     c_string(&crate::info::describe().to_string())
 }
 
+/// A shape and a device, for [`volta_fa_plan`].
+#[repr(C)]
+pub struct PlanArgs {
+    pub batch: i64,
+    pub seqlen_q: i64,
+    pub seqlen_k: i64,
+    pub nheads: i64,
+    pub nheads_k: i64,
+    pub headdim: i64,
+    pub headdim_v: i64,
+    pub is_causal: bool,
+    pub sms: i64,
+    pub capability_major: i64,
+    pub capability_minor: i64,
+    pub shared_bytes_per_block: i64,
+}
+
+/// JSON of what the plan picks for a shape, see [`crate::info::plan`].
+///
+/// # Safety
+/// `args` is valid and `json` has room for a pointer, written on success only.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
+    status("_plan", || unsafe {
+        *json = c_string(&crate::info::plan(&*args)?.to_string());
+        Ok(())
+    })
+}
+
 /// JSON list of the timed simulations since the last call, see [`crate::info::take_simulations`].
 #[no_mangle]
 pub extern "C" fn volta_fa_take_simulations() -> *mut c_char {

@@ -57,6 +57,22 @@ pub fn with_aligned_strides(t: &Tensor) -> Result<Tensor> {
     Ok(if aligned { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
+/// A gradient as autograd left it, in a layout the backends read: an expanded or transposed one is copied.
+///
+/// Users choose the layout of q, k and v and get an error for one that cannot be read; nobody chooses
+/// that of an incoming gradient.
+pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
+    let d = describe(t)?;
+    let contiguous = d.sizes.last().is_none_or(|n| *n <= 1) || d.strides.last() == Some(&1);
+    let t = if contiguous { t.shallow_clone() } else { t.f_contiguous()? };
+    if t.data_ptr() as usize % ALIGNMENT == 0 {
+        return Ok(t);
+    }
+    let mut copy = t.f_empty_like()?;
+    copy.f_copy_(&t)?;
+    Ok(copy)
+}
+
 /// The bytes that the strided tensor spans, from its first to its last element.
 pub fn extent(name: &'static str, t: &Tensor, writable: bool) -> Extent {
     let (sizes, strides) = (t.size(), t.stride());

@@ -63,6 +63,13 @@ struct Attention : torch::autograd::Function<Attention> {
 
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator> generator) {
+    const auto needs_gradient = [](const OptionalTensor &t) { return t && t->defined() && t->requires_grad(); };
+    if (!at::GradMode::is_enabled() ||
+        !(q.requires_grad() || k.requires_grad() || v.requires_grad() || needs_gradient(attn_bias) || needs_gradient(sinks))) {
+        // inference: no graph node to build
+        at::AutoDispatchBelowADInplaceOrView guard;
+        return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
+    }
     auto outputs = Attention::apply(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
     return {outputs[0], outputs[1], outputs[2]};
 }

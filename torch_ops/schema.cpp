@@ -5,6 +5,21 @@
 
 #include <torch/library.h>
 
+namespace volta_fa {
+namespace {
+
+std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
+                 int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes) {
+    const PlanArgs args{batch,     seqlen_q,  seqlen_k, nheads, nheads_k, headdim,
+                        headdim_v, is_causal, sms,      major,  minor,    shared_bytes};
+    char *json = nullptr;
+    check(volta_fa_plan(&args, &json));
+    return take_string(json);
+}
+
+}  // namespace
+}  // namespace volta_fa
+
 TORCH_LIBRARY(volta_fa, m) {
     m.def("fwd(Tensor q, Tensor k, Tensor v, *, " VOLTA_FA_OPTION_SCHEMA
           ", Generator? generator=None) -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
@@ -13,7 +28,10 @@ TORCH_LIBRARY(volta_fa, m) {
           "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
           ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
           {at::Tag::pt2_compliant_tag});
-    // For our own tools and tests, not part of the interface: JSON about the build, and timed simulations.
+    // For our own tools and tests, not part of the interface: JSON about the build, plans, timed simulations.
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
+    m.def("_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
+          "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304) -> str",
+          volta_fa::plan);
     m.def("_sim_report() -> str", [] { return volta_fa::take_string(volta_fa_take_simulations()); });
 }

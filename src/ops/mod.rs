@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::problem::{self, Attention, Backend, Device, DType, Options};
-use crate::tensor::describe;
+use crate::tensor::{describe, readable_gradient};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
@@ -89,6 +89,7 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<[Tensor; 5]> {
     let Call { q, k, v, options, stream } = call;
     let Saved { dout, out, softmax_lse } = saved;
     let (target, a) = prepare(q, k, v, options, *stream)?;
+    let dout = &readable_gradient(dout)?;
     let q_desc = describe(q)?;
     problem::validate_backward(&describe(dout)?, &describe(out)?, &describe(softmax_lse)?, &q_desc, &a, target.backend())?;
     let (dq, dk, dv) = if a.is_empty() {
