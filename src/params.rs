@@ -82,8 +82,8 @@ pub struct BwdParams {
     pub dv: Output,
     /// (batch, nheads, seqlen_q) fp32, from the forward pass
     pub softmax_lse: *const f32,
-    /// scratch: 2 x (batch, nheads, 2 * seqlen_q_rounded) fp32, first -lse/scale, then -delta;
-    /// the order inside is the main kernel's business (`csrc/volta/row_stats.cuh`)
+    /// scratch: (batch, nheads, seqlen_q_rounded / 4, 2, 8) fp32: for every four rows -lse/scale, then
+    /// -delta, in the order that the main kernel loads (`csrc/volta/row_stats.cuh`)
     pub row_stats: *mut f32,
     /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare
     pub dq_accum: *mut f32,
@@ -92,6 +92,6 @@ pub struct BwdParams {
     /// headdim rounded up to the variant's
     pub headdim_rounded: i32,
     pub problem: Problem,
-    /// `softmax_scale` with its sign: the factor of dq and dk
+    /// `softmax_scale` with its sign: the factor of dk (dq comes from sign-flipped keys and takes `problem.scale`)
     pub signed_scale: f32,
 }

@@ -41,6 +41,9 @@ pub struct BackwardPlan {
     pub headdim_rounded: i64,
 }
 
+/// Query rows of the backward pass' scratch are a multiple of this, which every variant's step divides.
+const QUERY_ROUNDING: i64 = 32;
+
 /// The largest grid in y and z that CUDA allows.
 const MAX_GRID_Z: i64 = 65535;
 
@@ -76,8 +79,7 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
 /// Plan the backward pass of a non-empty problem.
 pub fn backward(a: &Attention, d: &DeviceLimits) -> Result<BackwardPlan> {
     let main = choose(Pass::Backward, a, d)?;
-    let tile = main.step as i64;
-    let seqlen_q_rounded = (a.seqlen_q + tile - 1) / tile * tile;
+    let seqlen_q_rounded = (a.seqlen_q + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
     Ok(BackwardPlan {
         prepare: step(choose(Pass::BackwardPrepare, a, d)?, seqlen_q_rounded, a.nheads),
         main: step(main, a.seqlen_k, a.nheads_k),

@@ -48,6 +48,11 @@ LIBRARY = _load_library()
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
 
+# The problems are small: on a busy machine, threads that wait for each other cost ten times what they save.
+# test_cpu_speed.py uses all cores.
+CORES = torch.get_num_threads()
+torch.set_num_threads(1)
+
 CPU_DTYPES = {"cpu-fp32": torch.float32, "cpu-fp64": torch.float64, "cpu-bf16": torch.bfloat16, "cpu-fp16": torch.float16}
 CPU = list(CPU_DTYPES)
 KERNELS = ["sim", "cuda"]

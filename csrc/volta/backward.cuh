@@ -25,10 +25,12 @@
 namespace volta {
 
 // P is kept in fp16 as P * 2^12: the integer packing flushes what is below 2^-14, so that probabilities
-// count down to 2^-26, and the other end leaves a factor of 8 for P > 1 from rounding in lse.
+// count down to 2^-26, and the other end leaves room for P up to 15, where rounding in S and lse makes it
+// larger than 1 (at |S| of about 2^24 / scale).
 constexpr float kProbabilityBits = 12.f;
-constexpr float kProbabilityUnit = 4096.f;       // 2^12
+constexpr float kProbabilityUnit = 4096.f;                  // 2^kProbabilityBits
 constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_probabilities
+constexpr float kExponentUnit = 1.2676506e30f;              // 2^-kExponentShift
 
 __device__ __forceinline__ int key_of(int t, int qm) { return t % 4 + 4 * qm + 8 * (t / 4); }
 
@@ -50,7 +52,7 @@ struct Rows {
     }
 };
 
-// A tile of P^T or dS^T: rows of keys, four chunks of eight queries (steps of 16 queries use two of them).
+// A tile of P^T or dS^T: rows are keys, of four chunks of eight queries (steps of 16 queries use two of them).
 using ScoreRows = Rows<4>;
 
 template <int HEADDIM_, int KEYS_, int STEP_, int THREADS_, int SCORE_TILES_>
@@ -66,18 +68,19 @@ struct Shape {
     static constexpr int kScores = kDout + kQueryTile;
     static constexpr int kSharedBytes = kScores + SCORE_TILES_ * kScoreTile;
 
-    // dQ: each warp has kDqQueries x 16*kDqUnits of the STEP x headdim.
+    // dQ is STEP queries x headdim: each warp takes kDqTiles tiles of 16 queries x kDqUnits units of 16
+    // columns.
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kDqUnitsTotal = kHeaddim / 16;
+    // Where the units are too few, or half too many, for the warps, a warp takes one half of the queries.
     static constexpr bool kDqHalves = kStep == 32 && (kDqUnitsTotal * 2 <= kWarps || kDqUnitsTotal % kWarps == kWarps / 2);
     static constexpr int kDqTiles = kStep == 32 && !kDqHalves ? 2 : 1;  // of 16 queries
     static constexpr int kDqColumnWarps = kDqHalves ? kWarps / 2 : kWarps;
-    static constexpr int kDqChains = kWarps == 4 ? 1 : 4;
     static constexpr int kDqUnits = (kDqUnitsTotal + kDqColumnWarps - 1) / kDqColumnWarps;
 };
 
 // Two shared addresses in one register, opaque to the compiler: it would otherwise recompute each from
-// threadIdx wherever it runs short of registers. Addresses are multiples of 4 below 2^17.
+// threadIdx wherever it runs short of registers. Addresses are even and below 2^17.
 class AddressPair {
     u32 packed_;
 
@@ -96,6 +99,19 @@ __device__ __forceinline__ float* pinned(float* x) {
     return x;
 }
 
+// threadIdx.x and blockIdx.x, read at the place where they are asked for. What rare code derives from these
+// takes no register in the loop around it.
+__device__ __forceinline__ int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int block_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
 // ---- memory ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint2 load_shared2(u32 address) {
@@ -106,17 +122,20 @@ __device__ __forceinline__ uint2 load_shared2(u32 address) {
 __device__ __forceinline__ void store_shared2(u32 address, u32 x, u32 y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y));
 }
-// Says that the address is global, which the compiler cannot see behind pinned().
+// These say that the address is global, which the compiler cannot see behind pinned().
 __device__ __forceinline__ float4 load_global4(const float* p) {
     float4 r;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
     return r;
 }
+__device__ __forceinline__ float4 load_global4_constant(const float* p) {
+    float4 r;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
+    return r;
+}
 __device__ __forceinline__ void add_global(float* p, float x) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
-__device__ __forceinline__ void sync_warp() { asm volatile("bar.warp.sync -1;" ::: "memory"); }
-__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // The block's K and V, once, padded with zeros in both directions.
 template <class S>
@@ -137,22 +156,85 @@ __device__ __forceinline__ void load_keys(const BwdParams& p, u32 shared, int fi
     }
 }
 
-// Initial accumulators of S^T or dP^T from the row statistics: `stats` is those of the lane's group of
-// four queries in tile 0. Loaded again for each tile of keys, through a pointer that the compiler takes for
-// another one: it would otherwise load once and spend a move on every element of the second copy.
-template <int M, int N>
-__device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], float* stats) {
+// The walk over the query tiles of one head: Q and dO from global memory, early into registers. A thread
+// takes one chunk of every kRowsAtOnce-th row of both.
+//
+// Other than TileLoader it pads only rows with zeros. Columns beyond headdim meet the zeros of K and V in
+// S and dP, and in dK and dV are columns that nobody stores, so there a thread reads the last column that
+// exists once more; and no thread keeps two chunks of one row, whose existence it would have to remember.
+template <class S>
+class QueryTiles {
+    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
+    static constexpr int kRowsAtOnce = S::kThreads / kLanes;
+    static constexpr int kLoads = S::kStep / kRowsAtOnce;
+    static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
+
+    const unsigned short *q_, *dout_;  // this thread's first chunk of the next tile
+    uint4 tile_q_[kLoads], tile_dout_[kLoads];
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / kLanes; }
+    static __device__ __forceinline__ int chunk() { return threadIdx.x % kLanes; }
+
+public:
+    // Shared address, relative to the tile, where this thread's first chunk goes.
+    static __device__ __forceinline__ u32 offset() { return swizzled<S::kChunks>(row(), chunk()); }
+
+    __device__ __forceinline__ QueryTiles(const BwdParams& p, int head, int first_row) {
+        const long long thread_row = first_row + row();
+        const int column = chunk() * kChunk;
+        q_ = head_base(p.q, blockIdx.z, head) + thread_row * p.q.row_stride + min(column, p.problem.headdim - kChunk);
+        dout_ = head_base(p.dout, blockIdx.z, head) + thread_row * p.dout.row_stride + min(column, p.problem.headdim_v - kChunk);
+    }
+    // Loads the next tile, of which `rows` rows exist (may be negative or more than a step).
+    __device__ __forceinline__ void load(const BwdParams& p, int rows) {
+        if (rows >= S::kStep) {
 #pragma unroll
-    for (int m = 0; m < M; m++) {
+            for (int i = 0; i < kLoads; i++) {
+                tile_q_[i] = load_global(q_ + i * kRowsAtOnce * p.q.row_stride);
+                tile_dout_[i] = load_global(dout_ + i * kRowsAtOnce * p.dout.row_stride);
+            }
+        } else {
+            __syncwarp();  // keeps the compiler from turning the branch into predicates that every tile pays for
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) {
+                tile_q_[i] = tile_dout_[i] = zero_chunk();
+                if (row() + i * kRowsAtOnce < rows) {
+                    tile_q_[i] = load_global(q_ + i * kRowsAtOnce * p.q.row_stride);
+                    tile_dout_[i] = load_global(dout_ + i * kRowsAtOnce * p.dout.row_stride);
+                }
+            }
+        }
+        q_ += S::kStep * p.q.row_stride;
+        dout_ += S::kStep * p.dout.row_stride;
+    }
+    // `to` is the address of the Q tile plus offset().
+    __device__ __forceinline__ void store(u32 to) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; i++)
+            if (S::kChunks == kLanes || chunk() < S::kChunks) {
+                const u32 row_address = to + i * kRowsAtOnce * S::HeadRows::kRowBytes;
+                store_shared(row_address, tile_q_[i]);
+                store_shared(row_address + S::kQueryTile, tile_dout_[i]);
+            }
+    }
+};
+
+// Initial accumulators of S^T or dP^T from the row statistics: `stats` is those of the lane's group of
+// four queries in tile 0. The two tiles of keys begin with the same values. They are loaded twice, by two
+// different instructions: else ptxas would load once and spend a move on every element of the second tile.
+template <int M, int N>
+__device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
+    static_assert(M <= 2, "there are two instructions");
+#pragma unroll
+    for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int v = 0; v < 8; v += 4) {
-                const float4 x = load_global4(stats + n * 16 * kStatsPerRow + v);
+                const float* from = stats + n * 16 * kStatsPerRow + v;
+                const float4 x = m ? load_global4_constant(from) : load_global4(from);
                 c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
             }
-        stats = pinned(stats);
-    }
 }
 // Offset of the lane's group in the statistics of a tile of queries.
 __device__ __forceinline__ int lane_stats_offset(const Lane& lane) {
@@ -210,9 +292,8 @@ __device__ __forceinline__ int score_query(const Lane& lane, int n, int v) {
 
 // Sets what the mask hides to -inf. Only for tiles at an edge: the caller branches, all lanes alike.
 template <int M, int N>
-__device__ __forceinline__ void apply_mask(Accumulator (&s)[M][N], const BwdParams& p, int key, int row) {
+__device__ __forceinline__ void apply_mask(Accumulator (&s)[M][N], const BwdParams& p, const Lane& lane, int key, int row) {
     const Mask mask(p.problem);
-    const Lane lane;
     key += score_key(lane, 0, 0);
     row += score_query(lane, 0, 0);
 #pragma unroll
@@ -322,8 +403,9 @@ __device__ __forceinline__ void accumulate_keys(Accumulator (&c)[2][J][2], u32 a
 template <class S>
 struct DqProduct {
     static constexpr int kUnitStep = S::kDqColumnWarps;  // a warp's units are that far apart
-    static constexpr int kKeysAtOnce = 32;
-    static constexpr int kChains = S::kDqTiles * S::kDqUnits < S::kDqChains ? 2 : 1;  // independent sums, to fill the pipe
+    static constexpr int kKeysAtOnce = 16;
+    // Independent sums: a single block an SM needs two or more to fill the pipe.
+    static constexpr int kChains = S::kWarps == 8 && S::kDqTiles * S::kDqUnits < 4 ? 2 : 1;
 
     // Column-major A operand: four keys (quad) of four queries. A lane reads eight consecutive queries
     // for two tiles, or four for one.
@@ -442,14 +524,17 @@ __device__ __forceinline__ void shared_to_output(const Output& out, u32 tile, in
 // Which query rows a block of keys meets, and for which of them it needs the mask.
 template <class S>
 struct QueryRange {
-    int first, end;  // rows that see one of the keys; first is a multiple of the step
+    int end;  // behind the last row that sees one of the keys
     UnmaskedRows<S::kStep> unmasked;
 
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key)
-        : first(mask.row_first(first_key) / S::kStep * S::kStep), end(pinned(mask.row_end(first_key, S::kKeys))),
-          unmasked(mask, first_key, S::kKeys) {
+        : end(pinned(mask.row_end(first_key, S::kKeys))), unmasked(mask, first_key, S::kKeys) {
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
+    }
+    // First row of the first step: once a head, so it is not kept.
+    static __device__ __forceinline__ int first(const Mask& mask) {
+        return mask.row_first(block_index() * S::kKeys) / S::kStep * S::kStep;
     }
 };
 

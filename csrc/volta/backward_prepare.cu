@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
         const bool real = row < p.problem.seqlen_q;
         float delta = 0.f;
         if (real) {
+#pragma unroll 2
             for (int d = lane * kChunk; d < p.problem.headdim_v; d += kLanesPerRow * kChunk)
                 delta += dot(load_global(dout + row * p.dout.row_stride + d), load_global(out + row * p.out.row_stride + d));
         }

@@ -12,13 +12,16 @@ namespace volta {
 using S = Shape<HEADDIM, BLOCK_ROWS, STEP, THREADS, 2>;
 static_assert(S::kSharedBytes == SHARED_BYTES, "the variant table and the kernel disagree");
 static_assert(THREADS == 256, "two roles of four warps");
-using Loader = TileLoader<S::kChunks, S::kStep, THREADS / 2>;
 constexpr int kSharers = 128 / S::kKeys;  // warps of a role that share 32 keys
 static_assert(kSharers == 1 || kSharers == 2, "64 or 128 keys");
 
 constexpr int kScoreKeyTiles = kSharers == 2 && S::kStep == 16 ? 1 : 2;     // a warp's scores, in tiles of 16
 constexpr int kScoreQueryTiles = S::kStep / 16 / (kSharers == 2 && S::kStep == 32 ? 2 : 1);
 constexpr int kBlocks = S::kHeaddim / 32 / kSharers;  // a warp's blocks of 32 columns of dV or dK
+
+// Chunks of headdim at once in the first two products: two where the rest of the loop leaves room for that
+// in the instruction cache.
+constexpr int kScoreUnroll = kSharers == 2 ? 2 : 1;
 
 // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is.
 enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
@@ -35,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     const Lane lane;
     const int warp = threadIdx.x / 32, role = warp / 4;
     const int key_group = warp % 4 / kSharers, share = warp % kSharers;
-    const int loader_thread = threadIdx.x % (THREADS / 2);
     const int first_key = blockIdx.x * S::kKeys;
     const int gradient_key = 32 * key_group;
     const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
@@ -53,9 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     const AddressPair dq_operands(DqProduct<S>::a_operand(scores + S::kScoreTile, lane, warp),
                                   DqProduct<S>::b_operand(shared + S::kK, lane, warp));
     const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kQ : S::kDout), lane, share),
-                                      shared + (role ? S::kDout : S::kQ) +
-                                          swizzled<S::kChunks>(loader_thread / Loader::kThreadsPerRow, loader_thread % Loader::kThreadsPerRow));
-    const int stats_lane = (lane_stats_offset(lane) + score_query0 * kStatsPerRow);
+                                      shared + S::kQ + QueryTiles<S>::offset());
+    const int stats_lane = lane_stats_offset(lane) + score_query0 * kStatsPerRow;
     const int dq_lane = DqProduct<S>::output_offset(lane, warp);
 
     Accumulator gradient[2][kBlocks][2];  // dV or dK
@@ -67,27 +68,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
             for (int i = 0; i < 2; i++) clear(gradient[m][j][i]);
 
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
-    for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group && range.first < range.end; head++) {
+#pragma unroll 1
+    for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        const int first = QueryRange<S>::first(Mask(p.problem));
+        if (first >= range.end) break;
         const long long head_row = rounded_row(p, blockIdx.z, head);
         float* stats = pinned(p.row_stats + head_row * kStatsPerRow + (role ? kStatsDelta : 0) + stats_lane);
         float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
 
-        // Half of the threads load Q, half dO.
-        const Operand& loaded = role ? p.dout : p.q;
-        Loader tile(loader_thread, head_base(loaded, blockIdx.z, head) + range.first * loaded.row_stride, loaded.row_stride,
-                    role ? p.problem.headdim_v : p.problem.headdim);
+        QueryTiles<S> tiles(p, head, first);
         Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
-        tile.load(p.problem.seqlen_q - range.first);
-        load_stats(s, stats + range.first * kStatsPerRow);
-        sync_block();  // the last head's tile is done with
-        tile.store(query_addresses.second(), S::HeadRows::kRowBytes);
-        sync_block();
+        tiles.load(p, p.problem.seqlen_q - first);
+        load_stats(s, stats + first * kStatsPerRow);
+        __syncthreads();  // the last head's tile is done with
+        tiles.store(query_addresses.second());
+        __syncthreads();
 
 #pragma unroll 1
-        for (int row = range.first; row < range.end; row += S::kStep) {
+        for (int row = first; row < range.end; row += S::kStep) {
             {
                 const u32 a = score_operands.first(), b = score_operands.second();
-#pragma unroll 2  // rolled, for the instruction cache
+#pragma unroll kScoreUnroll
                 for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
                     const Fragments<kScoreKeyTiles, kScoreQueryTiles, S::HeadRows::kRowBytes> f(S::HeadRows::at_chunk(a, chunk),
                                                                                                S::HeadRows::at_chunk(b, chunk));
@@ -96,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
                 }
             }
             const u32 packed = packed_addresses.second();
-            // A vote, though all lanes agree: the compiler then knows that the branch is uniform.
+            // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
             if (__any_sync(~0u, role == 0)) {
-                if (!range.unmasked.contain(row)) apply_mask(s, p, first_key + score_key0, row + score_query0);
+                if (!range.unmasked.contain(row)) apply_mask(s, p, Lane(), first_key + score_key0, row + score_query0);
                 exponentials(s, p.problem.scale_log2);
 #pragma unroll
                 for (int m = 0; m < kScoreKeyTiles; m++)
@@ -129,16 +130,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
                     }
             }
             if (kSharers == 1)
-                sync_warp();
+                __syncwarp();
             else
                 wait(kRoleReady + 2 * role + key_group, 64);
 
             // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
-            tile.load(p.problem.seqlen_q - row - S::kStep);
+            tiles.load(p, p.problem.seqlen_q - S::kStep - row);
             accumulate_keys<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first());
-            sync_block();  // dS is complete, and Q and dO are free
+            __syncthreads();  // dS is complete, and Q and dO are free
 
-            tile.store(query_addresses.second(), S::HeadRows::kRowBytes);
+            tiles.store(query_addresses.second());
             const int next = min(row + S::kStep, p.seqlen_q_rounded - S::kStep);
             load_stats(s, stats + next * kStatsPerRow);
             // Where headdim has fewer units of columns than there are warps, the last warps have none.
@@ -147,15 +148,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
                 product.multiply(dq_operands.first(), dq_operands.second());
                 product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
             }
-            sync_block();  // the next tile is there, and P and dS are free
+            __syncthreads();  // the next tile is there, and P and dS are free
         }
     }
 
     // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
-    sync_block();
+    __syncthreads();
     keys_to_shared<S, kSharers>(gradient, role ? p.signed_scale : 1.f / kProbabilityUnit, shared + (role ? S::kK : S::kV),
                                 gradient_key, share);
-    sync_block();
+    __syncthreads();
     shared_to_output<S>(p.dk, shared + S::kK, first_key, p.problem.seqlen_k, p.problem.headdim);
     shared_to_output<S>(p.dv, shared + S::kV, first_key, p.problem.seqlen_k, p.problem.headdim_v);
 }

@@ -31,8 +31,9 @@ struct Lane {
     int t;       // 0..7 inside the quad-pair
     int qm, qn;  // row and column of the quad-pair in the 2x2 arrangement
 
-    __device__ __forceinline__ Lane()
-        : lane(threadIdx.x & 31), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1),
+    __device__ __forceinline__ Lane() : Lane(threadIdx.x & 31) {}
+    __device__ __forceinline__ explicit Lane(int lane_)
+        : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1),
           qn((lane >> 3) & 1) {}
 };
 

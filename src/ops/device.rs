@@ -57,7 +57,7 @@ pub fn backward(
     let fp32 = (Kind::Float, q.device());
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let batches = plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0);
-    let row_stats = Tensor::f_empty([2, batches, a.nheads, 2 * rows], fp32)?;
+    let row_stats = Tensor::f_empty([batches, a.nheads, rows / 4, 2, 8], fp32)?;
     let dq_accum = Tensor::f_empty([batches, a.nheads, rows, columns], fp32)?;
     let extents = [
         extent("dout", &dout, false),

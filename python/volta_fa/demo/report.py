@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 from statistics import median
-from typing import Mapping, Sequence
+from typing import Sequence
 
 import torch
 from rich.console import Console
@@ -84,16 +84,20 @@ class Progress:
             )
 
 
-def summarise(reference: Run, candidate: Run, peaks: Mapping[str, int], comparison: Comparison) -> None:
+def summarise(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison) -> None:
     table = Table()
-    for column in ("", reference.name, candidate.name):
+    for column in ("", *(run.name for run in runs)):
         table.add_column(column, justify="right" if column else "left")
-    runs = (reference, candidate)
     table.add_row("last loss", *(f"{run.losses[-1]:.4f}" for run in runs))
     table.add_row("time of a step (median)", *(f"{1e3 * median(run.seconds):.1f} ms" for run in runs))
-    table.add_row("peak memory of a step", *(f"{peaks[run.name] / 2**20:.1f} MiB" for run in runs))
-    _console.print("", table)
-    _console.print(f"largest difference of the losses {max(comparison.differences):.1e}, rounding explains up to {comparison.allowed[-1]:.1e}")
+    table.add_row("peak memory of a step", *(f"{peak / 2**20:.1f} MiB" for peak in peaks))
+    _console.print(table)
+    _console.print(
+        f"losses:    largest difference {max(comparison.loss_differences):.1e}, rounding explains up to {comparison.loss_allowed[-1]:.1e}\n"
+        f"gradients: relative difference at the same weights {comparison.gradient_difference:.1e}, "
+        f"rounding explains up to {comparison.gradient_allowed:.1e}",
+        soft_wrap=True,
+    )
 
 
 def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -> Path:
@@ -109,8 +113,8 @@ def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -
     losses.plot(steps, candidate.losses, color="#c0392b", linewidth=1.2, label=candidate.name)
     losses.set(title="A small GPT on the source of Python's standard library", ylabel="training loss (nats a character)")
     losses.legend()
-    differences.semilogy(steps, comparison.allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
-    differences.semilogy(steps, comparison.differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|")
+    differences.semilogy(steps, comparison.loss_allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
+    differences.semilogy(steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|")
     # equal losses have no place on a logarithmic axis: draw them at its lower end
     differences.set_yscale("log", nonpositive="clip")
     differences.set(xlabel="step", ylabel="difference of the losses")
@@ -132,8 +136,14 @@ def judge(comparison: Comparison) -> None:
     if comparison.agree:
         _console.print("[green]The two trainings agree to within rounding.[/green]")
         return
+    reasons = []
     step = comparison.first_disagreement
-    _console.print(
-        f"[red]The two trainings disagree: at step {step + 1} their losses differ by {comparison.differences[step]:.1e}, "
-        f"and rounding explains {comparison.allowed[step]:.1e}.[/red]"
-    )
+    if step is not None:
+        difference, allowed = comparison.loss_differences[step], comparison.loss_allowed[step]
+        reasons.append(f"at step {step + 1} their losses differ by {difference:.1e}, and rounding explains {allowed:.1e}")
+    if not comparison.gradients_agree:
+        reasons.append(
+            f"at the same weights their gradients differ by {comparison.gradient_difference:.1e} (relative), "
+            f"and rounding explains {comparison.gradient_allowed:.1e}"
+        )
+    _console.print(f"[red]The two trainings disagree: {'; '.join(reasons)}.[/red]", soft_wrap=True)

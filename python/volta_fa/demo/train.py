@@ -59,6 +59,14 @@ class Run:
         self.scaler.scale(loss).backward()
         return loss.detach()
 
+    def gradients(self, weights: Mapping[str, torch.Tensor], tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """All gradients of one batch at these weights, in one float64 vector."""
+        self.model.load_state_dict(weights)
+        self._forward_backward(tokens, target)
+        flat = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double() / self.scaler.get_scale()
+        self.optimizer.zero_grad()
+        return flat
+
     def peak_memory(self, tokens: torch.Tensor, target: torch.Tensor) -> int:
         """Bytes that one forward and backward allocate at their highest point, gradients included."""
         if tokens.is_cuda:
@@ -123,7 +131,22 @@ def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device:
         on_step(step)
 
 
-def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device) -> dict[str, int]:
+def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device) -> list[int]:
     """Peak memory of one training step of each run."""
-    batch = [t.to(device) for t in next(Batches(tokens, settings.batch, settings.seqlen, settings.seed))]
-    return {run.name: run.peak_memory(*batch) for run in runs}
+    batch = _fresh_batch(settings, tokens, device)
+    return [run.peak_memory(*batch) for run in runs]
+
+
+def gradient_distances(
+    settings: Settings, reference: Run, others: Iterable[Run], tokens: torch.Tensor, device: torch.device
+) -> list[float]:
+    """|g - g_reference| / |g_reference| of each of the others, at the reference's weights, which they then hold."""
+    batch = _fresh_batch(settings, tokens, device)
+    weights = reference.model.state_dict()
+    expected = reference.gradients(weights, *batch)
+    return [((run.gradients(weights, *batch) - expected).norm() / expected.norm()).item() for run in others]
+
+
+def _fresh_batch(settings: Settings, tokens: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """A batch that the training did not see."""
+    return [t.to(device) for t in next(Batches(tokens, settings.batch, settings.seqlen, settings.seed + 1))]

@@ -1,0 +1,58 @@
+"""Every compiled kernel runs, on odd sizes, forward and backward, in both warp orders; a new one that no problem here
+reaches fails."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from conftest import INFO, Case, check, on
+
+# Partial tiles of rows and of keys on every variant: sizes that no tile divides.
+ODD = {"seqlen_q": 141, "seqlen_k": 155}
+# The plan may pick a tile by how many blocks the grid has.
+GRIDS = [{"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 3, "nheads": 60}]
+
+
+def candidates(variant):
+    """Problems that may run on this variant: its own headdims, a smaller one that is padded to it, several grids."""
+    for grid in GRIDS:
+        for pad in (0, 8):
+            yield Case(**ODD, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad, **grid)
+
+
+def launched(backend, case) -> list[str]:
+    """Names of the kernels that the ops launch for this problem: a timed simulation tells, and is quick."""
+    q, k, v, dout = case.inputs(backend)
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+    torch.ops.volta_fa._sim_report()
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **case.options)
+    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **case.options)
+    backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
+    return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v["name"])
+@on("sim")
+def test_variant_runs(backend, variant, is_causal):
+    cases = (dataclasses.replace(c, is_causal=is_causal) for c in candidates(variant))
+    reached = next((c for c in cases if variant["name"] in launched(backend, c)), None)
+    assert reached, f"no candidate problem runs {variant['name']}: add one that does"
+    check(backend, *reached.inputs(backend), **reached.options)
+    # a headdim that the kernel pads, and a length that is one row more than its tile
+    padded = dataclasses.replace(reached, headdim=max(reached.headdim - 8, 8), seqlen_q=129, seqlen_k=65, batch=2)
+    check(backend, *padded.inputs(backend), **padded.options)
+
+
+@on("sim")
+def test_headdims_run_on_the_tightest_variant(backend):
+    """A headdim of its own size is not padded to the next one."""
+    for variant in INFO["variants"]:
+        if variant["pass"] != "Forward":
+            continue
+        case = Case(40, 40, variant["headdim"], variant["headdim_v"])
+        [name, *_] = launched(backend, case)
+        found = next(v for v in INFO["variants"] if v["name"] == name)
+        assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])

@@ -1,0 +1,158 @@
+"""Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
+
+    python tools/bootstrap.py .venv
+
+- If the Python that runs this has torch of the right version, that torch is used as it is: the new
+  environment sees its packages, and nothing is installed into it.
+- Else, on a machine with a Volta GPU, torch comes from PyTorch's CUDA 12.6 index: the default wheels of this
+  release have no code for sm_70.
+- A torch for CUDA 12 requires its own older NVRTC. Ours, which compiles the kernels at build time only, then
+  goes into a folder of its own in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from check_build_env import TORCH_VERSION, check_python, check_torch
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+#: PyTorch's own index of the last CUDA release whose wheels carry sm_70.
+VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
+_LINK = "volta_fa_torch_of_another_environment.pth"
+
+
+def say(text: str) -> None:
+    print(f"volta_fa: {text}", flush=True)
+
+
+def gpu_capabilities() -> list[str]:
+    """Compute capabilities of this machine's NVIDIA GPUs, as "7.0"; empty without a driver."""
+    try:
+        query = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return query.stdout.split()
+
+
+def torch_arguments(capabilities: list[str]) -> list[str]:
+    """pip's arguments for the torch that runs on these GPUs."""
+    arguments = [f"torch=={TORCH_VERSION}"]
+    if "7.0" in capabilities:
+        arguments += ["--index-url", VOLTA_TORCH_INDEX]
+    return arguments
+
+
+def package_folders() -> list[str]:
+    """Where this Python finds installed packages."""
+    return [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry).is_dir()]
+
+
+class Environment:
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        self.python = self.folder / "bin" / "python"
+
+    def create(self) -> None:
+        """Make it, unless it is there already with this Python's version."""
+        probe = "import sys, pip; assert sys.version_info[:2] == tuple(map(int, sys.argv[1:]))"
+        version = map(str, sys.version_info[:2])
+        if self.python.exists() and subprocess.run([self.python, "-c", probe, *version], capture_output=True).returncode == 0:
+            return
+        say(f"making {self.folder} with {sys.executable} (Python {'.'.join(map(str, sys.version_info[:3]))})")
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True)
+        if made.returncode != 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise SystemExit(
+                f"volta_fa: {sys.executable} cannot make virtual environments: install its venv module "
+                "(Debian and Ubuntu: `apt install python3-venv`)"
+            )
+
+    def output(self, code: str) -> str:
+        return subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+    def site_packages(self) -> Path:
+        return Path(self.output("import sysconfig; print(sysconfig.get_paths()['purelib'])"))
+
+    def pip_install(self, *arguments: str | Path) -> None:
+        command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+        # Its own environment only: a PYTHONPATH or a user site of the caller would count as installed.
+        environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
+        environ.pop("PYTHONPATH", None)
+        if subprocess.run(command, env=environ).returncode != 0:
+            raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
+
+
+def install_torch(environment: Environment) -> None:
+    problem = check_torch()
+    if Path(sys.prefix) == environment.folder:
+        # made earlier, with the torch that was decided on then
+        if problem:
+            environment.pip_install(*torch_arguments(gpu_capabilities()))
+        return
+    link = environment.site_packages() / _LINK
+    if problem is None:
+        import torch
+
+        say(f"using torch {torch.__version__} of {sys.prefix} as it is")
+        link.write_text("".join(f"{folder}\n" for folder in package_folders()))
+        return
+    link.unlink(missing_ok=True)
+    arguments = torch_arguments(gpu_capabilities())
+    if VOLTA_TORCH_INDEX in arguments:
+        say(f"this machine's GPU is a Volta (sm_70): taking torch from {VOLTA_TORCH_INDEX}, since the default wheel cannot run on it")
+    environment.pip_install(*arguments)
+
+
+def install_nvrtc(environment: Environment) -> None:
+    requirements = REQUIREMENTS / "nvrtc.txt"
+    home = environment.folder / "cuda12"
+    cuda = environment.output("import torch; print(torch.version.cuda)")
+    if not cuda.startswith("12."):
+        environment.pip_install("-r", requirements)
+        return
+    say(f"this torch brings the NVRTC of CUDA {cuda}: putting ours into {home}")
+    shutil.rmtree(home, ignore_errors=True)
+    environment.pip_install("--target", home / "wheels", "--no-deps", "-r", requirements)
+    make_cuda_home(home, home / "wheels" / "nvidia")
+
+
+def make_cuda_home(home: Path, wheels: Path) -> None:
+    """Lay the NVRTC wheels out as a CUDA toolkit is: lib64/ and include/."""
+    (home / "lib64").symlink_to(wheels / "cuda_nvrtc" / "lib")
+    (home / "include").mkdir()
+    for package in ("cuda_runtime", "cuda_nvcc"):
+        for entry in (wheels / package / "include").iterdir():
+            link = home / "include" / entry.name
+            if not link.exists():
+                link.symlink_to(entry)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(f"usage: {Path(__file__).name} FOLDER", file=sys.stderr)
+        return 2
+    if problem := check_python():
+        print(f"volta_fa: {problem}", file=sys.stderr)
+        return 1
+    environment = Environment(Path(arguments[0]))
+    environment.create()
+    install_torch(environment)
+    environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
+    install_nvrtc(environment)
+    # `python -m volta_fa` and pytest see the checkout's package, with no install step after an edit
+    checkout = Path(__file__).resolve().parent.parent / "python"
+    (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Is everything here that building the native library needs? One clear line for each thing that is not.
+
+setup.py asks before it builds, the Makefile before it installs anything (`--toolchain-only`) and before it
+runs cargo. Python's standard library only: this runs where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Mapping
+
+PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
+TORCH_VERSION = "2.11.0"
+#: The last CUDA release whose compiler knows sm_70.
+NVRTC_RELEASE = "12.9"
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
+_NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
+_NVRTC_REMEDY = f"run `pip install {' '.join(NVRTC_WHEELS)}`, or point VOLTA_FA_CUDA_HOME at a CUDA 12 toolkit"
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> str | None:
+    if PYTHON_OLDEST <= version <= PYTHON_NEWEST:
+        return None
+    found, oldest, newest = (".".join(map(str, v)) for v in (version, PYTHON_OLDEST, PYTHON_NEWEST))
+    return f"this is Python {found}, volta_fa needs Python {oldest} to {newest}: install one of them (conda, pyenv or the system's packages)"
+
+
+def check_cargo(path: str | None = None) -> str | None:
+    if shutil.which("cargo", path=path):
+        return None
+    return "cargo is not on PATH: install Rust 1.86 or newer with rustup (https://rustup.rs), then open a new shell"
+
+
+def check_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
+    compiler = environ.get("CXX", "g++")
+    # CXX may carry arguments or a launcher ("ccache g++"): its first word is what must exist
+    if shutil.which((compiler.split() or [""])[0], path=environ.get("PATH")):
+        return None
+    if "CXX" in environ:
+        return f"CXX={compiler} is not there: install it, or unset CXX to use g++"
+    return "g++ is not on PATH: install g++ 11 or newer (Debian and Ubuntu: `apt install g++`, Fedora: `dnf install gcc-c++`)"
+
+
+def check_torch() -> str | None:
+    remedy = f"run `{sys.executable} -m pip install torch=={TORCH_VERSION}`"
+    try:
+        version = importlib.import_module("torch").__version__
+    except ModuleNotFoundError:
+        return f"torch is not installed for {sys.executable}: {remedy}"
+    except Exception as error:  # noqa: BLE001 (an installed torch that does not load fails in many ways)
+        return f"torch is installed for {sys.executable} but does not load ({str(error).splitlines()[0]}): {remedy}"
+    if version.split("+")[0] != TORCH_VERSION:
+        return f"torch {version} is installed for {sys.executable}, volta_fa needs torch {TORCH_VERSION}: {remedy}"
+    return None
+
+
+def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
+    home = environ.get("VOLTA_FA_CUDA_HOME")
+    if home:
+        if any((Path(home) / lib / "libnvrtc.so.12").exists() for lib in ("lib64", "lib")):
+            return None
+        return f"VOLTA_FA_CUDA_HOME={home} has no lib64/libnvrtc.so.12: point it at a CUDA 12 toolkit, or unset it to use the PyPI wheels"
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    missing = [name for name in _NVRTC_FILES if not any((root / name).exists() for root in roots)]
+    if missing:
+        return f"NVRTC {NVRTC_RELEASE} is not installed for {sys.executable} (no nvidia/{missing[0]}): {_NVRTC_REMEDY}"
+    try:
+        version = importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # the files are there, however they came
+    if not version.startswith(NVRTC_RELEASE + "."):
+        return f"NVRTC {version} is installed, volta_fa needs {NVRTC_RELEASE}: {_NVRTC_REMEDY}"
+    return None
+
+
+def problems(*, toolchain_only: bool = False, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is missing, one line each; empty if the build can start."""
+    checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
+    if not toolchain_only and checks[0] is None:
+        checks += [check_torch(), check_nvrtc(environ)]
+    return [problem for problem in checks if problem]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--toolchain-only"]):
+        print(f"usage: {Path(__file__).name} [--toolchain-only]", file=sys.stderr)
+        return 2
+    found = problems(toolchain_only=bool(arguments))
+    for problem in found:
+        print(f"volta_fa: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
