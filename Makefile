@@ -12,6 +12,10 @@ IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV
 NVDISASM = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('triton').origin).parent / 'backends/nvidia/bin/nvdisasm')")
 TORCH_LIB = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('torch').origin).parent / 'lib')")
 
+# Threads that wait sleep instead of spinning: on a machine that does anything else besides, or with fewer CPUs
+# than it shows, spinning makes small models many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help run test build wheel clean
 

@@ -5,6 +5,7 @@ VOLTA_FA_CUDA_HOME  a CUDA 12 toolkit to take NVRTC from, instead of the PyPI wh
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +21,17 @@ if found := check_build_env.problems():
 from setuptools import setup  # noqa: E402
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 from setuptools_rust import Binding, RustExtension, Strip  # noqa: E402
+
+
+class FreshSources(build_py):
+    """Without what an earlier build left in build/: setuptools would ship modules that are no longer there."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "volta_fa", ignore_errors=True)
+        super().run()
 
 
 class NativeLibrary(build_ext):
@@ -52,12 +63,12 @@ setup(
             "volta_fa.libvolta_fa",
             path="Cargo.toml",
             binding=Binding.NoBinding,
-            features=[feature for feature in os.environ.get("VOLTA_FA_FEATURES", "").replace(",", " ").split()],
+            features=os.environ.get("VOLTA_FA_FEATURES", "").replace(",", " ").split(),
             args=["--locked"],
             debug=False,
             strip=Strip.Debug,
             env=cargo_environment(),
         )
     ],
-    cmdclass={"build_ext": NativeLibrary, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": FreshSources, "build_ext": NativeLibrary, "bdist_wheel": PlatformWheel},
 )

@@ -255,18 +255,22 @@ def seed(request) -> int:
 
 # ---- error budgets ---------------------------------------------------------------------------------------------
 
-_worst: dict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
+_worst: dict[tuple[str, str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
 
 
 def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget: reference.Budget):
-    error = reference.max_error(found, expected)
-    share = error / budget.allowed if budget.allowed > 0 else (0.0 if error == 0 else float("inf"))
+    errors = {
+        "largest": (reference.max_error(found, expected), budget.allowed, budget.eager_error),
+        "rms": (reference.rms_error(found, expected), budget.allowed_rms, budget.eager_rms),
+    }
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-    _worst[backend.name, what] = max(_worst[backend.name, what], (share, test))
-    assert error <= budget.allowed, (
-        f"{what}: max error {error:.3g}, allowed {budget.allowed:.3g} "
-        f"({budget.factor:g} x {budget.eager_error:.3g}, the error of PyTorch's eager attention in {budget.dtype})"
-    )
+    for kind, (error, allowed, eager) in errors.items():
+        share = error / allowed if allowed > 0 else (0.0 if error == 0 else float("inf"))
+        _worst[backend.name, what, kind] = max(_worst[backend.name, what, kind], (share, test))
+        assert error <= allowed, (
+            f"{what}: {kind} error {error:.3g}, allowed {allowed:.3g} "
+            f"({budget.factor:g} x {eager:.3g}, the error of PyTorch's eager attention in {budget.dtype})"
+        )
 
 
 def check(backend: Backend, q, k, v, dout=None, **options):
@@ -294,6 +298,6 @@ def check(backend: Backend, q, k, v, dout=None, **options):
 
 def pytest_terminal_summary(terminalreporter):
     if _worst:
-        terminalreporter.section("largest error, as a share of what is allowed")
-        for (backend, what), (share, test) in sorted(_worst.items()):
-            terminalreporter.write_line(f"{backend:9} {what:4} {share:6.1%}  {test}")
+        terminalreporter.section("worst errors, as a share of what is allowed")
+        for (backend, what, kind), (share, test) in sorted(_worst.items()):
+            terminalreporter.write_line(f"{backend:9} {what:4} {kind:8} {share:6.1%}  {test}")

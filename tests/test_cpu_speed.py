@@ -1,5 +1,6 @@
 """The CPU backend: within 2x of PyTorch's own attention, and memory that grows with the sequence only."""
 
+import os
 import time
 
 import pytest
@@ -26,40 +27,66 @@ def attention(which, q, k, v, is_causal):
     return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=is_causal).transpose(1, 2)
 
 
-def timer(which, training, is_causal, q, k, v, dout):
+def timer(which, clock, training, is_causal, q, k, v, dout):
     """A function that runs once and returns the seconds; for training, those of the backward pass."""
     inputs = [t.clone().requires_grad_(training) for t in (q, k, v)]
 
     def run():
-        start = time.perf_counter()
+        start = clock()
         out = attention(which, *inputs, is_causal)
         if training:
-            start = time.perf_counter()
+            start = clock()
             torch.autograd.grad(out, inputs, dout)
-        return time.perf_counter() - start
+        return clock() - start
 
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
-@on("cpu-fp32")
-def test_within_twice_sdpa(backend, all_cores, training, is_causal):
-    """Other work on the machine disturbs both: take turns, compare the best of each, and try again before failing."""
-    b, h, s, d = SHAPE
-    q, k, v, dout = (backend.randn(b, s, h, d) for _ in range(4))
-    timers = {which: timer(which, training, is_causal, q, k, v, dout) for which in ("ours", "sdpa")}
+def ratio(clock, rounds, training, is_causal, tensors):
+    """Our best time over SDPA's; the two take turns, so that other work on the machine meets both."""
+    timers = {which: timer(which, clock, training, is_causal, *tensors) for which in ("ours", "sdpa")}
     best = dict.fromkeys(timers, float("inf"))
-    for attempt in range(6):
-        for _ in range(6):
-            for which, run in timers.items():
-                best[which] = min(best[which], run())
-        if best["ours"] <= ALLOWED * best["sdpa"]:
-            break
+    for _ in range(rounds):
+        for which, run in timers.items():
+            best[which] = min(best[which], run())
     print({which: f"{1e3 * t:.1f} ms" for which, t in best.items()})
-    assert best["ours"] <= ALLOWED * best["sdpa"], f"{best['ours'] / best['sdpa']:.2f} times the time of SDPA"
-    torch.testing.assert_close(attention("ours", q, k, v, is_causal), attention("sdpa", q, k, v, is_causal), rtol=1e-4, atol=1e-5)
+    return best["ours"] / best["sdpa"]
+
+
+speed = pytest.mark.parametrize(
+    "training,is_causal",
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["forward", "forward-causal", "backward", "backward-causal"],
+)
+
+
+@pytest.mark.slow
+@speed
+@on("cpu-fp32")
+def test_processor_time_within_twice_sdpa(backend, training, is_causal):
+    """On one thread, by its own clock: what other work leaves nearly undisturbed."""
+    b, h, s, d = SHAPE
+    tensors = [backend.randn(b, s, h, d) for _ in range(4)]
+    assert ratio(time.thread_time, 8, training, is_causal, tensors) <= ALLOWED
+    q, k, v, _ = tensors
+    ours, sdpa = (attention(which, q, k, v, is_causal) for which in ("ours", "sdpa"))
+    torch.testing.assert_close(ours, sdpa, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@speed
+@on("cpu-fp32")
+def test_time_within_twice_sdpa(backend, all_cores, training, is_causal):
+    """On all cores, by the clock on the wall."""
+    b, h, s, d = SHAPE
+    tensors = [backend.randn(b, s, h, d) for _ in range(4)]
+    for _ in range(4):
+        found = ratio(time.perf_counter, 8, training, is_causal, tensors)
+        if found <= ALLOWED:
+            return
+        if (load := os.getloadavg()[0]) > 1.5 * CORES:
+            pytest.skip(f"other work on this machine (load {load:.1f} on {CORES} cores): {found:.2f} times SDPA says nothing")
+    assert found <= ALLOWED
 
 
 MEMORY = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -66,8 +65,7 @@ def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
         if any((Path(home) / lib / "libnvrtc.so.12").exists() for lib in ("lib64", "lib")):
             return None
         return f"VOLTA_FA_CUDA_HOME={home} has no lib64/libnvrtc.so.12: point it at a CUDA 12 toolkit, or unset it to use the PyPI wheels"
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
+    roots = [Path(folder) / "nvidia" for folder in sys.path]
     missing = [name for name in _NVRTC_FILES if not any((root / name).exists() for root in roots)]
     if missing:
         return f"NVRTC {NVRTC_RELEASE} is not installed for {sys.executable} (no nvidia/{missing[0]}): {_NVRTC_REMEDY}"

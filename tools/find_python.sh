@@ -5,7 +5,9 @@ environment=$1
 
 try() {
     # Version managers leave commands on PATH that only print an error: ask rather than look.
-    "$1" -c 'import sys; assert (3, 10) <= sys.version_info[:2] <= (3, 13); print(sys.executable)' 2>/dev/null && exit 0
+    found=$("$1" -c 'import sys; assert (3, 10) <= sys.version_info[:2] <= (3, 13); print(sys.executable)' 2>/dev/null) || return
+    echo "$found"
+    exit 0
 }
 
 if [ -n "$PYTHON" ]; then

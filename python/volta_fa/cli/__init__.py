@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Sequence
 
@@ -54,10 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is the command's."""
     arguments = build_parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except CommandError as error:
         print(f"volta_fa: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # `... | head`: who reads has seen enough, and Python must not flush again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("volta_fa: stopped", file=sys.stderr)
         return 130

@@ -33,42 +33,47 @@ def _print_tables(facts: dict[str, Any]) -> None:
     require_rich()
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
     versions = facts["versions"]
-    console.print(f"volta_fa {versions['volta_fa']}, torch {versions['torch']} (CUDA {versions['cuda'] or 'none'}), Python {versions['python']}")
-    console.print(f"library: {facts['library']}", soft_wrap=True, highlight=False)
-    console.print(f"simulator: {'built in (VOLTA_FA_SIMULATE=1)' if facts['simulator'] else 'left out of this build'}")
-    console.print(f"CUDA driver: {'found' if facts['cuda_driver'] else 'none on this machine: the CPU backend runs everything'}")
-    if facts["devices"]:
-        console.print(_table("Devices", facts["devices"], ["index", "name", "capability", "family"]))
-    if facts["families"]:
-        console.print(_table("Kernel families", facts["families"], ["name", "sm", "variants"]))
-    if facts["variants"]:
-        console.print(_table("Kernel variants", [_variant_row(v) for v in facts["variants"]]))
+    driver = "found" if facts["cuda_driver"] else "none on this machine: the CPU backend runs everything"
+    simulator = "built in (VOLTA_FA_SIMULATE=1)" if facts["simulator"] else "left out of this build"
+    console.print(
+        f"volta_fa {versions['volta_fa']}, torch {versions['torch']} (CUDA {versions['cuda'] or 'none'}), Python {versions['python']}\n"
+        f"library      {facts['library']}\n"
+        f"CUDA driver  {driver}\n"
+        f"simulator    {simulator}",
+        soft_wrap=True,
+    )
+    for title, rows in (
+        ("Devices", facts["devices"]),
+        ("Kernel families", facts["families"]),
+        ("Kernel variants (tile: rows of a block x rows of a step)", [_variant_row(v) for v in facts["variants"]]),
+    ):
+        if rows:
+            console.print(_table(title, rows))
 
 
 def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
+    headdim, headdim_v = variant["headdim"], variant["headdim_v"]
     return {
         "name": variant["name"],
-        "pass": variant["pass"],
-        "headdim": variant["headdim"] if variant["headdim"] == variant["headdim_v"] else f"{variant['headdim']}/{variant['headdim_v']}",
-        "tile": f"{variant['block_rows']} x {variant['step']}",
+        "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",
+        "tile": f"{variant['block_rows']} x {variant['step']}" if variant["step"] else variant["block_rows"],
         "threads": variant["threads"],
         "blocks/SM": variant["blocks_per_sm"],
         "registers": variant["registers"],
-        "spills": variant["spill_bytes"],
-        "shared KiB": f"{variant['shared_bytes'] / 1024:g}",
+        "spills": f"{variant['spill_bytes']} B",
+        "shared": f"{variant['shared_bytes'] / 1024:g} KiB",
     }
 
 
-def _table(title: str, rows: list[dict[str, Any]], columns: list[str] | None = None):
+def _table(title: str, rows: list[dict[str, Any]]):
     from rich.table import Table
 
-    columns = columns or list(rows[0])
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        numeric = isinstance(rows[0][column], int)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    # no frame: eight columns fit into a terminal of 80
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    for index, column in enumerate(rows[0]):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*("-" if row[column] is None else str(row[column]) for column in columns))
+        table.add_row(*("-" if value is None else str(value) for value in row.values()))
     return table

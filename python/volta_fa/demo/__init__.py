@@ -1,10 +1,10 @@
 """The demo: one small language model trained with volta_fa and with PyTorch's attention, compared.
 
-data.py     the text and its batches
-model.py    the GPT and the attentions it is trained with
-train.py    the trainings, side by side on the same batches
-compare.py  do they differ by more than rounding?
-report.py   what the user sees: progress, tables, plot
+data.py       the text and its batches
+model.py      the GPT and the attentions it is trained with
+train.py      the trainings, side by side on the same batches
+agreement.py  do they differ by more than rounding?
+report.py     what the user sees: progress, tables, plot
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from . import data, report, train
-from .compare import Comparison, compare
+from .agreement import Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Settings
 

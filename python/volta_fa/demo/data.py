@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import CommandError
+
 #: Enough that a few hundred steps never see a window twice by rule, little enough to read at once.
 CORPUS_BYTES = 1_500_000
 
@@ -30,7 +32,7 @@ def read_corpus(limit: int = CORPUS_BYTES) -> tuple[bytes, int]:
         if size >= limit:
             break
     if size < 100_000:
-        raise RuntimeError(f"{folder} holds {size} bytes of Python source, too little to train on: install Python's full standard library")
+        raise CommandError(f"{folder} holds {size} bytes of Python source, too little to train on: install Python's full standard library")
     return b"".join(parts)[:limit], len(parts)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..info import kernel_family
 from ..version import __version__
-from .compare import Comparison
+from .agreement import Comparison
 from .train import Run, Settings
 
 REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"
@@ -114,9 +114,8 @@ def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -
     losses.set(title="A small GPT on the source of Python's standard library", ylabel="training loss (nats a character)")
     losses.legend()
     differences.semilogy(steps, comparison.loss_allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
-    differences.semilogy(steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|")
-    # equal losses have no place on a logarithmic axis: draw them at its lower end
-    differences.set_yscale("log", nonpositive="clip")
+    # a logarithmic axis leaves out the steps whose losses are equal to the bit
+    differences.semilogy(steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|, where not 0")
     differences.set(xlabel="step", ylabel="difference of the losses")
     differences.set_ylim(bottom=1e-8)
     differences.legend()

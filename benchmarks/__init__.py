@@ -1,0 +1,31 @@
+"""Benchmarks anyone can rerun, from the root of a checkout (`make build` first):
+
+    python -m benchmarks.table      errors, memory and speed against PyTorch's own attention, on this machine
+    python -m benchmarks.memory     peak memory against sequence length, on this machine
+    python -m benchmarks.volta      the kernels on a simulated V100, against the peers' recorded figures
+    python -m benchmarks.plan       which kernels a shape gets
+    python -m benchmarks.docs DIR   put results of the above into docs/performance.md
+
+Each has --help; results go to --json, --plot and --markdown files. In a checkout its own build is measured, else
+the installed package.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures memory, reports missing GPUs as errors
+
+_PYTHON = Path(__file__).resolve().parent.parent / "python"
+if (_PYTHON / "volta_fa" / "libvolta_fa.so").exists():
+    sys.path.insert(0, str(_PYTHON))
+
+# These are commands: what is missing is one line, not a traceback.
+_missing = [package for package in ("matplotlib", "rich") if importlib.util.find_spec(package) is None]
+if _missing:
+    sys.exit(f"benchmarks: {' and '.join(_missing)} missing; run: pip install {' '.join(_missing)}")
+try:
+    import volta_fa  # noqa: F401  registers the operators
+except ImportError as error:
+    sys.exit(f"benchmarks: {error}")

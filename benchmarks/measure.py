@@ -1,0 +1,75 @@
+"""Time and peak memory of a piece of work on a device."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from statistics import median
+from typing import Callable
+
+import torch
+
+Work = Callable[[], object]
+
+
+def median_ms(work: Work, device: torch.device, budget: float) -> float:
+    """Median time of one run in milliseconds, out of 3 to 50 runs that take about `budget` seconds together."""
+    once = _warm_up(work, device)
+    repeats = min(50, max(3, int(budget / once)))
+    if device.type != "cuda":
+        return 1e3 * median(_seconds(work, device) for _ in range(repeats))
+    # Events lie in the stream, so the host's time counts only where the device waits for it.
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize(device)
+    return median(start.elapsed_time(end) for start, end in events)
+
+
+def _warm_up(work: Work, device: torch.device) -> float:
+    """Seconds of a run after the first, which loads code and fills the allocator's cache."""
+    _seconds(work, device)
+    return max(_seconds(work, device), 1e-6)
+
+
+def _seconds(work: Work, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(work: Work, device: torch.device) -> int:
+    """Most memory that PyTorch's allocator held at once during the work, beyond what it held before."""
+    gc.collect()
+    if device.type != "cuda":
+        return _cpu_peak_bytes(work)
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak_bytes(work: Work) -> int:
+    """The CPU allocator keeps no statistics, but it reports each allocation and release to the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with warnings.catch_warnings(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        warnings.simplefilter("ignore")
+        work()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

@@ -1,0 +1,155 @@
+"""Peak memory against sequence length, volta_fa and PyTorch's own attention, on this machine.
+
+For each sequence length N (batch 1, square, not causal): the most that PyTorch's allocator held at once beyond the inputs,
+in a forward pass alone (no gradients recorded) and in a forward and backward pass. Outputs and gradients are included,
+as a model holds them too. The allocator is that of the device: on a GPU its peak statistics, on a CPU the
+profiler's record of it. "growth" is the exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable, Sequence
+
+import torch
+
+from volta_fa.errors import CommandError
+
+from . import plots, report
+from .attention import Bound, Inputs, implementations, why_unavailable
+from .measure import peak_bytes
+from .report import Grid, significant
+from .shapes import Shape
+
+PASSES = ("forward", "forward and backward")
+SEQLENS = {"cuda": [512, 1024, 2048, 4096, 8192, 16384], "cpu": [128, 256, 512, 1024, 2048, 4096]}
+QUICK_SEQLENS = [64, 128]
+NHEADS = {"cuda": 16, "cpu": 4}
+
+
+@dataclass(frozen=True)
+class Point:
+    implementation: str
+    passes: str
+    seqlen: int
+    bytes: int | None  # None: the memory did not suffice, or there is no such implementation
+
+
+def measure(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Point]:
+    """Both passes of every implementation at one length."""
+    inputs = Inputs(shape, device, dtype)
+    points = []
+    for implementation in implementations(dtype):
+        bound = inputs.bind(implementation)
+        for passes, work in zip(PASSES, (lambda: _forward_alone(bound), bound.both)):
+            points.append(Point(implementation.name, passes, shape.seqlen_q, _peak(work, device)))
+    return points
+
+
+def _forward_alone(bound: Bound) -> torch.Tensor:
+    with torch.no_grad():
+        return bound.forward()
+
+
+def _peak(work: Callable[[], object], device: torch.device) -> int | None:
+    try:
+        work()  # what is made once, such as workspaces of libraries, is not counted
+        return peak_bytes(work, device)
+    except RuntimeError as error:
+        if why_unavailable(error) is None:
+            raise
+        return None
+
+
+def grids(points: Sequence[Point]) -> list[Grid]:
+    seqlens = sorted({p.seqlen for p in points})
+    found = []
+    for passes in PASSES:
+        grid = Grid(f"Peak memory of {passes}, MiB", ["N", *map(str, seqlens), "growth"])
+        for name in dict.fromkeys(p.implementation for p in points):
+            curve = {p.seqlen: p.bytes for p in points if (p.implementation, p.passes) == (name, passes)}
+            if any(curve.values()):
+                cells = [significant(None if curve[n] is None else curve[n] / 2**20) for n in seqlens]
+                grid.rows.append([name, *cells, significant(_growth(curve), 2)])
+        found.append(grid)
+    return found
+
+
+def _growth(curve: dict[int, int | None]) -> float | None:
+    known = sorted((n, peak) for n, peak in curve.items() if peak)[-2:]
+    if len(known) < 2:
+        return None
+    (n0, low), (n1, high) = known
+    return math.log(high / low) / math.log(n1 / n0)
+
+
+def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
+    title = f"Peak memory on {header['device']}, {header['inputs']}, {header['date']} (measured)"
+    figure, axes = plots.panels(1, 2, title, (12, 4.8), sharey=True)
+    seqlens = sorted({p.seqlen for p in points})
+    for axis, passes in zip(axes[0], PASSES):
+        for name in dict.fromkeys(p.implementation for p in points):
+            curve = [(p.seqlen, p.bytes / 2**20) for p in points if (p.implementation, p.passes) == (name, passes) and p.bytes]
+            if curve:
+                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLOURS[name], label=name, markersize=5)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(seqlens, map(str, seqlens))
+        axis.set(yscale="log", title=passes, xlabel="N", ylabel="MiB beyond the inputs")
+    plots.shared_legend(figure, axes)
+    plots.save(figure, path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser)
+    default = "default: {cuda} on a GPU, {cpu} on a CPU".format
+    parser.add_argument("--seqlens", type=int, nargs="+", metavar="N", help=default(**SEQLENS))
+    parser.add_argument("--nheads", type=int, metavar="H", help=default(**NHEADS))
+    parser.add_argument("--headdim", type=int, default=64, metavar="D", help="default: 64")
+    parser.add_argument("--quick", action="store_true", help=f"sequences of {QUICK_SEQLENS}: does it work at all?")
+    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    device = report.choose_device(options.device)
+    dtype = report.dtype_for(device)
+    seqlens = QUICK_SEQLENS if options.quick else options.seqlens or SEQLENS[device.type]
+    nheads = options.nheads or NHEADS[device.type]
+    if min(*seqlens, nheads, options.headdim, 1) < 1:
+        raise CommandError("--seqlens, --nheads and --headdim are positive numbers")
+    shape = f"B=1, H={nheads}, D={options.headdim}"
+    header = report.facts(
+        "memory",
+        arguments,
+        device=report.device_name(device),
+        kernels=report.kernels(device),
+        inputs=f"{shape}, {str(dtype).removeprefix('torch.')}",
+        **{"kind of figures": "measured"},
+    )
+    points: list[Point] = []
+    with report.progress() as bar:
+        task = bar.add_task("memory", total=len(seqlens))
+        for n in sorted(seqlens):
+            bar.update(task, description=f"N={n}")
+            points += measure(Shape(1, nheads, n, n, options.headdim), device, dtype)
+            bar.advance(task)
+    tables = grids(points)
+    report.show(header, tables)
+    if options.json:
+        report.write_json(options.json, {"header": header, "points": [asdict(p) for p in points]})
+    if options.plot:
+        plot(points, header, options.plot)
+    if options.markdown:
+        report.write_markdown(options.markdown, header, tables, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    report.command(main)

@@ -1,0 +1,146 @@
+"""Which kernels a shape gets: the plan of src/plan.rs, without running anything.
+
+Shapes are B,H,M,N,D or B,H,M,N,D,causal; without any, those of benchmarks.table are listed. --nheads-k and --headdim-v
+apply to all of them. The device is a V100 unless the options say otherwise; --device cuda asks this machine's GPU.
+
+    kernel         name, as in `python -m volta_fa info`
+    tile           rows of a block x keys or queries of one step of its main loop; queries forward, keys backward
+    grid           blocks of rows, heads, batches
+    waves          blocks over those that the device holds at once: below 1, some SMs have nothing to do
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Sequence
+
+import torch
+
+from volta_fa.errors import CommandError
+
+from . import report
+from .report import Grid, significant
+from .shapes import TABLE, Shape
+
+#: Tesla V100, as in src/plan.rs.
+V100 = {"sms": 80, "major": 7, "minor": 0, "shared_bytes": 96 * 1024}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the plan: what for, its row of the variant table, and its grid."""
+
+    role: str
+    variant: dict
+
+    def waves(self, sms: int) -> float:
+        x, y, z = self.variant["grid"]
+        return x * y * z / (sms * self.variant["blocks_per_sm"])
+
+
+def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
+    """Forward's kernel and backward's, in the order of their launches."""
+    try:
+        op = torch.ops.volta_fa._plan
+    except AttributeError:
+        raise CommandError("this library cannot describe its plans; rebuild it with `make build`") from None
+    s = shape
+    if s.nheads_k < 1 or s.nheads % s.nheads_k:
+        raise CommandError(f"{shape}: --nheads-k {s.nheads_k} does not divide {s.nheads} heads")
+    try:
+        found = json.loads(op(s.batch, s.seqlen_q, s.seqlen_k, s.nheads, s.nheads_k, s.headdim, s.headdim_v, s.causal, **limits))
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise CommandError(f"{shape}: {str(error).splitlines()[0]}") from None
+    backward = found["backward"]
+    return [Kernel("forward", found["forward"]), *(Kernel(f"backward, {name}", backward[name]) for name in ("prepare", "main", "finish"))]
+
+
+def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
+    columns = ["B,H,M,N,D", "pass", "kernel", "tile", "threads", "registers", "shared, KB", "blocks an SM", "grid", "waves"]
+    found = Grid("What the plan picks", columns)
+    for shape, kernels in plans.items():
+        for i, kernel in enumerate(kernels):
+            v = kernel.variant
+            found.rows.append(
+                [
+                    _label(shape) if i == 0 else "",
+                    kernel.role,
+                    v["name"],
+                    f"{v['block_rows']} x {v['step']}" if v["step"] else str(v["block_rows"]),
+                    str(v["threads"]),
+                    str(v["registers"]),
+                    significant(v["shared_bytes"] / 1024),
+                    str(v["blocks_per_sm"]),
+                    " x ".join(map(str, v["grid"])),
+                    significant(kernel.waves(sms), 2),
+                ]
+            )
+    return found
+
+
+def _label(shape: Shape) -> str:
+    parts = [str(shape)]
+    if shape.nheads_k != shape.nheads:
+        parts.append(f"{shape.nheads_k} key heads")
+    if shape.headdim_v != shape.headdim:
+        parts.append(f"headdim_v {shape.headdim_v}")
+    return " ".join(parts)
+
+
+def device_limits() -> dict[str, int]:
+    """Of this machine's first GPU."""
+    report.choose_device("cuda")
+    properties = torch.cuda.get_device_properties(0)
+    shared = properties.shared_memory_per_block_optin
+    return {"sms": properties.multi_processor_count, "major": properties.major, "minor": properties.minor, "shared_bytes": shared}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="B,H,M,N,D[,causal]")
+    parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="key heads (default: as many as query heads)")
+    parser.add_argument("--headdim-v", type=int, default=0, metavar="N", help="headdim of v and out (default: that of q and k)")
+    parser.add_argument("--device", choices=("v100", "cuda"), default="v100", help="whose limits hold (default: v100)")
+    parser.add_argument("--sms", type=int, metavar="N", help="number of SMs instead of the device's")
+    parser.add_argument("--capability", metavar="MAJOR.MINOR", help="compute capability instead of the device's")
+    parser.add_argument("--shared-bytes", type=int, metavar="N", help="shared memory a block instead of the device's")
+    parser.add_argument("--json", action="store_true", help="print JSON: for each shape the kernels with all their fields")
+    return parser
+
+
+def _limits(options: argparse.Namespace) -> dict[str, int]:
+    limits = device_limits() if options.device == "cuda" else dict(V100)
+    for name in ("sms", "shared_bytes"):
+        value = getattr(options, name)
+        if value is not None:
+            limits[name] = value
+    if options.capability is not None:
+        try:
+            limits["major"], limits["minor"] = map(int, options.capability.split("."))
+        except ValueError:
+            raise CommandError(f"--capability {options.capability}: expected two numbers, as 7.0") from None
+    return limits
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    limits = _limits(options)
+    shapes = [Shape.parse(text) for text in options.shapes] or TABLE
+    # 0 stands for "the same as of q"; a number is the user's, which the plan itself checks.
+    changes = {name: n for name in ("nheads_k", "headdim_v") if (n := getattr(options, name)) != 0}
+    plans = {shape: plan(shape, limits) for shape in (replace(s, **changes) for s in shapes)}
+    if options.json:
+        kernels = {shape: [{"role": k.role, **k.variant} for k in found] for shape, found in plans.items()}
+        print(json.dumps([{**asdict(shape), "kernels": found} for shape, found in kernels.items()], indent=1))
+        return 0
+    header = {"device": "sm_{major}{minor}, {sms} SMs, {shared_bytes} bytes of shared memory a block".format(**limits)}
+    report.show(header, [grid(plans, limits["sms"])])
+    return 0
+
+
+if __name__ == "__main__":
+    report.command(main)

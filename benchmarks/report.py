@@ -1,0 +1,179 @@
+"""What the commands print and write: facts about the run, tables as text and Markdown, JSON, progress."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import volta_fa
+from volta_fa.errors import CommandError
+
+# Tables are wide; a pipe or a file has no width of its own.
+_WIDTH = None if sys.stdout.isatty() else 200
+console = Console(highlight=False, width=_WIDTH)
+
+
+@dataclass
+class Grid:
+    """A table of text: the first column is left-aligned."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+
+    def text(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if i else "left", no_wrap=i == 0, overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [f"**{self.title}**", "", _cells(self.columns), _cells(["---"] + ["---:"] * (len(self.columns) - 1))]
+        return "\n".join(lines + [_cells(row) for row in self.rows])
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/performance.md")
+
+
+def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
+    """The header of every result: what ran, on what, when."""
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
+        "date": datetime.date.today().isoformat(),
+        "versions": f"volta_fa {volta_fa.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        **more,
+    }
+
+
+def processor() -> str:
+    """Name of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"CPU, {processor()}, threads: {torch.get_num_threads()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}, {gib:.0f} GiB, CUDA {torch.version.cuda})"
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise CommandError(f"--device {name}: expected auto, cpu or cuda")
+    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CommandError(f"--device cuda: torch {torch.__version__} finds no CUDA device here")
+    if name == "cuda" and volta_fa.kernel_family(device) is None:
+        raise CommandError(f"--device cuda: volta_fa has no kernels for {device_name(device)}")
+    return device
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """What is measured there: the kernels' dtype, or the one that CPUs are good at."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def kernels(device: torch.device) -> str:
+    """Which code runs on the device, and what its speed there means."""
+    if device.type != "cuda":
+        return "volta_fa's CPU backend (ATen operations)"
+    family = next(f for f in volta_fa.info()["families"] if f["name"] == volta_fa.kernel_family(device))
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor == family["sm"]:
+        return f"family {family['name']}, machine code for sm_{family['sm']}"
+    return (
+        f"family {family['name']}, compiled by the driver from PTX for compute_{family['sm']}: this GPU emulates its tensor-core "
+        "instructions, so errors and memory are what they are on its own GPUs, and times are not"
+    )
+
+
+def progress(quiet: bool = False) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+def show(header: dict[str, str], grids: Sequence[Grid]) -> None:
+    listing = Table.grid(padding=(0, 2))
+    for name, value in header.items():
+        listing.add_row(name, value)
+    console.print(listing, "")
+    for grid in grids:
+        console.print(grid.text())
+
+
+def write_json(path: Path, data: Any) -> None:
+    _write(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
+    """A section for `benchmarks.docs`, which puts plots beside each other into docs/images."""
+    parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
+    if plot is not None:
+        parts.append(f"![{plot.stem}](images/{plot.name})")
+    _write(path, "\n\n".join(parts + [grid.markdown() for grid in grids]) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    console.print(f"wrote {path}", soft_wrap=True)
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    return f"{value:.{digits - 1}e}" if exponent < -3 else f"{value:.{max(0, digits - 1 - exponent)}f}"
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{significant(value, 2)}x"
+
+
+def command(main: Callable[[Sequence[str]], int]) -> None:
+    """Run a module's main; what the user did wrong is one line."""
+    try:
+        status = main(sys.argv[1:])
+    except CommandError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("benchmarks: stopped", file=sys.stderr)
+        status = 130
+    sys.exit(status)

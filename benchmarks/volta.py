@@ -1,0 +1,383 @@
+"""The kernels on a simulated V100: TFLOP/s of the sm_70 machine code that this build ships.
+
+Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing: validation, plan,
+grid and parameter block are those of a GPU; then tools/volta-sim times one SM's share of every launch, with its default
+model and with a perfect instruction cache (icache=false). Nothing here is measured: no V100 takes part.
+
+TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for causal, over the sum of all kernels of
+the pass: backward's includes the row statistics, the zeroing and the conversion of dq. Launch overhead is not counted.
+
+--json writes a list with, for each case, its shape and
+    tflops, tflops_no_icache     of the whole pass, with the default model and with a perfect instruction cache
+    registers, shared_bytes      of the main kernel (the slowest of the pass)
+    spill_instructions           accesses to local memory in the code of all kernels of the pass
+    excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
+    loop_bytes                   code of the main loop, from its first to its last instruction
+Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
+in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+import volta_fa
+from volta_fa.errors import CommandError
+
+from . import plots, report
+from .peers import GEMM_TFLOPS, PEERS, Peer
+from .report import Grid, ratio, significant, times
+from .shapes import Shape
+
+#: Tensor peak of a V100 SXM2: 80 SMs x 512 FMA a clock at 1.53 GHz.
+PEAK_TFLOPS = 125.3
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Case:
+    direction: str
+    shape: Shape
+    heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
+
+    def __str__(self) -> str:
+        s = self.shape
+        heads = f"H={s.nheads}" if s.nheads == s.nheads_k else f"H={s.nheads} on {s.nheads_k}"
+        headdim = f"D={s.headdim}" if s.headdim == s.headdim_v else f"D={s.headdim}/{s.headdim_v}"
+        parts = [self.direction, headdim, f"N={s.seqlen_q}", heads]
+        return " ".join(parts + ["causal"] * s.causal + ["(B,H,S,D) views"] * self.heads_first)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the simulator says about one pass: the fields of --json after the shape's."""
+
+    tflops: float
+    tflops_no_icache: float
+    registers: int
+    shared_bytes: int
+    spill_instructions: int
+    excess_wavefront_fraction: float | None
+    loop_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    figures: Figures
+    kernel: str  # the main one
+    kernel_us: dict[str, float]  # of all, with the default model
+
+    def data(self) -> dict:
+        s = self.case.shape
+        return {
+            "pass": self.case.direction,
+            "headdim": s.headdim,
+            "headdim_v": s.headdim_v,
+            "seqlen_q": s.seqlen_q,
+            "seqlen_k": s.seqlen_k,
+            "nheads": s.nheads,
+            "nheads_k": s.nheads_k,
+            "batch": s.batch,
+            "causal": s.causal,
+            **asdict(self.figures),
+        }
+
+
+# ---- cases -------------------------------------------------------------------------------------------------------
+
+
+def cases() -> list[Case]:
+    """Curves over N for each headdim, then grouped heads, odd lengths, views and small grids."""
+    found = []
+    # Enough heads for 80 SMs: 32 for a forward, 40 for a backward, as in the kernel studies.
+    for direction, heads, longest in ((FORWARD, 32, 4096), (BACKWARD, 40, 2048)):
+
+        def add(n: int, d: int, causal: bool = False, nheads: int = heads, heads_first: bool = False, **shape: int) -> None:
+            found.append(Case(direction, Shape(1, nheads, n, n, d, causal, **shape), heads_first))
+
+        for d in (64, 128):
+            for n in (512, 1024, 2048, 4096):
+                if n <= longest:
+                    add(n, d)
+                add(n, d, causal=True)
+        for d in (32, 96, 192, 256):
+            for n in (512, 1024, 2048):
+                if direction == FORWARD or n < 2048:
+                    add(n, d)
+        add(1024, 192, headdim_v=128)
+        for d in (64, 128):
+            add(2048, d, nheads=32, nheads_k=8)
+            add(2047, d)
+            add(1111, d)
+            add(2048, d, heads_first=True)
+        add(1024, 64, nheads=16)
+        add(512, 128, nheads=8)
+    return found
+
+
+def quick_cases() -> list[Case]:
+    """One small case for each pass and two headdims: does it work at all?"""
+    return [
+        Case(direction, Shape(1, 4, 200, 200, d, causal, nheads_k=2))
+        for direction in (FORWARD, BACKWARD)
+        for d, causal in ((64, True), (128, False))
+    ]
+
+
+# ---- simulation --------------------------------------------------------------------------------------------------
+
+
+def simulate(case: Case) -> Row:
+    """Time one case with both machine models. The environment of this process changes meanwhile."""
+    default, no_icache = (_launch(case, settings) for settings in ("", "icache=false"))
+    main = max(default, key=_microseconds)
+    loop = main["timing"]["hot_loop"]
+    flops = case.shape.forward_flops if case.direction == FORWARD else case.shape.backward_flops
+
+    def tflops(reports: list[dict]) -> float:
+        return flops / sum(map(_microseconds, reports)) / 1e6
+
+    return Row(
+        case,
+        Figures(
+            tflops=tflops(default),
+            tflops_no_icache=tflops(no_icache),
+            registers=main["registers"],
+            shared_bytes=main["static_smem"] + main["dynamic_smem"],
+            spill_instructions=sum(r["spill_insts_static"] for r in default),
+            excess_wavefront_fraction=loop and loop["smem_conflict_excess"],
+            loop_bytes=loop and loop["code_bytes"],
+        ),
+        main["kernel"],
+        {r["kernel"]: _microseconds(r) for r in default},
+    )
+
+
+def _microseconds(launch: dict) -> float:
+    return launch["timing"]["kernel_us"]
+
+
+def _launch(case: Case, settings: str) -> list[dict]:
+    """The simulator's reports on the launches of a pass, one for each kernel."""
+    s = case.shape
+    q = _randn(s, s.seqlen_q, s.nheads, s.headdim, case.heads_first, seed=0)
+    k = _randn(s, s.seqlen_k, s.nheads_k, s.headdim, case.heads_first, seed=1)
+    v = _randn(s, s.seqlen_k, s.nheads_k, s.headdim_v, case.heads_first, seed=2)
+    if case.direction == BACKWARD:
+        dout = _randn(s, s.seqlen_q, s.nheads, s.headdim_v, case.heads_first, seed=3)
+        # Stand-ins for a forward's results, which would take hours: no time depends on their values. The scores of
+        # normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
+        out = _aligned(dout.shape, dout.dtype).zero_()
+        softmax_lse = _aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
+    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings):
+        torch.ops.volta_fa._sim_report()  # forgets earlier launches
+        if case.direction == FORWARD:
+            torch.ops.volta_fa.fwd(q, k, v, is_causal=s.causal)
+        else:
+            torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, is_causal=s.causal)
+        return json.loads(torch.ops.volta_fa._sim_report())
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _randn(s: Shape, seqlen: int, nheads: int, headdim: int, heads_first: bool, seed: int) -> Tensor:
+    size = (s.batch, nheads, seqlen, headdim) if heads_first else (s.batch, seqlen, nheads, headdim)
+    t = _aligned(size, torch.float16)
+    t.copy_(torch.randn(size, generator=torch.Generator().manual_seed(seed)))
+    return t.transpose(1, 2) if heads_first else t
+
+
+#: Bytes that CUDA aligns allocations to. Cache lines of the simulated inputs lie as on a GPU then.
+_ALIGNMENT = 256
+
+
+def _aligned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    numel, spare = math.prod(size), _ALIGNMENT // dtype.itemsize
+    memory = torch.empty(numel + spare, dtype=dtype)
+    first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return memory[first : first + numel].view(size)
+
+
+def simulate_all(chosen: Sequence[Case], jobs: int) -> list[Row]:
+    with report.progress() as bar:
+        task = bar.add_task("simulated V100", total=len(chosen))
+        rows = []
+        for row in _in_order(chosen, jobs):
+            rows.append(row)
+            bar.update(task, advance=1, description=str(row.case))
+    return rows
+
+
+def _in_order(chosen: Sequence[Case], jobs: int) -> Iterator[Row]:
+    if jobs == 1:
+        yield from map(simulate, chosen)
+        return
+    # Processes, because the simulator's settings are the process' environment.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(simulate, chosen)
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+
+
+def grids(rows: Sequence[Row]) -> list[Grid]:
+    found = [_grid(direction, of) for direction in (FORWARD, BACKWARD) if (of := [r for r in rows if r.case.direction == direction])]
+    peers = _peer_grid(rows)
+    return found + [peers] if peers.rows else found
+
+
+def _grid(direction: str, rows: Sequence[Row]) -> Grid:
+    grid = Grid(
+        f"Simulated V100, {direction} (TFLOP/s: default model, perfect instruction cache)",
+        ["case", "TFLOP/s", "perfect i-cache", "of peak", "kernel", "registers", "shared, KB", "spills", "excess wavefronts", "loop, KB"],
+    )
+    for row in rows:
+        f = row.figures
+        excess = "-" if f.excess_wavefront_fraction is None else f"{f.excess_wavefront_fraction:.1%}"
+        grid.rows.append(
+            [
+                str(row.case).removeprefix(direction + " "),
+                f"{f.tflops:.1f}",
+                f"{f.tflops_no_icache:.1f}",
+                f"{f.tflops / PEAK_TFLOPS:.0%}",
+                row.kernel,
+                str(f.registers),
+                significant(f.shared_bytes / 1024),
+                str(f.spill_instructions),
+                excess,
+                "-" if f.loop_bytes is None else f"{f.loop_bytes / 1024:.1f}",
+            ]
+        )
+    return grid
+
+
+def _peer_grid(rows: Sequence[Row]) -> Grid:
+    grid = Grid(
+        "Ours beside the peers' recorded figures (simulated, default model / perfect instruction cache)",
+        ["peer", "case", "theirs", "published, real V100", "ours", "times as fast", "record"],
+    )
+    for peer in PEERS:
+        ours = next((row.figures for row in rows if _same_case(row.case, peer)), None)
+        if ours is None:
+            continue
+        speedups = (ratio(ours.tflops, peer.tflops), ratio(ours.tflops_no_icache, peer.tflops_no_icache))
+        grid.rows.append(
+            [
+                peer.name,
+                f"{peer.direction} D={peer.headdim} N={peer.seqlen}{' causal' if peer.causal else ''}",
+                f"{peer.tflops} / {significant(peer.tflops_no_icache)}",
+                significant(peer.published),
+                f"{ours.tflops:.1f} / {ours.tflops_no_icache:.1f}",
+                " / ".join(map(times, speedups)),
+                peer.source,
+            ]
+        )
+    return grid
+
+
+def _same_case(case: Case, peer: Peer) -> bool:
+    s = case.shape
+    plain = s.nheads == s.nheads_k and s.headdim == s.headdim_v == peer.headdim and not case.heads_first
+    return plain and (case.direction, s.seqlen_q, s.causal) == (peer.direction, peer.seqlen, peer.causal)
+
+
+_TICKS = (512, 1024, 2048, 4096, 8192)
+
+
+def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
+    title = f"volta_fa on a simulated V100, {header['date']}; solid: default model, dashed: perfect instruction cache"
+    figure, axes = plots.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
+    markers = dict(zip(dict.fromkeys(p.name for p in PEERS), "XPs"))
+    for down, direction in enumerate((FORWARD, BACKWARD)):
+        for across, causal in enumerate((False, True)):
+            axis = axes[down][across]
+            for headdim, colour in plots.HEADDIM_COLOURS.items():
+                curve = [r for r in rows if _on_curve(r.case, direction, headdim, causal)]
+                n = [r.case.shape.seqlen_q for r in curve]
+                if curve:
+                    axis.plot(n, [r.figures.tflops for r in curve], "o-", color=colour, label=f"D={headdim}", markersize=4)
+                    axis.plot(n, [r.figures.tflops_no_icache for r in curve], "--", color=colour, linewidth=0.9)
+            for peer in PEERS:
+                if (peer.direction, peer.causal) == (direction, causal):
+                    colour = plots.HEADDIM_COLOURS[peer.headdim]
+                    axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=colour, label=f"{peer.name}, D={peer.headdim}")
+            axis.axhline(GEMM_TFLOPS, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(_TICKS, map(str, _TICKS))
+            axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 105), xlabel="N", ylabel="simulated TFLOP/s")
+            axis.set_title(f"{direction}, {'causal' if causal else 'not causal'}")
+    plots.shared_legend(figure, axes)
+    plots.save(figure, path)
+
+
+def _on_curve(case: Case, direction: str, headdim: int, causal: bool) -> bool:
+    """Plain cases at powers of two, with the pass' usual number of heads."""
+    s = case.shape
+    usual = 32 if direction == FORWARD else 40
+    plain = s.nheads == s.nheads_k == usual and s.headdim_v == s.headdim and not case.heads_first
+    power_of_two = s.seqlen_q & (s.seqlen_q - 1) == 0
+    return plain and power_of_two and (case.direction, s.headdim, s.causal) == (direction, headdim, causal)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.volta", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser)
+    parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help="only cases with all these words, as: backward D=64")
+    parser.add_argument("--quick", action="store_true", help="four small cases: does it work at all?")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases simulated at a time, a core and 1 GB each (default 1)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if options.jobs < 1:
+        raise CommandError(f"--jobs {options.jobs}: expected a positive number")
+    if not volta_fa.info()["simulator"]:
+        raise CommandError("this library was built without the simulator: run `make build` in a checkout")
+    listed = quick_cases() if options.quick else cases()
+    chosen = [case for case in listed if set(options.cases) <= set(str(case).split())]
+    if not chosen:
+        raise CommandError(f"no case has all of {' '.join(options.cases)}; cases are named as `{listed[0]}`")
+    rows = simulate_all(chosen, options.jobs)
+    kind = {"kind of figures": "simulated with tools/volta-sim"}
+    header = report.facts("volta", arguments, device="V100 SXM2, 80 SMs at 1.53 GHz", **kind)
+    tables = grids(rows)
+    report.show(header, tables)
+    if options.json:
+        report.write_json(options.json, [row.data() for row in rows])
+    if options.plot:
+        plot(rows, header, options.plot)
+    if options.markdown:
+        report.write_markdown(options.markdown, header, tables, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    report.command(main)

@@ -1,0 +1,188 @@
+"""The benchmark commands run, and say what they should: `python -m benchmarks.*` on small shapes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import INFO, LIBRARY, REPOSITORY, need
+
+PNG = b"\x89PNG\r\n\x1a\n"
+VOLTA_FIELDS = {
+    "pass": str,
+    "headdim": int,
+    "headdim_v": int,
+    "seqlen_q": int,
+    "seqlen_k": int,
+    "nheads": int,
+    "nheads_k": int,
+    "batch": int,
+    "causal": bool,
+    "tflops": float,
+    "tflops_no_icache": float,
+    "registers": int,
+    "shared_bytes": int,
+    "spill_instructions": int,
+    "excess_wavefront_fraction": float,
+    "loop_bytes": int,
+}
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+if LIBRARY.parent.name != "volta_fa":
+    pytest.skip("the benchmarks measure the package's library", allow_module_level=True)
+
+
+sys.path.insert(0, str(REPOSITORY))
+from benchmarks import volta  # noqa: E402
+from benchmarks.peers import PEERS  # noqa: E402
+from volta_fa.errors import CommandError  # noqa: E402
+
+
+def run(module: str, *arguments: object) -> None:
+    """The command as a user starts it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VOLTA_FA_SIM")}
+    environment["OMP_NUM_THREADS"] = "1"  # small shapes gain nothing from more, and lose much beside other tests
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"benchmarks.{module}" in done.stdout and torch.__version__ in done.stdout
+
+
+def main(module: str, *arguments: object) -> int:
+    """The same without a process of its own, for what takes no time."""
+    return importlib.import_module(f"benchmarks.{module}").main([str(a) for a in arguments])
+
+
+def outputs(folder, name: str) -> list[object]:
+    return ["--json", folder / f"{name}.json", "--plot", folder / f"{name}.png", "--markdown", folder / f"{name}.md"]
+
+
+def results(folder, name: str):
+    assert (folder / f"{name}.png").read_bytes().startswith(PNG)
+    section = (folder / f"{name}.md").read_text()
+    assert f"![{name}](images/{name}.png)" in section and "kind of figures" in section
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_table(tmp_path):
+    run("table", "--quick", "--device", "cpu", "--cases", "1,1,*", "1,2,33,47,24", *outputs(tmp_path, "table"))
+    data = results(tmp_path, "table")
+    assert data["header"]["kind of figures"] == "measured"
+    assert len(data["rows"]) == 7
+    for row in data["rows"]:
+        ours, eager = row["results"]["volta_fa"], row["results"]["eager"]
+        assert 0 < ours["errors"]["out"] < 1e-5 and 0 < eager["errors"]["out"] < 1e-5
+        assert row["error_ratio_forward"] == pytest.approx(ours["errors"]["out"] / eager["errors"]["out"])
+        assert 0 < row["error_ratio_backward"] < 4
+        assert row["memory_saving"] == pytest.approx(1 - ours["peak_bytes"] / eager["peak_bytes"])
+        assert ours["ms"]["total"] == pytest.approx(ours["ms"]["forward"] + ours["ms"]["backward"])
+        pairs = row["seqlen_q"] * row["seqlen_k"] / (2 if row["causal"] else 1)
+        flops = 4 * row["batch"] * row["nheads"] * pairs * row["headdim"]
+        for what, share in (("forward", 1), ("backward", 2.5), ("total", 3.5)):
+            assert ours["tflops"][what] == pytest.approx(share * flops / ours["ms"][what] / 1e9)
+
+
+def test_memory(tmp_path):
+    run("memory", "--device", "cpu", "--seqlens", 512, 1024, "--nheads", 1, *outputs(tmp_path, "memory"))
+    found = {(p["implementation"], p["passes"], p["seqlen"]): p["bytes"] for p in results(tmp_path, "memory")["points"]}
+    scores = 1024 * 1024 * 4  # bytes
+    assert found["eager", "forward", 1024] >= 2 * scores  # the scores and their softmax at once
+    assert found["volta_fa", "forward and backward", 1024] <= 2.1 * found["volta_fa", "forward and backward", 512]
+
+
+def test_volta(tmp_path):
+    need("sim")
+    run("volta", "--quick", *outputs(tmp_path, "volta"))
+    rows = results(tmp_path, "volta")
+    assert {(row["pass"], row["headdim"]) for row in rows} == {(p, d) for p in ("forward", "backward") for d in (64, 128)}
+    variants = {(v["pass"], v["headdim"], v["registers"], v["shared_bytes"]) for v in INFO["variants"]}
+    for row in rows:
+        assert {name: type(value) for name, value in row.items()} == VOLTA_FIELDS
+        assert 0 < row["tflops"] <= row["tflops_no_icache"] * 1.05 < 125
+        # the figures are of the kernels that this library ships
+        assert (row["pass"].capitalize(), row["headdim"], row["registers"], row["shared_bytes"]) in variants
+        assert row["loop_bytes"] % 16 == 0 and row["loop_bytes"] > 0
+
+
+def test_volta_counts_every_kernel_of_the_pass():
+    need("sim")
+    case = next(c for c in volta.quick_cases() if c.direction == volta.BACKWARD)
+    row = volta.simulate(case)
+    assert len(row.kernel_us) == 3 and row.kernel == max(row.kernel_us, key=row.kernel_us.get)
+    assert row.figures.tflops == pytest.approx(case.shape.backward_flops / sum(row.kernel_us.values()) / 1e6)
+    assert os.environ.get("VOLTA_FA_SIMULATE") is None
+
+
+def test_volta_cases_are_the_ones_that_were_promised():
+    cases = volta.cases()
+    assert len(cases) == len(set(cases))
+    names = set(map(str, cases))
+    for direction, heads in (("forward", 32), ("backward", 40)):
+        for d in (64, 128):
+            for rest in (f"N=2048 H={heads}", f"N=4096 H={heads} causal", "N=2048 H=32 on 8", f"N=2048 H={heads} (B,H,S,D) views"):
+                assert f"{direction} D={d} {rest}" in names
+            assert f"{direction} D={d} N=2047 H={heads}" in names and f"{direction} D={d} N=1111 H={heads}" in names
+        for d in ("32", "96", "192", "192/128", "256"):
+            assert f"{direction} D={d} N=1024 H={heads}" in names
+        assert f"{direction} D=64 N=1024 H=16" in names and f"{direction} D=128 N=512 H=8" in names
+    assert all(any(volta._same_case(c, p) for c in cases) for p in PEERS if p.seqlen < 8192)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.volta_fa, "_plan"), reason="this library cannot describe its plans")
+def test_plan(capsys):
+    main("plan", "--json", "2,8,300,500,72,causal", "1,32,2048,2048,128")
+    names = {v["name"] for v in INFO["variants"]}
+    for shape in json.loads(capsys.readouterr().out):
+        assert [k["role"] for k in shape["kernels"]] == ["forward", "backward, prepare", "backward, main", "backward, finish"]
+        for kernel in shape["kernels"]:
+            assert kernel["name"] in names and kernel["headdim"] >= shape["headdim"]
+            assert kernel["grid"][2] == shape["batch"]
+    assert main("plan") == 0
+
+
+@pytest.mark.parametrize(
+    "module,arguments,named",
+    [
+        ("table", ["--cases", "1,2,3"], "`1,2,3`"),
+        ("table", ["--cases", "7,*"], "7,*"),
+        ("table", ["--device", "tpu"], "tpu"),
+        ("table", ["--device", "cpu", "--max-seqlen", "3"], "--max-seqlen 3"),
+        ("memory", ["--seqlens", "0"], "--seqlens"),
+        ("volta", ["--cases", "sideways"], "sideways"),
+        ("volta", ["--jobs", "0"], "--jobs 0"),
+        ("plan", ["1,4,8,8,64", "--nheads-k", "3"], "--nheads-k 3"),
+        ("plan", ["1,4,8,8,512"], "512"),
+        ("plan", ["1,4,8,8,64", "--capability", "7"], "--capability 7"),
+    ],
+)
+def test_wrong_arguments(module, arguments, named):
+    with pytest.raises(CommandError) as complaint:
+        main(module, *arguments)
+    assert named in str(complaint.value) and "\n" not in str(complaint.value)
+
+
+def test_docs(tmp_path):
+    page, folder = tmp_path / "page.md", tmp_path / "results"
+    page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n")
+    folder.mkdir()
+    (folder / "a.md").write_text("new \\1\n")
+    (folder / "a.png").write_bytes(PNG)
+    main("docs", folder, "--page", page)
+    assert page.read_text() == "before\n<!-- begin a -->\nnew \\1\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n"
+    assert (tmp_path / "images" / "a.png").read_bytes() == PNG
+    (folder / "c.md").write_text("no such section")
+    with pytest.raises(CommandError, match="begin c"):
+        main("docs", folder, "--page", page)
+
+
+def test_the_page_has_every_section():
+    page = (REPOSITORY / "docs" / "performance.md").read_text()
+    for name in ("volta", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+        assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1

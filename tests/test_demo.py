@@ -1,0 +1,184 @@
+"""The demo: does it run, does it pass what is right, and does it catch what is wrong?"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+
+import volta_fa.demo
+from volta_fa.cli import main
+from volta_fa.demo import agreement, data, run_demo, settings_for, train
+from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
+from volta_fa.demo.train import Settings
+
+CPU = torch.device("cpu")
+SMALL = Settings(layers=2, nheads=2, headdim=32, seqlen=64, batch=4, steps=12, learning_rate=3e-3, warmup=4)
+
+
+def causal_attention(q, k, v, *, scale=1.0, diagonal=0):
+    """Written out, with two things that can be got wrong."""
+    n = q.shape[1]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale * q.shape[-1] ** -0.5)
+    visible = torch.ones(n, n, dtype=torch.bool, device=q.device).tril(diagonal)
+    visible[0, 0] = True  # whatever the diagonal, no row without a key
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype), v)
+
+
+RIGHT = {
+    "volta_fa": volta_attention,
+    "written out": causal_attention,
+    "rounded differently": RoundedAttention(99),
+}
+WRONG = {
+    "scale 2% up": functools.partial(causal_attention, scale=1.02),
+    "scale 2% down": functools.partial(causal_attention, scale=0.98),
+    "sees the next key": functools.partial(causal_attention, diagonal=1),
+    "misses its own key": functools.partial(causal_attention, diagonal=-1),
+    "gradient of v lost": lambda q, k, v: volta_attention(q, k, v.detach()),
+    "not a number": lambda q, k, v: volta_attention(q, k, v) * math.nan,
+}
+
+
+def test_the_command(tmp_path, capsys):
+    assert main(["demo", "--device", "cpu", "--steps", "3", "--output", str(tmp_path / "new" / "folder")]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("CPU backend", torch.__version__, "time of a step", "peak memory", "losses.png", "agree to within rounding"):
+        assert expected in printed
+    assert (tmp_path / "new" / "folder" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("attention", RIGHT.values(), ids=RIGHT)
+def test_passes_right_attention(attention, tmp_path):
+    assert run_demo(SMALL, CPU, tmp_path, attention=attention).agree
+
+
+@pytest.mark.parametrize("attention", WRONG.values(), ids=WRONG)
+def test_catches_wrong_attention(attention, tmp_path, capsys):
+    comparison = run_demo(SMALL, CPU, tmp_path, attention=attention)
+    assert not comparison.agree
+    assert not comparison.gradients_agree
+    assert "disagree" in capsys.readouterr().out
+
+
+def test_disagreement_is_the_exit_status(tmp_path, monkeypatch):
+    wrong = functools.partial(run_demo, SMALL, attention=WRONG["scale 2% up"])
+    monkeypatch.setattr(volta_fa.demo, "run_demo", lambda settings, *arguments: wrong(*arguments))
+    assert main(["demo", "--device", "cpu", "--output", str(tmp_path)]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attention, agree",
+    [(volta_attention, True), (causal_attention, True), (WRONG["scale 2% up"], False), (WRONG["misses its own key"], False)],
+    ids=["volta_fa", "written out", "scale 2% up", "misses its own key"],
+)
+def test_judges_half_precision(attention, agree, tmp_path):
+    """What a GPU trains in. A wrong scale shows once the scores are no longer near zero, so this takes more steps."""
+    half = Settings(**{**vars(SMALL), "half": True, "steps": 60})
+    assert run_demo(half, CPU, tmp_path, attention=attention).agree is agree
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(tmp_path, capsys):
+    assert main(["demo", "--device", "cuda", "--steps", "30", "--output", str(tmp_path)]) == 0
+    assert "family volta" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "tpu"], "expected auto, cpu, cuda or cuda:N"),
+        (["--device", "meta"], "expected auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "CUDA device"),
+    ],
+)
+def test_says_what_devices_there_are(arguments, message, capsys):
+    assert main(["demo", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "many"])
+def test_refuses_a_number_of_steps(steps, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--steps", steps])
+    assert "positive whole number" in capsys.readouterr().err
+
+
+def test_quick_is_shorter():
+    assert settings_for(CPU, quick=True).steps < settings_for(CPU).steps
+    assert settings_for(CPU, quick=True, steps=7).steps == 7
+
+
+def test_the_text_is_the_same_each_time():
+    text, files = data.read_corpus(200_000)
+    assert len(text) == 200_000 and files > 1
+    assert data.read_corpus(200_000) == (text, files)
+    tokens = data.encode(text)
+    assert tokens.min() >= 0 and tokens.max() < data.VOCABULARY
+    assert len(data.encode(b"\n ~\xff").unique()) == 4
+
+
+def test_a_missing_standard_library_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(data.CommandError, match="standard library"):
+        data.read_corpus()
+
+
+def test_batches_depend_on_the_seed_only():
+    tokens = torch.arange(1000)
+    draws = [next(data.Batches(tokens, 3, 10, seed)) for seed in (5, 5, 6)]
+    assert torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[0][0], draws[2][0])
+    assert torch.equal(draws[0][0] + 1, draws[0][1])  # the target is the next token
+    assert draws[0][0].shape == (3, 10)
+
+
+def test_runs_start_from_the_same_weights():
+    first, second = train.make_runs(SMALL, CPU, {"a": torch_attention, "b": volta_attention})
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+def test_memory_on_the_cpu_is_exact():
+    def work():
+        a = torch.empty(1000, 1000)
+        b = a + 1
+        del a
+        return b * 2  # at its highest: two of the three
+
+    assert train._cpu_peak(work) == pytest.approx(2 * 4_000_000, rel=1e-3)
+
+
+def losses(*differences):
+    return [3.0 + d for d in differences]
+
+
+def judge(control, candidate, gradient=1e-7):
+    reference = losses(*[0.0] * len(control))
+    return agreement.compare(reference, losses(*control), losses(*candidate), gradient_control=1e-7, gradient_candidate=gradient)
+
+
+def test_the_band_is_as_wide_as_the_control_strays():
+    stray = 1e-3 * agreement.LOSS_MARGIN
+    assert judge([0, 1e-3, 0], [0, 0, 0.9 * stray]).agree  # the control's return to zero does not narrow it
+    assert judge([0, 1e-3, 0], [0, 1.1 * stray, 0]).first_disagreement == 1
+    assert judge([0, 1e-3, 0], [0.9 * stray, 0, 0]).first_disagreement == 0  # nor does the future widen it
+    assert judge([0, 0, 0], [5e-7, 0, 0]).agree  # a loss is rounded itself
+    assert not judge([0, 0, 0], [1e-4, 0, 0]).agree
+
+
+def test_gradients_are_judged_too():
+    assert judge([0], [0], gradient=0.9e-7 * agreement.GRADIENT_MARGIN).agree
+    assert not judge([0], [0], gradient=1.1e-7 * agreement.GRADIENT_MARGIN).agree
+
+
+def test_what_is_not_a_number_disagrees():
+    assert judge([0, 0], [0, math.nan]).first_disagreement == 1
+    assert not judge([0], [0], gradient=math.nan).agree
+    assert not agreement.compare([math.nan], [3.0], [3.0], gradient_control=0.0, gradient_candidate=0.0).agree
+    # a control that fails widens nothing
+    assert not judge([0, math.nan], [0, 1.0]).agree

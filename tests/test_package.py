@@ -1,0 +1,397 @@
+"""What is around the operators: versions and pins, the package, the command line, and what builds it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import bootstrap
+import check_build_env
+import volta_fa
+from volta_fa import cli, library, version
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def read(name: str) -> str:
+    return (REPOSITORY / name).read_text()
+
+
+def requirements(name: str) -> dict[str, str]:
+    """Package to version of one file of pins; whatever is not pinned exactly fails here."""
+    return dict(re.fullmatch(r"([\w-]+)==([\w.]+)", line).groups() for line in read(f"tools/requirements/{name}.txt").splitlines())
+
+
+def run_python(*arguments, **environ) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environ}, cwd="/")
+
+
+# ---- one version, one set of pins ------------------------------------------------------------------------------
+
+
+def test_versions_agree():
+    assert re.search(r'^version = "(.*)"', read("Cargo.toml"), re.M)[1] == volta_fa.__version__
+    assert json.loads(torch.ops.volta_fa._info())["version"] == volta_fa.__version__
+    assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.M)[1] == volta_fa.__version__
+
+
+def test_torch_is_pinned_once_and_the_same_everywhere():
+    pins = {
+        "version.py": version.TORCH_VERSION,
+        "check_build_env.py": check_build_env.TORCH_VERSION,
+        "requirements": requirements("build")["torch"],
+        "cargo": re.search(r'TORCH_VERSION: &str = "(.*)"', read("tools/build/python.rs"))[1],
+        "_info": json.loads(torch.ops.volta_fa._info())["torch"],
+    }
+    assert set(pins.values()) == {torch.__version__.split("+")[0]}, pins
+    assert set(re.findall(r'"torch==(.*?)"', read("pyproject.toml"))) == {version.TORCH_VERSION}
+
+
+def test_build_requirements_are_the_pinned_ones():
+    block = re.search(r"^requires = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)[1]
+    assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == requirements("build") | requirements("nvrtc")
+    assert dict(wheel.split("==") for wheel in check_build_env.NVRTC_WHEELS) == requirements("nvrtc")
+    for wheel in check_build_env.NVRTC_WHEELS:
+        assert wheel in read("tools/build/nvrtc.rs")
+
+
+def test_python_range_is_the_same_everywhere():
+    oldest, newest = check_build_env.PYTHON_OLDEST, check_build_env.PYTHON_NEWEST
+    assert f'requires-python = ">=3.{oldest[1]},<3.{newest[1] + 1}"' in read("pyproject.toml")
+    assert f"{oldest} <= sys.version_info[:2] <= {newest}" in read("tools/find_python.sh")
+
+
+# ---- the package -----------------------------------------------------------------------------------------------
+
+
+def test_the_library_alone_registers_the_operators():
+    """No Python package and no CUDA: what C++ programs and TorchScript rely on."""
+    code = f"import torch; torch.ops.load_library({str(volta_fa.library_path())!r}); q = torch.ones(1, 2, 1, 8)"
+    code += "; print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()); import sys; assert 'volta_fa' not in sys.modules"
+    ran = run_python("-c", code)
+    assert ran.stdout.strip() == "16.0", ran.stderr
+
+
+def test_the_library_needs_no_cuda():
+    needed = subprocess.run(["readelf", "-d", volta_fa.library_path()], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"NEEDED.*\[(.*)\]", needed)
+    assert "libtorch_cpu.so" in names
+    assert not [name for name in names if "cuda" in name or "nvrtc" in name or "python" in name], names
+
+
+def test_a_missing_library_says_how_to_build_it(tmp_path):
+    shutil.copytree(REPOSITORY / "python" / "volta_fa", tmp_path / "volta_fa", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
+    assert ran.returncode != 0
+    assert re.search(r"^ImportError: the native library .* has not been built: run `make build`", ran.stderr, re.M)
+
+
+def test_a_damaged_library_is_an_import_error(tmp_path):
+    package = tmp_path / "volta_fa"
+    shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / "libvolta_fa.so").write_bytes(b"not a library")
+    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
+    assert re.search(r"^ImportError: the native library .* does not load into torch", ran.stderr, re.M)
+
+
+def test_another_torch_is_an_import_error(monkeypatch):
+    monkeypatch.setattr(library.torch, "__version__", "2.12.0+cu130")
+    with pytest.raises(ImportError, match=r"needs torch 2\.11\.0, and torch 2\.12\.0\+cu130 is installed: .*pip install torch==2\.11\.0"):
+        library.load()
+
+
+def test_info_is_complete():
+    facts = volta_fa.info()
+    assert facts["versions"]["torch"] == torch.__version__
+    assert Path(facts["library"]).exists()
+    assert len(facts["devices"]) == torch.cuda.device_count()
+    assert sum(family["variants"] for family in facts["families"]) == len(facts["variants"]) > 0
+    for variant in facts["variants"]:
+        assert variant["registers"] > 0 and variant["threads"] > 0 and variant["shared_bytes"] >= 0, variant
+    json.dumps(facts)
+
+
+@pytest.mark.parametrize("capability, family", [((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((9, 0), "b"), ((12, 0), "b")])
+def test_a_device_gets_the_newest_family_it_can_run(capability, family):
+    families = [{"name": "volta", "sm": 70}, {"name": "b", "sm": 75}]
+    assert volta_fa.info.__globals__["_family_of"](families, capability) == family
+
+
+# ---- the command line ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"], ["--version"]])
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(arguments)
+    assert "volta_fa" in capsys.readouterr().out
+
+
+def test_help_lists_every_command_and_example(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    for expected in ("demo", "info", "--json", "--quick", "VOLTA_FA_SIMULATE"):
+        assert expected in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"]])
+def test_misuse_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_info_prints_every_variant_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    for variant in volta_fa.info()["variants"]:
+        assert re.search(rf"^{variant['name']} .* {variant['registers']} ", text, re.M), variant["name"]
+
+
+def test_info_json(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == volta_fa.info()
+
+
+def test_python_m_and_a_reader_that_leaves():
+    ran = subprocess.run(f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python")
+    assert ran.stdout == "{\n" and ran.stderr == ""
+
+
+@pytest.mark.parametrize("command, missing", [("info", "rich"), ("demo", "matplotlib")])
+def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkeypatch):
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[demo]'\n"
+
+
+# ---- what the build needs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found, right", [((3, 9), False), ((3, 10), True), ((3, 13), True), ((3, 14), False)])
+def test_check_python(found, right):
+    problem = check_build_env.check_python(found)
+    assert (problem is None) is right
+    assert right or "needs Python 3.10 to 3.13" in problem
+
+
+def test_check_toolchain(tmp_path):
+    empty = {"PATH": str(tmp_path)}
+    assert "install Rust" in check_build_env.check_cargo(empty["PATH"])
+    assert "install g++" in check_build_env.check_compiler(empty)
+    assert "CXX=clang++" in check_build_env.check_compiler({**empty, "CXX": "clang++ -stdlib=libc++"})
+    for program in ("cargo", "g++"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    assert check_build_env.problems(toolchain_only=True, environ=empty) == []
+
+
+@pytest.mark.parametrize("name, right", [("2.11.0", True), ("2.11.0+cu126", True), ("2.11.1", False), ("2.10.0+cu128", False)])
+def test_check_torch(name, right, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", name)
+    problem = check_build_env.check_torch()
+    assert (problem is None) is right
+    assert right or (name in problem and "pip install torch==2.11.0" in problem)
+
+
+def test_check_torch_that_is_missing_or_broken(monkeypatch):
+    def fails(error):
+        def import_module(name):
+            raise error
+
+        monkeypatch.setattr(check_build_env.importlib, "import_module", import_module)
+        return check_build_env.check_torch()
+
+    assert "torch is not installed" in fails(ModuleNotFoundError("torch"))
+    assert "does not load (libc10.so: gone)" in fails(ImportError("libc10.so: gone\nand much more"))
+
+
+def test_check_nvrtc(tmp_path, monkeypatch):
+    assert "has no lib64/libnvrtc.so.12" in check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(tmp_path)})
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libnvrtc.so.12").touch()
+    assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(tmp_path)}) is None
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    problem = check_build_env.check_nvrtc({})
+    assert "NVRTC 12.9 is not installed" in problem and "pip install nvidia-cuda-nvrtc-cu12==12.9.86" in problem
+    for name in check_build_env._NVRTC_FILES:
+        (tmp_path / "nvidia" / name).mkdir(parents=True)
+    monkeypatch.setattr(check_build_env.importlib.metadata, "version", lambda name: "12.9.86")
+    assert check_build_env.check_nvrtc({}) is None
+    monkeypatch.setattr(check_build_env.importlib.metadata, "version", lambda name: "12.6.77")
+    assert "NVRTC 12.6.77 is installed, volta_fa needs 12.9" in check_build_env.check_nvrtc({})
+
+
+@pytest.fixture
+def no_toolchain(tmp_path):
+    """A PATH with what make and a shell need, and nothing that compiles."""
+    for program in ("sh", "env", "awk", "touch", "cmp", "cp", "mv", "rm", "dirname"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("program", ["setup.py", "tools/check_build_env.py"])
+def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
+    ran = subprocess.run(
+        [sys.executable, program, *(["--version"] if program == "setup.py" else [])],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": no_toolchain},
+    )
+    assert ran.returncode == 1
+    lines = [line for line in ran.stderr.splitlines() if "NVRTC" not in line]
+    assert len(lines) == 2 and all(line.startswith("volta_fa: ") for line in lines), ran.stderr
+    assert "install Rust" in lines[0] and "install g++" in lines[1]
+
+
+# ---- make ------------------------------------------------------------------------------------------------------
+
+
+def make(*arguments, **environ) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")}
+    return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
+
+
+def test_make_help_names_the_commands():
+    assert make("help").stdout == make().stdout
+    for target in ("run", "test", "build", "wheel", "clean"):
+        assert f"make {target} " in make("help").stdout
+
+
+def test_make_without_a_toolchain_stops_before_it_installs(tmp_path, no_toolchain):
+    ran = make("run", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}", PATH=no_toolchain)
+    assert ran.returncode != 0 and not (tmp_path / "venv").exists()
+    assert [line for line in ran.stderr.splitlines() if line.startswith("volta_fa: ")][0].startswith("volta_fa: cargo is not on PATH")
+
+
+def find_python(environment: Path, **environ) -> subprocess.CompletedProcess:
+    return subprocess.run(["/bin/sh", REPOSITORY / "tools/find_python.sh", environment], capture_output=True, text=True, env=environ)
+
+
+def fake_python(folder: Path, name: str, version: str) -> Path:
+    """A command that is a Python of this version, as far as find_python.sh asks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    code = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); sys.executable = '{path}'; exec(sys.argv[1])"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_find_python(tmp_path):
+    path, active, ours = tmp_path / "bin", tmp_path / "active", tmp_path / "ours"
+    assert "no Python 3.10 to 3.13 found" in find_python(ours, PATH=str(path)).stderr
+    fake_python(path, "python3", "3.9")
+    fake_python(path, "python3.11", "3.11")
+    (path / "python3.12").write_text("#!/bin/sh\necho a version manager without this version\nexit 127\n")
+    (path / "python3.12").chmod(0o755)
+    assert find_python(ours, PATH=str(path)).stdout.strip() == str(path / "python3.11")
+    fake_python(active / "bin", "python", "3.13")
+    assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(active / "bin/python")
+    assert find_python(ours, PATH=str(path), CONDA_PREFIX=str(active)).stdout.strip() == str(active / "bin/python")
+    fake_python(ours / "bin", "python", "3.10")
+    assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(ours / "bin/python")
+    assert "is not a Python 3.10 to 3.13" in find_python(ours, PATH=str(path), PYTHON="python3").stderr
+
+
+def test_torch_for_volta_comes_from_the_index_that_has_it():
+    assert bootstrap.torch_arguments([]) == bootstrap.torch_arguments(["9.0"]) == ["torch==2.11.0"]
+    assert bootstrap.torch_arguments(["7.0"]) == ["torch==2.11.0", "--index-url", "https://download.pytorch.org/whl/cu126"]
+    assert bootstrap.torch_arguments(["7.5", "7.0"])[1:] == bootstrap.torch_arguments(["7.0"])[1:]
+
+
+def test_gpu_capabilities(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bootstrap.gpu_capabilities() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 7.0\necho 9.0\n")
+    program.chmod(0o755)
+    assert bootstrap.gpu_capabilities() == ["7.0", "9.0"]
+    program.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert bootstrap.gpu_capabilities() == []
+
+
+def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, capsys):
+    site_packages = tmp_path / "site-packages"
+    site_packages.mkdir()
+    environment = bootstrap.Environment(tmp_path / "venv")
+    monkeypatch.setattr(bootstrap.Environment, "site_packages", lambda self: site_packages)
+    installed = []
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
+    bootstrap.install_torch(environment)
+    assert installed == [] and str(Path(torch.__file__).parent.parent) in next(site_packages.glob("*.pth")).read_text()
+    assert f"using torch {torch.__version__}" in capsys.readouterr().out
+
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: "torch is not installed")
+    monkeypatch.setattr(bootstrap, "gpu_capabilities", lambda: ["7.0"])
+    bootstrap.install_torch(environment)
+    assert installed == [tuple(bootstrap.torch_arguments(["7.0"]))] and not list(site_packages.glob("*.pth"))
+    assert "sm_70" in capsys.readouterr().out
+
+
+def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
+    environment = bootstrap.Environment(tmp_path)
+    calls = []
+
+    def pip_install(self, *arguments):
+        calls.append(arguments)
+        if "--target" in arguments:
+            for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt/host_defines.h"):
+                path = arguments[1] / "nvidia" / name
+                path.parent.mkdir(parents=True)
+                path.touch()
+
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "13.0")
+    bootstrap.install_nvrtc(environment)
+    assert "--target" not in calls.pop() and not (tmp_path / "cuda12").exists()
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: "12.6")
+    for _ in range(2):  # the second time replaces the first
+        bootstrap.install_nvrtc(environment)
+    home = tmp_path / "cuda12"
+    assert check_build_env.check_nvrtc({"VOLTA_FA_CUDA_HOME": str(home)}) is None
+    assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
+
+
+# ---- the wheel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    metadata.version("setuptools") != requirements("build")["setuptools"], reason="not the pinned build environment (`make` has it)"
+)
+def test_the_wheel(tmp_path):
+    """pip builds it without network; it serves any Python; it holds no simulator; it imports and computes."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, REPOSITORY], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"volta_fa-{re.escape(volta_fa.__version__)}-py3-none-linux_\w+\.whl", wheel.name)
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+    installed = site / "volta_fa"
+    assert sorted(path.name for path in installed.rglob("*.so")) == ["libvolta_fa.so"]
+    assert (installed / "libvolta_fa.so").stat().st_size <= 40 * 2**20
+    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
+        path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
+    }
+    code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
+    code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
+    ran = run_python("-c", code, PYTHONPATH=str(site))
+    assert ran.stdout.split() == ["16.0", "False", str(installed / "__init__.py")], ran.stderr
