@@ -123,7 +123,7 @@ class Budget:
     hides below the largest rounding error of the first rows, not below the mean.)
 
     Eager's error may be nearly zero by luck (one key: every probability is exactly 1), so no less is allowed than
-    what a perfect implementation has too: the rounding of its result, half a unit in the last place of the largest
+    what a perfect implementation has too: the rounding of its result, half a unit in the last place of each
     element, and of the sums that lead to it, `sums`.
     """
 
@@ -131,25 +131,27 @@ class Budget:
     eager_rms: float
     factor: float
     largest: float
+    rms: float
     sums: float
     dtype: torch.dtype
 
     @classmethod
     def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float) -> Budget:
-        return cls(max_error(eager, ref), rms_error(eager, ref), factor, _largest(ref), sums, eager.dtype)
+        zero = torch.zeros_like(ref)
+        return cls(
+            max_error(eager, ref), rms_error(eager, ref), factor, _largest(ref), rms_error(ref, zero), sums, eager.dtype
+        )
 
-    @property
-    def _unavoidable(self) -> float:
-        return torch.finfo(self.dtype).eps / 2 * self.largest + self.sums
+    def _unavoidable(self, size: float) -> float:
+        return torch.finfo(self.dtype).eps / 2 * size + self.sums
 
     @property
     def allowed(self) -> float:
-        return max(self.factor * self.eager_error, self._unavoidable)
+        return max(self.factor * self.eager_error, self._unavoidable(self.largest))
 
     @property
     def allowed_rms(self) -> float:
-        # A rounding error is at most half a unit in the last place of its own element, and spread evenly below.
-        return max(self.factor * self.eager_rms, self._unavoidable / math.sqrt(3))
+        return max(self.factor * self.eager_rms, self._unavoidable(self.rms))
 
 
 FORWARD_FACTOR = 2.0

@@ -1,9 +1,9 @@
 #!/bin/sh
-# The benchmarks of docs/performance.md that need a GPU, in one command of at most five minutes:
+# The benchmarks of docs/performance.md that need a GPU, in one command of at most seven minutes:
 #
 #     tools/gpu_session.sh OUT [PYTHON]
 #
-# OUT gets gpu-table.{json,png,md,txt} and gpu-memory.{json,png,md}; `python -m benchmarks.docs OUT` puts them into
+# OUT gets gpu-table.{json,png,md,txt}, gpu-memory.{json,png,md} and gpu-training.{json,png,md}; `python -m benchmarks.docs OUT` puts them into
 # the page. Needs a built library (`make build`), torch, rich and matplotlib; nothing is installed or built here.
 #
 # On a GPU newer than Volta the driver compiles the kernels from PTX at first use (seconds for each) and emulates
@@ -24,5 +24,6 @@ run() {
     timeout "$1" "$python" -m "benchmarks.$2" --device cuda --json "$out/gpu-$2.json" --plot "$out/gpu-$2.png" --markdown "$out/gpu-$2.md" $3
 }
 run 60 memory "--seqlens 512 1024 2048 4096 8192"
+run 120 training ""
 run 240 table "--time-limit 150" >"$out/gpu-table.txt"
 cat "$out/gpu-table.txt"

@@ -17,10 +17,10 @@ use tch::{Device, Kind, Tensor};
 /// products load is used this often. From 128 up, a product of this shape runs at the speed of a large one.
 const CHUNK_ROWS: i64 = 128;
 /// The fewest rows of a chunk, at any length: below, the products degrade to matrix-vector speed.
-const MIN_CHUNK_ROWS: i64 = 16;
+pub const MIN_CHUNK_ROWS: i64 = 16;
 /// Scores of a chunk: 2^20 fp32 scores are 4 MiB, the caches (L2 of the cores together, or a share of
 /// the L3) of the machines that this runs on. Four passes read them back after the product wrote them.
-const CHUNK_SCORES: i64 = 1 << 20;
+pub const CHUNK_SCORES: i64 = 1 << 20;
 
 /// `rows` query positions from `row` on, of `groups` groups from `group` on, against `keys` keys from
 /// `key` on: every key that any of these rows sees.
@@ -28,13 +28,13 @@ const CHUNK_SCORES: i64 = 1 << 20;
 /// A chunk has at most `max(CHUNK_SCORES, seqlen_k * max(MIN_CHUNK_ROWS, heads per group))` scores, so
 /// the buffers that hold them are O(seqlen).
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Chunk {
-    group: i64,
-    groups: i64,
-    row: i64,
-    rows: i64,
-    key: i64,
-    keys: i64,
+pub struct Chunk {
+    pub group: i64,
+    pub groups: i64,
+    pub row: i64,
+    pub rows: i64,
+    pub key: i64,
+    pub keys: i64,
 }
 
 /// The window as offsets from the row index: row `i` sees the keys `i + first ..= i + last`.
@@ -52,7 +52,7 @@ fn heads_per_group(a: &Attention) -> i64 {
 }
 
 /// Cut the problem into chunks. Rows without any key are in none of them.
-fn chunks(a: &Attention) -> Vec<Chunk> {
+pub fn chunks(a: &Attention) -> Vec<Chunk> {
     let groups = a.batch * a.nheads_k;
     let heads = heads_per_group(a).max(1);
     let (first, last) = window_offsets(a);
@@ -298,71 +298,4 @@ pub fn backward(
         from_groups(&dk, a.batch, 1, k.kind())?,
         from_groups(&dv, a.batch, 1, v.kind())?,
     ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::problem::Window;
-
-    fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
-        Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, softmax_scale: 0.125, window }
-    }
-
-    const WINDOWS: [Window; 6] = [
-        Window { left: None, right: None },
-        Window { left: None, right: Some(0) },
-        Window { left: Some(7), right: Some(0) },
-        Window { left: Some(0), right: Some(33) },
-        Window { left: Some(300), right: None },
-        Window { left: Some(i64::MAX), right: Some(i64::MAX) },
-    ];
-
-    /// Every pair of a row and a key that it sees is in exactly one chunk.
-    #[test]
-    fn chunks_cover_the_problem_once() {
-        for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {
-            for (h, hk) in [(1, 1), (6, 2), (300, 1)] {
-                for window in WINDOWS {
-                    let a = problem(sq, sk, h, hk, window);
-                    let chunks = chunks(&a);
-                    for group in 0..a.batch * hk {
-                        for row in 0..sq {
-                            let low = window.left.map_or(0, |w| (row + sk - sq).saturating_sub(w).max(0));
-                            let high = window.right.map_or(sk, |w| (row + sk - sq + 1).saturating_add(w).min(sk));
-                            let mine: Vec<_> = chunks
-                                .iter()
-                                .filter(|c| (c.group..c.group + c.groups).contains(&group) && (c.row..c.row + c.rows).contains(&row))
-                                .collect();
-                            assert!(mine.len() <= 1, "{a:?} row {row}");
-                            if low < high {
-                                assert_eq!(mine.len(), 1, "{a:?} row {row}");
-                                assert!(mine[0].key <= low && high <= mine[0].key + mine[0].keys, "{a:?} row {row}: {mine:?}");
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn chunks_are_linear_in_the_sequence() {
-        for seqlen in [1 << 10, 1 << 14, 1 << 18, 1 << 22] {
-            for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
-                let heads = h / hk;
-                let a = problem(seqlen, seqlen, h, hk, Window { left: None, right: None });
-                let most = chunks(&a).iter().map(|c| c.groups * c.rows * heads * c.keys).max().unwrap();
-                assert!(most <= CHUNK_SCORES.max(seqlen * MIN_CHUNK_ROWS.max(heads)), "{seqlen} {h} {hk}: {most}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_window_reads_only_its_keys() {
-        let a = problem(1 << 16, 1 << 16, 1, 1, Window { left: Some(100), right: Some(0) });
-        for c in chunks(&a) {
-            assert!(c.keys <= 100 + c.rows, "{c:?}");
-        }
-    }
 }

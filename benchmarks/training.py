@@ -1,0 +1,182 @@
+"""Training with volta_fa against PyTorch's own attention: do the loss curves agree?
+
+A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same
+weights and on the same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention, and the latter
+again several times with every output and gradient element moved by one rounding error. The spread of those around
+PyTorch's curve is its run-to-run band. The loss of volta_fa must stay within the band, and its gradients, at the
+first and at the last weights, as close to a float64 model's as PyTorch's are (at most three times as far).
+Exits 1 if one of these fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from volta_fa.demo.data import encode, read_corpus
+from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
+from volta_fa.demo.train import Batches, Run, Settings, make_runs, train
+from volta_fa.errors import CommandError
+
+from . import plots, report
+from .report import Grid, significant
+
+WIDTH = 256  # nheads * headdim
+LAYERS = 4
+#: Perturbed runs that make the band: the largest of their distances from PyTorch's curve.
+PERTURBED = 3
+#: Three runs do not show how far a fourth may stray, and volta_fa's rounding differs in more than one place (P, dS);
+#: a wrong mask or scale is off by orders of magnitude.
+BAND_FACTOR = 2.0
+#: Losses are averaged over this many steps before they are compared: a single batch's loss is noise.
+SMOOTH = 10
+#: The gradient rule of the whole suite.
+GRADIENT_FACTOR = 3.0
+
+
+@dataclass
+class Result:
+    headdim: int
+    settings: dict
+    losses: dict[str, list[float]]
+    distance: float  # of volta_fa's smoothed loss from PyTorch's, at its largest
+    band: float  # the same of the perturbed runs
+    gradients: dict[str, dict[str, float]]  # when -> run -> relative distance from float64
+
+    @property
+    def agrees(self) -> bool:
+        close = all(g["volta_fa"] <= GRADIENT_FACTOR * g["torch"] for g in self.gradients.values())
+        return close and self.distance <= BAND_FACTOR * self.band
+
+
+def smoothed(losses: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(losses).unfold(0, min(SMOOTH, len(losses)), 1).mean(1)
+
+
+def exact_gradients(run: Run, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Gradients of the run's model in float64, with PyTorch's attention by its plain formula."""
+    model = copy.deepcopy(run.model).double()
+    for block in model.blocks:
+        block.attention.attention = torch_attention
+    with sdpa_kernel(SDPBackend.MATH):
+        model(*batch).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def compare_gradients(runs: Sequence[Run], batch: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Relative distance of each run's gradients from float64's, all at the first run's weights."""
+    weights = {k: v.clone() for k, v in runs[0].model.state_dict().items()}
+    exact = exact_gradients(runs[0], batch)
+    own = [{k: v.clone() for k, v in run.model.state_dict().items()} for run in runs]
+    distances = {run.name: ((run.gradients(weights, *batch) - exact).norm() / exact.norm()).item() for run in runs}
+    for run, state in zip(runs, own):
+        run.model.load_state_dict(state)
+    return distances
+
+
+def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, device: torch.device, advance) -> Result:
+    settings = Settings(
+        layers=LAYERS,
+        nheads=max(1, WIDTH // headdim),
+        headdim=headdim,
+        seqlen=options.seqlen,
+        batch=options.batch,
+        steps=options.steps,
+        half=device.type == "cuda",
+    )
+    attentions = {"volta_fa": volta_attention, "torch": torch_attention}
+    attentions |= {f"torch, rounding {i}": RoundedAttention(i) for i in range(1, PERTURBED + 1)}
+    runs = make_runs(settings, device, attentions)
+    batch = [t.to(device) for t in next(Batches(tokens, 1, settings.seqlen, settings.seed + 1))]
+    gradients = {"first weights": compare_gradients(runs[:2], batch)}
+    train(settings, runs, tokens, device, lambda step: advance())
+    gradients["last weights"] = compare_gradients(runs[:2], batch)
+    reference = smoothed(runs[1].losses)
+    distances = [(smoothed(run.losses) - reference).abs().max().item() for run in runs]
+    return Result(headdim, asdict(settings), {r.name: r.losses for r in runs}, distances[0], max(distances[2:]), gradients)
+
+
+def grid(results: Sequence[Result]) -> Grid:
+    table = Grid(
+        f"Loss (mean of {SMOOTH} steps) and gradients",
+        ["headdim", "steps", "final loss, volta_fa", "torch", "largest distance", "torch's band"]
+        + [f"gradient error {when}, {run}" for when in ("first", "last") for run in ("volta_fa", "torch")]
+        + ["agrees"],
+    )
+    for r in results:
+        final = [significant(smoothed(r.losses[name])[-1].item(), 5) for name in ("volta_fa", "torch")]
+        errors = [significant(r.gradients[f"{when} weights"][run]) for when in ("first", "last") for run in ("volta_fa", "torch")]
+        table.rows.append(
+            [str(r.headdim), str(len(r.losses["torch"])), *final, significant(r.distance), significant(r.band), *errors, "yes" if r.agrees else "NO"]
+        )
+    return table
+
+
+def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
+    figure, axes = plots.panels(2, len(results), f"Training, {header['device']}", (5.5 * len(results), 6.5))
+    for column, r in enumerate(results):
+        reference = smoothed(r.losses["torch"])
+        for name, losses in r.losses.items():
+            perturbed = "rounding" in name
+            style = {"color": "#999999", "linewidth": 0.8} if perturbed else {"color": plots.COLOURS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
+            label = "torch with one rounding error added" if perturbed else name
+            axes[0, column].plot(losses, label=label, **style)
+            axes[1, column].plot(smoothed(losses) - reference, label=label, **style)
+        axes[0, column].set(title=f"headdim {r.headdim}, seqlen {r.settings['seqlen']}", ylabel="loss")
+        axes[1, column].set(xlabel="step", ylabel=f"loss minus torch's (mean of {SMOOTH})")
+    plots.shared_legend(figure, axes)
+    plots.save(figure, path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    report.add_output_options(parser)
+    parser.add_argument("--headdims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128")
+    parser.add_argument("--seqlen", type=int, default=2048, metavar="N", help="default: 2048")
+    parser.add_argument("--batch", type=int, default=4, metavar="B", help="default: 4")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu or cuda")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if min(*options.headdims, options.seqlen, options.batch, options.steps) < 1:
+        raise CommandError("--headdims, --seqlen, --batch and --steps are positive numbers")
+    device = report.choose_device(options.device)
+    header = report.facts(
+        "training",
+        arguments,
+        device=report.device_name(device),
+        kernels=report.kernels(device),
+        model=f"{LAYERS} layers, width {WIDTH}, {'fp16 autocast and GradScaler' if device.type == 'cuda' else 'fp32'}",
+        **{"kind of figures": "measured"},
+    )
+    tokens = encode(read_corpus()[0])
+    results = []
+    with report.progress() as bar:
+        task = bar.add_task("training", total=options.steps * len(options.headdims))
+        for headdim in options.headdims:
+            bar.update(task, description=f"headdim {headdim}")
+            results.append(measure(headdim, options, tokens, device, lambda: bar.advance(task)))
+    table = grid(results)
+    report.show(header, [table])
+    if options.json:
+        report.write_json(options.json, {"header": header, "results": [asdict(r) for r in results]})
+    if options.plot:
+        plot(results, header, options.plot)
+    if options.markdown:
+        report.write_markdown(options.markdown, header, [table], options.plot)
+    return 0 if all(r.agrees for r in results) else 1
+
+
+if __name__ == "__main__":
+    report.command(main)

@@ -1,0 +1,65 @@
+//! How the CPU backend cuts a problem: everything once, nothing beyond the window, memory linear in the sequence.
+
+use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
+use volta_fa::problem::{Attention, Window};
+
+fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, softmax_scale: 0.125, window }
+}
+
+const WINDOWS: [Window; 6] = [
+    Window { left: None, right: None },
+    Window { left: None, right: Some(0) },
+    Window { left: Some(7), right: Some(0) },
+    Window { left: Some(0), right: Some(33) },
+    Window { left: Some(300), right: None },
+    Window { left: Some(i64::MAX), right: Some(i64::MAX) },
+];
+
+/// Every pair of a row and a key that it sees is in exactly one chunk.
+#[test]
+fn chunks_cover_the_problem_once() {
+    for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {
+        for (h, hk) in [(1, 1), (6, 2), (300, 1)] {
+            for window in WINDOWS {
+                let a = problem(sq, sk, h, hk, window);
+                let chunks = chunks(&a);
+                for group in 0..a.batch * hk {
+                    for row in 0..sq {
+                        let low = window.left.map_or(0, |w| (row + sk - sq).saturating_sub(w).max(0));
+                        let high = window.right.map_or(sk, |w| (row + sk - sq + 1).saturating_add(w).min(sk));
+                        let mine: Vec<_> = chunks
+                            .iter()
+                            .filter(|c| (c.group..c.group + c.groups).contains(&group) && (c.row..c.row + c.rows).contains(&row))
+                            .collect();
+                        assert!(mine.len() <= 1, "{a:?} row {row}");
+                        if low < high {
+                            assert_eq!(mine.len(), 1, "{a:?} row {row}");
+                            assert!(mine[0].key <= low && high <= mine[0].key + mine[0].keys, "{a:?} row {row}: {mine:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn chunks_are_linear_in_the_sequence() {
+    for seqlen in [1 << 10, 1 << 14, 1 << 18, 1 << 22] {
+        for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
+            let heads = h / hk;
+            let a = problem(seqlen, seqlen, h, hk, Window { left: None, right: None });
+            let most = chunks(&a).iter().map(|c| c.groups * c.rows * heads * c.keys).max().unwrap();
+            assert!(most <= CHUNK_SCORES.max(seqlen * MIN_CHUNK_ROWS.max(heads)), "{seqlen} {h} {hk}: {most}");
+        }
+    }
+}
+
+#[test]
+fn a_window_reads_only_its_keys() {
+    let a = problem(1 << 16, 1 << 16, 1, 1, Window { left: Some(100), right: Some(0) });
+    for c in chunks(&a) {
+        assert!(c.keys <= 100 + c.rows, "{c:?}");
+    }
+}
