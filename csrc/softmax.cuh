@@ -68,6 +68,17 @@ struct SoftmaxRow {
         sum *= factor;
         return factor;
     }
+
+    // Joins the same row over other keys. Returns the factor for what has been accumulated here, and in other_factor
+    // that for what was accumulated there.
+    __device__ __forceinline__ float merge(float other_reference, float other_sum, float& other_factor) {
+        const float joint = fmaxf(reference, other_reference);
+        const float factor = exp2_approx(reference - joint);
+        other_factor = exp2_approx(other_reference - joint);
+        sum = sum * factor + other_sum * other_factor;
+        reference = joint;
+        return factor;
+    }
 };
 
 // Of a finished row, from the sum over all its lanes.

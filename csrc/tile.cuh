@@ -67,6 +67,14 @@ __device__ __forceinline__ int pinned(int x) {
     return x;
 }
 
+// threadIdx.x for a branch that is rarely taken: what is derived from it is computed inside the branch
+// and holds no registers outside.
+__device__ __forceinline__ int thread_index_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // Moves a tile of Rows rows by 8 * Chunks columns along a matrix: global memory to registers with load(),
 // registers to shared memory with store(), by Threads threads of which this is number `thread`.
 //
@@ -136,5 +144,89 @@ struct TileLoader {
 private:
     __device__ __forceinline__ const unsigned short* source(int i, int c) const {
         return next + i * kRowsPerPass * row_stride + c * kThreadsPerRow * kChunk;
+    }
+};
+
+// The chunk at p to r if it is inside the matrix. r is an operand in and out because ptxas keeps the registers
+// of a predicated load live from what they held before.
+__device__ __forceinline__ void load_global_if(bool inside, uint4& r, const unsigned short* p) {
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.s32 inside, %5, 0;\n"
+        "@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+        : "l"(p), "r"(static_cast<int>(inside)));
+}
+
+// The element `rows` rows further. One multiply-add into an aligned pair of registers, where 64-bit strides take
+// additions and moves. Rows 2^32 elements apart are 8 GB apart.
+__device__ __forceinline__ const unsigned short* rows_after(const unsigned short* p, int rows, unsigned row_stride) {
+    asm("mad.wide.u32 %0, %1, %2, %0;" : "+l"(p) : "r"(row_stride), "r"(static_cast<unsigned>(rows * sizeof(*p))));
+    return p;
+}
+
+// The tiles of K or of V, one after the other: what TileLoader does, without branches in the main loop and
+// through registers that the caller holds, so that K and V take turns in them. What is beyond the matrix is
+// not loaded: the registers keep what they held.
+template <int Chunks, int Rows, int Threads>
+struct TileStream {
+    static constexpr int kThreadsPerRow = threads_per_row(Chunks);
+    static constexpr int kRowsPerPass = Threads / kThreadsPerRow;
+    static constexpr int kPasses = Rows / kRowsPerPass;
+    static constexpr int kChunksPerRow = Chunks / kThreadsPerRow;
+    static_assert(kPasses * kRowsPerPass == Rows && kChunksPerRow * kThreadsPerRow == Chunks,
+                  "the tile has to divide evenly among the threads");
+    static_assert(kPasses == 1 || kRowsPerPass % 8 == 0, "the rows of one thread have the same swizzle");
+
+    const unsigned short* next;  // the thread's first chunk of the tile that load() takes next
+    int end;                     // the rows before this one exist, counted from the thread's first
+    int chunks_left;             // of a row, from the thread's first on
+
+    __device__ __forceinline__ static int row_of(int thread) { return thread / kThreadsPerRow; }
+    __device__ __forceinline__ static int chunk_of(int thread) { return thread % kThreadsPerRow; }
+
+    // Rows `first` to `last` - 1 of the matrix whose row 0 is at `base`.
+    __device__ __forceinline__ TileStream(int thread, const unsigned short* base, long long row_stride, int columns,
+                                          int first, int last)
+        : next(base + (first + row_of(thread)) * row_stride + chunk_of(thread) * kChunk), end(last - row_of(thread)),
+          chunks_left(columns / kChunk - chunk_of(thread)) {}
+
+    __device__ __forceinline__ bool has_chunk(int c) const { return c * kThreadsPerRow < chunks_left; }
+    __device__ __forceinline__ bool has_row(int row, int i) const { return row + i * kRowsPerPass < end; }
+
+    // Loads the next tile, whose first row is number `row`.
+    template <int Passes, int ChunksPerRow>
+    __device__ __forceinline__ void load(uint4 (&data)[Passes][ChunksPerRow], unsigned row_stride, int row) {
+#pragma unroll
+        for (int i = 0; i < kPasses; i++) {
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++)
+                load_global_if(has_row(row, i) && has_chunk(c), data[i][c],
+                               rows_after(next, i * kRowsPerPass, row_stride) + c * kThreadsPerRow * kChunk);
+        }
+        next = rows_after(next, Rows, row_stride);
+    }
+
+    // Clears rows beyond the last of the tile that was loaded.
+    template <int Passes, int ChunksPerRow>
+    __device__ __forceinline__ void clear_beyond(uint4 (&data)[Passes][ChunksPerRow], int row) const {
+#pragma unroll
+        for (int i = 0; i < kPasses; i++)
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++)
+                if (!has_row(row, i)) data[i][c] = zero_chunk();
+    }
+
+    // Stores the tile. `address` is where the thread's first chunk goes, `pitch` the bytes between its rows.
+    // With `inside`, chunks beyond the columns keep what shared memory held.
+    template <int Passes, int ChunksPerRow>
+    __device__ __forceinline__ void store(const uint4 (&data)[Passes][ChunksPerRow], unsigned address, int pitch,
+                                          bool inside) const {
+#pragma unroll
+        for (int i = 0; i < kPasses; i++)
+#pragma unroll
+            for (int c = 0; c < kChunksPerRow; c++)
+                if (!inside || has_chunk(c))
+                    store_shared(address + i * kRowsPerPass * pitch + c * kThreadsPerRow * kChunkBytes, data[i][c]);
     }
 };

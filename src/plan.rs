@@ -54,7 +54,8 @@ fn family(d: &DeviceLimits) -> Result<Family> {
     })
 }
 
-/// The cheapest variant that holds the problem: padding is computed on, so the least padded wins.
+/// The cheapest variant that holds the problem: padding is computed on, so the least padded wins. Of several, the
+/// first in the table, which has the larger blocks.
 fn choose(pass: Pass, a: &Attention, d: &DeviceLimits) -> Result<&'static Variant> {
     let holds = |v: &&Variant| v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
     let family = family(d)?;
@@ -71,9 +72,26 @@ fn step(variant: &'static Variant, rows: i64, heads: i64) -> Step {
     Step { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
 }
 
+/// The variant of the same headdims with smaller blocks, where its grid
+/// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
+///   block too many and it takes two, which is what the large block takes for the same rows;
+/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding.
+///
+/// Figures: `docs/forward-kernel.md`.
+fn smaller(large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
+    let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
+    kernels::of(large.family, large.pass).find(|v| {
+        (v.headdim, v.headdim_v) == (large.headdim, large.headdim_v)
+            && v.block_rows < large.block_rows
+            && v.shared_bytes <= d.shared_bytes_per_block
+            && (blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(large))
+    })
+}
+
 /// Plan the forward pass of a non-empty problem.
 pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
-    Ok(step(choose(Pass::Forward, a, d)?, a.seqlen_q, a.nheads))
+    let large = choose(Pass::Forward, a, d)?;
+    Ok(step(smaller(large, a, d).unwrap_or(large), a.seqlen_q, a.nheads))
 }
 
 /// Plan the backward pass of a non-empty problem.

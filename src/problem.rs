@@ -122,6 +122,8 @@ pub const MAX_HEADDIM: i64 = 256;
 const HEADDIM_MULTIPLE: i64 = 8;
 /// Row indices are 32-bit and `seqlen_q + seqlen_k` must not overflow.
 const MAX_SEQLEN: i64 = 1 << 30;
+/// The kernels step from row to row with 32-bit multiples (`TileStream` in csrc/tile.cuh).
+const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Gradient and forward grids have the heads on an axis of at most 65535 blocks.
 const MAX_HEADS: i64 = 65535;
 
@@ -162,6 +164,9 @@ fn check_operand(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     let elements: i64 = d.sizes.iter().product();
     if elements > 0 && d.sizes[3] > 1 && d.strides[3] != 1 {
         return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[3]), "a contiguous last dimension (stride 1)"));
+    }
+    if elements > 0 && backend == Backend::Kernels && d.sizes[1] > 1 && d.strides[1] > MAX_ROW_STRIDE {
+        return Err(Error::value(name, format!("stride {} between rows", d.strides[1]), format!("at most {MAX_ROW_STRIDE} elements")));
     }
     if elements > 0 && backend == Backend::Kernels && d.misalignment != 0 {
         return Err(Error::value(

@@ -53,6 +53,31 @@ fn every_variant_is_chosen_for_some_problem() {
 }
 
 #[test]
+fn small_grids_get_small_blocks() {
+    let blocks = |batch, nheads, seqlen, headdim, sms| {
+        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+        let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
+        (s.variant.block_rows, s.blocks[0])
+    };
+    // 64 blocks of 64 rows, one or two on each of 80 SMs, instead of 32 of 128
+    assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
+    assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
+    // exactly all resident, and one more: headdim 64 has two blocks an SM, 128 one
+    assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
+    assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
+    assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));
+    assert_eq!(blocks(1, 11, 512, 128, 80), (128, 4));
+    // fewer SMs are filled by fewer blocks; the batch counts like heads
+    assert_eq!(blocks(1, 8, 512, 128, 40), (128, 4));
+    assert_eq!(blocks(2, 8, 512, 128, 80), (128, 4));
+    // two large blocks an SM: nothing to gain
+    assert_eq!(blocks(1, 16, 1024, 64, 80), (128, 8));
+    // one block of rows a head: no more small blocks than large ones
+    assert_eq!(blocks(64, 32, 64, 128, 80), (64, 1));
+    assert_eq!(blocks(64, 32, 65, 128, 80), (128, 1));
+}
+
+#[test]
 fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);

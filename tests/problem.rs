@@ -50,6 +50,7 @@ fn wrong_tensors() {
     refused(Value, &["k", "headdim 32", "headdim 64"], |_, k, _, _| *k = tensor([2, 12, 3, 32]));
     refused(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
     refused(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
+    refused(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
     refused(Value, &["k", "2 bytes past", "16-byte aligned"], |_, k, _, _| k.misalignment = 2);
     refused(Value, &["v", "headdim 264", "256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
     refused(Value, &["v", "headdim 12", "multiple of 8"], |_, _, v, _| *v = tensor([2, 12, 3, 12]));

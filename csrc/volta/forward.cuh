@@ -28,6 +28,7 @@ using Scores = Accumulator[RowTiles][KeyTiles];
 __device__ __forceinline__ constexpr int row_slot(int v) { return (v >> 1) & 1; }
 
 struct ForwardLane : Lane {
+    using Lane::Lane;
     // The lane's rows of a 16-row tile of scores are score_row() and score_row() + 4, ...
     __device__ __forceinline__ int score_row() const { return qm + 2 * (t & 1) + 8 * half; }
     // ... its keys score_key() .. score_key() + 3; accumulator element v has key_slot(v) of them.
@@ -49,8 +50,8 @@ struct SoftmaxState {
 
 // Sets the scores of pairs outside the mask to -inf. `row` and `key` are the tile's first.
 template <int RowTiles, int KeyTiles>
-__device__ __forceinline__ void mask_scores(Scores<RowTiles, KeyTiles>& s, const Mask& mask, const ForwardLane& lane, int row,
-                                            int key) {
+__device__ __forceinline__ void mask_scores(Scores<RowTiles, KeyTiles>& s, const Mask& mask, int row, int key) {
+    const ForwardLane lane(thread_index_here() & 31);
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll

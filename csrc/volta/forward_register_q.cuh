@@ -39,32 +39,49 @@ struct ForwardRegisterQ {
 
     // K and V on their way from global memory to the ring.
     struct KeyLoader {
-        using Loader = TileLoader<kChunks, kStep, kThreadsK>;
-        Loader k, v;  // v is not used where half of the threads load K and the others V
+        using Stream = TileStream<kChunks, kStep, kThreadsK>;
+        static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "see above");
+        Stream k, v;  // v is not used where half of the threads load K and the others V
+        unsigned k_stride, v_stride;
         u32 k_store, v_store;
+        uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
 
-        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key, u32 ring)
-            : k(first(p, block, key, loads_v())), v(first(p, block, key, true)),
-              k_store(ring + k.row * kPitch + k.chunk * kChunkBytes + (loads_v() ? kOffsetV : 0)),
-              v_store(ring + v.row * kPitchV + v.chunk * kChunkBytes + kOffsetV) {}
+        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key, int key_end,
+                                             u32 ring)
+            : k(stream(p, block, key, key_end, loads_v())), v(stream(p, block, key, key_end, true)),
+              k_stride(loads_v() ? p.v.row_stride : p.k.row_stride), v_stride(p.v.row_stride) {
+            const int row = Stream::row_of(thread()), chunk = Stream::chunk_of(thread());
+            k_store = ring + row * kPitch + chunk * kChunkBytes + (loads_v() ? kOffsetV : 0);
+            v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;
+        }
 
+        // Which of the chunks this thread takes. Eight threads that store together cover two rows of four chunks:
+        // with the pitch of five chunks rows four apart fall into different bank groups, neighbours do not.
+        __device__ __forceinline__ static int thread() {
+            const int t = threadIdx.x % kThreadsK;
+            return kChunks == 4 ? (t & ~20) | (t & 4) << 2 | (t & 16) >> 2 : t;
+        }
         // Whether this thread's k is a part of V. The vote tells ptxas that a warp is of one mind.
         __device__ __forceinline__ static bool loads_v() {
             return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK);
         }
-        __device__ __forceinline__ static Loader first(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key,
-                                                       bool of_v) {
+        __device__ __forceinline__ static Stream stream(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key,
+                                                        int key_end, bool of_v) {
             const Operand& x = of_v ? p.v : p.k;
-            return Loader(threadIdx.x % kThreadsK, head_base(x, block.batch, block.head_k) + key * x.row_stride,
-                          x.row_stride, of_v ? p.problem.headdim_v : p.problem.headdim);
+            return Stream(thread(), head_base(x, block.batch, block.head_k), x.row_stride,
+                          of_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
         }
-        __device__ __forceinline__ void load(int keys_left) {
-            k.load(keys_left);
-            if (!kSplitLoads) v.load(keys_left);
+        __device__ __forceinline__ void load(int key) {
+            if (kSplitLoads) k.clear_beyond(k_data, key);
+            k.load(k_data, k_stride, key);
+            if (!kSplitLoads) {
+                v.clear_beyond(v_data, key);
+                v.load(v_data, v_stride, key);
+            }
         }
         __device__ __forceinline__ void store(u32 slot) const {
-            k.store(k_store + slot, kPitch);
-            if (!kSplitLoads) v.store(v_store + slot, kPitchV);
+            k.store(k_data, k_store + slot, kPitch, false);
+            if (!kSplitLoads) v.store(v_data, v_store + slot, kPitchV, false);
         }
     };
 
@@ -93,12 +110,14 @@ struct ForwardRegisterQ {
         }
 
         int key = mask.key_first(block.row);
-        const int key_end = mask.key_end(block.row, kBlockRows);
-        KeyLoader loader(p, block, key, ring);
+        const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        KeyLoader loader(p, block, key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
-        const UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
+        UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
+        unmasked.first = pinned(unmasked.first);
+        unmasked.span = pinned(unmasked.span);
         const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
 
         SoftmaxState<kRowTiles> softmax;
@@ -110,10 +129,10 @@ struct ForwardRegisterQ {
 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            loader.load(key_end - key - i * kStep);
+            loader.load(key + i * kStep);
             loader.store(i * kSlotBytes);
         }
-        loader.load(key_end - key - 2 * kStep);
+        loader.load(key + 2 * kStep);
         __syncthreads();
 
         Tile s;
@@ -141,8 +160,8 @@ struct ForwardRegisterQ {
 #pragma unroll 1
         for (; key < key_end; key += kStep) {
             loader.store(slot_after(2));
-            loader.load(key_end - key - 3 * kStep);
-            if (!unmasked.contain(key)) mask_scores<kRowTiles, 1>(s, mask, lane, row, key);
+            loader.load(key + 3 * kStep);
+            if (!unmasked.contain(key)) mask_scores<kRowTiles, 1>(s, mask, row, key);
             if (exceeds) move_references<kRowTiles, 1, kOutputTiles>(s, softmax, o, scale, inverse_scale);
 
             // S of the next step beside the softmax of this one. Even and odd k go to accumulators of

@@ -12,12 +12,19 @@
 
 namespace volta {
 
-// Warps warps own 16 * RowTiles rows each. ChunkUnroll chunks are one iteration of the rolled loop.
-template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int ChunkUnroll>
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Warps warps own 16 * RowTiles rows each.
+//
+// KeyGroups > 1 is for grids that leave SMs idle: the warps of a block share its rows in that many groups, each
+// of which takes its Step keys of a tile of Step * KeyGroups, and the groups' results are merged at the end.
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups>
 struct ForwardSharedQ {
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
-    static constexpr int kBlockRows = Warps * kWarpRows;
+    static constexpr int kGroupWarps = Warps / KeyGroups;
+    static constexpr int kBlockRows = kGroupWarps * kWarpRows;
+    static constexpr int kTileKeys = Step * KeyGroups;
     static constexpr int kChunks = Headdim / kChunk;
     static constexpr int kChunksV = HeaddimV / kChunk;
     static constexpr int kPitch = kChunks * kChunkBytes;
@@ -25,8 +32,9 @@ struct ForwardSharedQ {
     static constexpr int kKeyTiles = Step / 16;
     static constexpr int kOutputTiles = HeaddimV / 16;
     static constexpr int kOffsetK = kBlockRows * kPitch;
-    static constexpr int kOffsetV = kOffsetK + Step * kPitch;
-    static constexpr int kSharedBytes = kOffsetV + Step * kPitchV;
+    static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
+    static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
+    static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -34,6 +42,7 @@ struct ForwardSharedQ {
                                         : kChunks % 8 == 0           ? 8 * kChunkBytes - 1
                                                                      : 4 * kChunkBytes - 1;
     __device__ __forceinline__ static u32 at_chunk(u32 address, int chunk_bytes) {
+        if (kSwizzleMask == kPitch - 1) return address ^ chunk_bytes;
         return (address ^ (chunk_bytes & kSwizzleMask)) + (chunk_bytes & ~kSwizzleMask);
     }
 
@@ -46,10 +55,10 @@ struct ForwardSharedQ {
 #pragma unroll
             for (int nt = 0; nt < kKeyTiles; nt++) clear(s[mt][nt]);
 #pragma unroll 1
-        for (int chunk = 0; chunk < kPitch; chunk += ChunkUnroll * kChunkBytes) {
+        for (int chunk = 0; chunk < kPitch; chunk += kChunkUnroll * kChunkBytes) {
             const u32 q_base = at_chunk(q, chunk), k_base = at_chunk(k, chunk);
 #pragma unroll
-            for (int c = 0; c < ChunkUnroll; c++) {
+            for (int c = 0; c < kChunkUnroll; c++) {
                 uint4 a[RowTiles], b[kKeyTiles];
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) a[mt] = load_shared((q_base ^ (c * kChunkBytes)) + mt * 16 * kPitch);
@@ -74,7 +83,7 @@ struct ForwardSharedQ {
                                                       u32 v_other) {
         constexpr int kGroups = kChunksV / 4;      // of four chunks, one for each (qn, half)
         constexpr int kLoads = 4 * kGroups;        // for (own, other) x u x group
-        constexpr int kAhead = 2;
+        constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (own, u)
         const auto load = [&](int i) {
             const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
             // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.
@@ -83,17 +92,79 @@ struct ForwardSharedQ {
         };
         uint4 v[kLoads];
 #pragma unroll
-        for (int i = 0; i < kAhead; i++) v[i] = load(i);
+        for (int i = 0; i < kAtOnce; i++) v[i] = load(i);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
             const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
-            if (i + kAhead < kLoads) v[i + kAhead] = load(i + kAhead);
+            if (i % kAtOnce == 0) {
+                __syncwarp();
+#pragma unroll
+                for (int n = i + kAtOnce; n < i + 2 * kAtOnce && n < kLoads; n++) v[n] = load(n);
+            }
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) mma_row_row(o[mt][2 * j], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].x, v[i].y);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
                 mma_row_row(o[mt][2 * j + 1], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].z, v[i].w);
         }
+    }
+
+    // Adds the results of all groups to the first one's, through shared memory that nobody reads any more. Returns
+    // whether this warp is of the first group.
+    __device__ __forceinline__ static bool merge(u32 base, int thread, int group, SoftmaxState<RowTiles>& softmax,
+                                                 Accumulators& o) {
+        // Chunk by chunk, those of all threads side by side: no bank conflicts.
+        constexpr int kGroupThreads = 32 * kGroupWarps;
+        constexpr int kRowTileChunks = 1 + 2 * kOutputTiles;  // references and sums; output
+        constexpr int kBetween = kGroupThreads * kChunkBytes;
+        static_assert(KeyGroups == 1 || RowTiles * kRowTileChunks * kBetween <= kSharedBytes, "one group's results at a time");
+        const u32 first = base + thread % kGroupThreads * kChunkBytes;
+#pragma unroll 1
+        for (int from = 1; from < KeyGroups; from++) {
+            if (group == from) {
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) {
+                    const SoftmaxRow* row = softmax.row[mt];
+                    u32 to = first + mt * kRowTileChunks * kBetween;
+                    store_shared(to, chunk_of(row[0].reference, row[0].sum, row[1].reference, row[1].sum));
+#pragma unroll
+                    for (int j = 0; j < kOutputTiles; j++)
+#pragma unroll
+                        for (int v = 0; v < 8; v += 4) {
+                            const float* x = o[mt][j] + v;
+                            store_shared(to += kBetween, chunk_of(x[0], x[1], x[2], x[3]));
+                        }
+                }
+            }
+            __syncthreads();
+            if (group == 0) {
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) {
+                    u32 source = first + mt * kRowTileChunks * kBetween;
+                    const uint4 rows = load_shared(source);
+                    float factor[2], other_factor[2];
+                    factor[0] = softmax.row[mt][0].merge(__uint_as_float(rows.x), __uint_as_float(rows.y), other_factor[0]);
+                    factor[1] = softmax.row[mt][1].merge(__uint_as_float(rows.z), __uint_as_float(rows.w), other_factor[1]);
+#pragma unroll
+                    for (int j = 0; j < kOutputTiles; j++)
+#pragma unroll
+                        for (int v = 0; v < 8; v += 4) {
+                            const uint4 x = load_shared(source += kBetween);
+                            const u32 other[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                            for (int w = 0; w < 4; w++) {
+                                const int r = row_slot(v + w);
+                                o[mt][j][v + w] = o[mt][j][v + w] * factor[r] + __uint_as_float(other[w]) * other_factor[r];
+                            }
+                        }
+                }
+            }
+            __syncthreads();
+        }
+        return group == 0;
+    }
+    __device__ __forceinline__ static uint4 chunk_of(float a, float b, float c, float d) {
+        return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
     }
 
     __device__ __forceinline__ static void run(const FwdParams& p) {
@@ -104,7 +175,8 @@ struct ForwardSharedQ {
         const ForwardBlock<kBlockRows> block(problem);
         const Mask mask(problem);
         const int thread = threadIdx.x;
-        const int warp_row = thread / 32 * kWarpRows;
+        const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
+        const int group = thread / 32 / kGroupWarps, group_key = group * Step;
         const int row = block.row + warp_row;
 
         {
@@ -120,18 +192,24 @@ struct ForwardSharedQ {
         }
 
         int key = mask.key_first(block.row);
-        const int key_end = mask.key_end(block.row, kBlockRows);
-        TileLoader<kChunks, Step, kThreads> k(thread, head_base(p.k, block.batch, block.head_k) + key * p.k.row_stride,
-                                              p.k.row_stride, problem.headdim);
-        TileLoader<kChunksV, Step, kThreads> v(thread, head_base(p.v, block.batch, block.head_k) + key * p.v.row_stride,
-                                               p.v.row_stride, problem.headdim_v);
+        const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
+        using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
+        const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
+        StreamK k(thread, head_base(p.k, block.batch, block.head_k), p.k.row_stride, problem.headdim, key, key_end);
+        StreamV v(thread, head_base(p.v, block.batch, block.head_k), p.v.row_stride, problem.headdim_v, key, key_end);
+        // K and V on their way from global to shared memory.
+        uint4 staging[larger(StreamK::kPasses, StreamV::kPasses)][larger(StreamK::kChunksPerRow, StreamV::kChunksPerRow)] = {};
         const u32 q_lane = pinned(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
-        const u32 k_lane = pinned(base + kOffsetK + swizzled<kChunks>(lane.k_row(), 0));
-        const u32 v_own = pinned(base + kOffsetV + swizzled<kChunksV>(lane.v_row(), lane.v_chunk()));
-        const u32 v_other = pinned(base + kOffsetV + swizzled<kChunksV>(lane.v_row() ^ 8, lane.v_chunk()));
-        const u32 k_store = pinned(base + kOffsetK + swizzled<kChunks>(k.row, k.chunk));
-        const u32 v_store = pinned(base + kOffsetV + swizzled<kChunksV>(v.row, v.chunk));
-        const UnmaskedKeys<Step> unmasked(mask, row, kWarpRows);
+        const u32 k_lane = pinned(base + kOffsetK + swizzled<kChunks>(group_key + lane.k_row(), 0));
+        const u32 v_own = pinned(base + kOffsetV + swizzled<kChunksV>(group_key + lane.v_row(), lane.v_chunk()));
+        const u32 v_other = pinned(base + kOffsetV + swizzled<kChunksV>(group_key + (lane.v_row() ^ 8), lane.v_chunk()));
+        const u32 k_store = pinned(base + kOffsetK + swizzled<kChunks>(StreamK::row_of(thread), StreamK::chunk_of(thread)));
+        const u32 v_store = pinned(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
+        // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
+        UnmaskedKeys<Step> unmasked(mask, min(row, problem.seqlen_q - 1), kWarpRows);
+        unmasked.first = pinned(unmasked.first);
+        unmasked.span = pinned(unmasked.span);
 
         const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
@@ -141,19 +219,23 @@ struct ForwardSharedQ {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
-        k.load(key_end - key);
-        k.store(k_store, kPitch);
-        v.load(key_end - key);
+        k.load(staging, k_stride, key);
+        k.store(staging, k_store, kPitch, false);
+        v.load(staging, v_stride, key);
         __syncthreads();
 #pragma unroll 1
-        for (; key < key_end; key += Step) {
+        for (; key < key_end; key += kTileKeys) {
             Scores<RowTiles, kKeyTiles> s;
             scores(s, q_lane, k_lane);
-            v.store(v_store, kPitchV);
-            k.load(key_end - key - Step);
+            // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
+            if (!unmasked.contain(key + group_key)) {
+                mask_scores<RowTiles, kKeyTiles>(s, mask, row, key + group_key);
+                if (KeyGroups == 1) v.clear_beyond(staging, key);
+            }
+            if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
+            v.store(staging, v_store, kPitchV, false);
+            k.load(staging, k_stride, key + kTileKeys);
             __syncthreads();
-            if (!unmasked.contain(key))
-                mask_scores<RowTiles, kKeyTiles>(s, mask, lane, row, key);
             if (exceeds_limit<RowTiles, kKeyTiles>(s, softmax))
                 move_references<RowTiles, kKeyTiles, kOutputTiles>(s, softmax, o, scale, inverse_scale);
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
@@ -179,10 +261,11 @@ struct ForwardSharedQ {
 #pragma unroll
                         for (int w = 0; w < 8; w++) s[mt][nt - 1][w] = s[mt][nt][w];
             }
-            k.store(k_store, kPitch);
-            v.load(key_end - key - Step);
+            k.store(staging, k_store, kPitch, true);
+            v.load(staging, v_stride, key + kTileKeys);
             __syncthreads();
         }
+        if (KeyGroups > 1 && !merge(base, thread, group, softmax, o)) return;
         write_output<RowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);
     }
 };

@@ -27,15 +27,14 @@ const fn register_q(
     }
 }
 
-/// `forward_shared_q`: 128 rows of Q and one step of 32 keys of K and of V in shared memory.
+/// `forward_shared_q`: a block's rows of Q and one step of K and of V in shared memory.
 const fn shared_q(
     name: &'static str,
-    headdim: u32,
-    headdim_v: u32,
+    (headdim, headdim_v): (u32, u32),
+    (block_rows, step): (u32, u32),
     threads: u32,
     blocks_per_sm: u32,
 ) -> Variant {
-    let (block_rows, step) = (128, 32);
     Variant {
         name,
         family: VOLTA,
@@ -51,19 +50,29 @@ const fn shared_q(
     }
 }
 
+/// 128 rows, for grids that fill the GPU: each tile of K and V in shared memory serves many rows.
+const LARGE: (u32, u32) = (128, 32);
+/// 64 rows by two groups of 4 warps, each of which takes 32 of the 64 keys of a step: four times as many
+/// warps for the same rows, for grids that would leave SMs or their schedulers idle.
+const SMALL: (u32, u32) = (64, 64);
+
 pub const FORWARD: &[Variant] = &[
     // 168 registers: three blocks fit.
     register_q("volta_fwd_32x32", 32, 32, 3),
-    // 64 registers of Q and 64 of output: 250 in all, two blocks.
+    // 64 registers of Q and 64 of output: 245 in all, two blocks.
     register_q("volta_fwd_64x64", 64, 64, 2),
-    // 32 rows a warp: 96 and 128 registers of output, 222 and 255 in all; 36 and 48 KB: two blocks.
-    shared_q("volta_fwd_96x96", 96, 96, 128, 2),
-    shared_q("volta_fwd_128x128", 128, 128, 128, 2),
+    // 120 registers, 24 KB: two blocks.
+    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2),
+    // 32 rows a warp: 96 and 128 registers of output, 212 and 248 in all; 36 and 48 KB: two blocks.
+    shared_q("volta_fwd_96x96", (96, 96), LARGE, 128, 2),
+    shared_q("volta_fwd_128x128", (128, 128), LARGE, 128, 2),
+    // 168 registers, too many for two blocks of 256 threads; 48 KB.
+    shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1),
     // 32 rows of output or of Q would not leave room for two blocks, so 16 rows a warp and 8 warps: the
-    // same two warps a scheduler, in one block that shares each tile of K and V. 175 registers; 68 KB.
-    shared_q("volta_fwd_192x128", 192, 128, 256, 1),
-    // 210 registers, 72 KB.
-    shared_q("volta_fwd_192x192", 192, 192, 256, 1),
-    // 128 registers of output, 232 in all; exactly the 96 KB that a block can have.
-    shared_q("volta_fwd_256x256", 256, 256, 256, 1),
+    // same two warps a scheduler, in one block that shares each tile of K and V. 162 registers; 68 KB.
+    shared_q("volta_fwd_192x128", (192, 128), LARGE, 256, 1),
+    // 184 registers, 72 KB.
+    shared_q("volta_fwd_192x192", (192, 192), LARGE, 256, 1),
+    // 128 registers of output, 220 in all; exactly the 96 KB that a block can have.
+    shared_q("volta_fwd_256x256", (256, 256), LARGE, 256, 1),
 ];

@@ -1,0 +1,235 @@
+// PyTorch's own scaled_dot_product_attention, run by volta_fa where it can.
+//
+// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. Here it gets
+// a kernel for a device, at the two keys where a dispatch of a composite op can end (Autograd and the backend
+// itself), which calls volta_fa::fwd or, where that cannot serve the call, the composite as PyTorch has it. One level
+// above the fused implementations there is no metadata to imitate, grouped heads and any headdim are possible, and
+// torch.compile sees volta_fa::fwd in its graph.
+//
+// A registration stays once it is made: dispatch tables may not change while other threads call the op, so switching
+// on and off is a matter of two atomics.
+
+#include "ops.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Dict.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+
+namespace volta_fa {
+namespace {
+
+// ---- what is switched on ---------------------------------------------------------------------------------------------
+
+constexpr int64_t max_devices = 64;
+std::atomic<bool> cpu_enabled{false};
+std::atomic<uint64_t> cuda_enabled{0};  // a bit for each device
+
+bool enabled_on(const at::Device &device) {
+    if (device.is_cpu()) return cpu_enabled.load(std::memory_order_relaxed);
+    const auto index = device.index();
+    return index >= 0 && index < max_devices && (cuda_enabled.load(std::memory_order_relaxed) >> index & 1);
+}
+
+// ---- counters --------------------------------------------------------------------------------------------------------
+
+enum class Decision : size_t {
+    ran,
+    traced,
+    // the rest are reasons to fall back
+    attn_mask,
+    deterministic,
+    dropout,
+    dtype,
+    forward_mode,
+    functorch,
+    headdim,
+    math_requested,
+    shape,
+    subclass,
+    count
+};
+
+// Names as sdpa_stats() shows them; docs/sdpa.md explains each.
+constexpr std::array<const char *, static_cast<size_t>(Decision::count)> decision_names = {
+    "ran",          "traced",    "attn_mask", "deterministic",  "dropout", "dtype",
+    "forward_mode", "functorch", "headdim",   "math_requested", "shape",   "subclass"};
+
+std::array<std::atomic<int64_t>, decision_names.size()> decisions{};
+
+void count(Decision decision) { decisions[static_cast<size_t>(decision)].fetch_add(1, std::memory_order_relaxed); }
+
+// ---- the decision ----------------------------------------------------------------------------------------------------
+
+struct Call {
+    const Tensor &q, &k, &v;
+    const OptionalTensor &attn_mask;
+    double dropout_p;
+    bool is_causal;
+    std::optional<double> scale;
+    bool enable_gqa;
+
+    template <typename Predicate>
+    bool any(Predicate predicate) const {
+        return predicate(q) || predicate(k) || predicate(v);
+    }
+    bool traced() const {
+        return any([](const Tensor &t) { return t.key_set().has(c10::DispatchKey::Python); });
+    }
+};
+
+constexpr int64_t max_headdim = 256;
+constexpr int64_t headdim_multiple = 8;
+
+bool dtype_supported(const Call &c) {
+    const auto dtype = c.q.scalar_type();
+    if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
+    if (dtype == at::kHalf) return true;
+    return c.q.is_cpu() && (dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble);
+}
+
+// (batch, heads, seqlen, headdim), batches and heads that belong together, no broadcast.
+bool shape_supported(const Call &c) {
+    if (c.any([](const Tensor &t) { return t.dim() != 4; })) return false;
+    const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
+    if (q[0] != k[0] || k[0] != v[0] || k[1] != v[1] || k[2] != v[2] || q[3] != k[3]) return false;
+    return c.enable_gqa ? k[1] > 0 && q[1] % k[1] == 0 : q[1] == k[1];
+}
+
+bool headdim_supported(const Tensor &t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
+
+// Why PyTorch's implementation must run; nothing if ours can. Wrong arguments (a mask of another dtype, tensors of
+// several devices) count as a reason too: PyTorch then raises the error its users know.
+std::optional<Decision> reason_to_fall_back(const Call &c) {
+    const auto &context = at::globalContext();
+    if (!context.userEnabledFlashSDP() && !context.userEnabledMemEfficientSDP()) return Decision::math_requested;
+    if (c.attn_mask && c.attn_mask->defined()) return Decision::attn_mask;
+    if (c.dropout_p != 0.0) return Decision::dropout;
+    if (!dtype_supported(c)) return Decision::dtype;
+    constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
+    if (c.any([&](const Tensor &t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
+    // A subclass such as DTensor has rules for PyTorch's ops and none for ours; while torch.compile or a fake tensor
+    // mode traces, a mode is active.
+    if (c.traced() && !c10::impl::TorchDispatchModeTLS::any_modes_set()) return Decision::subclass;
+    if (!shape_supported(c) || c.k.device() != c.q.device() || c.v.device() != c.q.device()) return Decision::shape;
+    if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;
+    if (c.any([](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); })) return Decision::forward_mode;
+    const bool needs_gradient = at::GradMode::is_enabled() && c.any([](const Tensor &t) { return t.requires_grad(); });
+    if (needs_gradient && context.deterministicAlgorithms() && c.q.is_cuda()) return Decision::deterministic;
+    return std::nullopt;
+}
+
+// ---- the call --------------------------------------------------------------------------------------------------------
+
+// The headdim padded with zeros to what the kernels take: zeros add nothing to a dot product.
+Tensor padded(const Tensor &t) {
+    const auto excess = t.sym_size(3) % headdim_multiple;
+    return excess == 0 ? t : at::constant_pad_nd_symint(t, {c10::SymInt(0), headdim_multiple - excess});
+}
+
+// volta_fa::fwd wants a contiguous last dimension on 16-byte boundaries. Fake tensors have no pointer: what is known of
+// one's offset decides.
+Tensor readable(const Tensor &t) {
+    constexpr int64_t alignment = 16;
+    if (t.sym_stride(3) != 1) return t.contiguous();
+    const bool fake = !t.has_storage() || t.key_set().has(c10::DispatchKey::Python);
+    const int64_t start = fake ? t.sym_storage_offset().maybe_as_int().value_or(0) * t.element_size()
+                               : static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % alignment);
+    return start % alignment == 0 ? t : t.clone(at::MemoryFormat::Contiguous);
+}
+
+Tensor run(const Call &c) {
+    const auto seqlen_q = c.q.sym_size(2);
+    Tensor k = c.k, v = c.v;
+    // is_causal is aligned top-left here, query i sees the keys j <= i, and bottom-right in volta_fa:
+    // j <= i + seqlen_k - seqlen_q + window_right.
+    bool is_causal = c.is_causal;
+    c10::SymInt window_right = -1;
+    if (is_causal && k.sym_size(2) > seqlen_q) {
+        // no query sees these keys; without them the two alignments are one
+        k = k.narrow_symint(2, 0, seqlen_q);
+        v = v.narrow_symint(2, 0, seqlen_q);
+    } else if (is_causal && k.sym_size(2) < seqlen_q) {
+        is_causal = false;
+        window_right = seqlen_q - k.sym_size(2);
+    }
+    const double scale = c.scale ? *c.scale : std::pow(c.q.sym_size(3).guard_int(__FILE__, __LINE__), -0.5);
+    const auto operand = [](const Tensor &t) { return readable(padded(t)).transpose(1, 2); };
+    const OptionalTensor none;
+    const std::optional<c10::SymInt> no_length;
+    Tensor out = std::get<0>(fwd_op().call(operand(c.q), operand(k), operand(v), /*cu_seqlens=*/none, none, no_length,
+                                           no_length, /*seqused_k=*/none, /*attn_bias=*/none, /*alibi_slopes=*/none,
+                                           /*sinks=*/none, /*dropout_p=*/0.0, scale, is_causal, /*window_left=*/-1,
+                                           window_right, /*softcap=*/0.0, /*deterministic=*/false, /*generator=*/{}));
+    const auto headdim_v = c.v.sym_size(3);
+    if (headdim_v % headdim_multiple != 0) out = out.narrow_symint(3, 0, headdim_v);
+    return out.transpose(1, 2);
+}
+
+Tensor scaled_dot_product_attention(const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &attn_mask,
+                                    double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+    if (enabled_on(q.device())) {
+        const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
+        const auto reason = reason_to_fall_back(call);
+        count(reason ? *reason : call.traced() ? Decision::traced : Decision::ran);
+        if (!reason) return run(call);
+    }
+    return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+void register_at(c10::DispatchKey key) {
+    // leaked: see the top of this file
+    auto *library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    library->impl("scaled_dot_product_attention", scaled_dot_product_attention);
+}
+
+void configure(bool cpu, at::IntArrayRef cuda_devices) {
+    uint64_t cuda = 0;
+    for (const auto device : cuda_devices) {
+        TORCH_CHECK_VALUE(device >= 0 && device < max_devices, "volta_fa: sdpa: got CUDA device ", device,
+                          ", expected one from 0 to ", max_devices - 1);
+        cuda |= uint64_t{1} << device;
+    }
+    static std::once_flag cpu_registered, cuda_registered;
+    if (cpu) {
+        std::call_once(cpu_registered, [] {
+            register_at(c10::DispatchKey::AutogradCPU);
+            register_at(c10::DispatchKey::CPU);
+        });
+    }
+    if (cuda != 0) {
+        std::call_once(cuda_registered, [] {
+            register_at(c10::DispatchKey::AutogradCUDA);
+            register_at(c10::DispatchKey::CUDA);
+        });
+    }
+    cpu_enabled = cpu;
+    cuda_enabled = cuda;
+}
+
+c10::Dict<std::string, int64_t> stats() {
+    c10::Dict<std::string, int64_t> result;
+    for (size_t i = 0; i < decisions.size(); ++i) result.insert(decision_names[i], decisions[i].load());
+    return result;
+}
+
+void reset_stats() {
+    for (auto &n : decisions) n = 0;
+}
+
+}  // namespace
+}  // namespace volta_fa
+
+TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+    m.def("_sdpa_configure(bool cpu, int[] cuda_devices) -> ()", volta_fa::configure);
+    m.def("_sdpa_stats() -> Dict(str, int)", volta_fa::stats);
+    m.def("_sdpa_reset_stats() -> ()", volta_fa::reset_stats);
+}
