@@ -1,10 +1,11 @@
 """Training with volta_fa against PyTorch's own attention: do the loss curves agree?
 
 A 4-layer character GPT (the demo's) on the source of Python's standard library, once for each headdim, from the same
-weights and on the same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention, and the latter
-again several times with every output and gradient element moved by one rounding error. The spread of those around
-PyTorch's curve is its run-to-run band. The loss of volta_fa must stay within the band, and its gradients, at the
-first and at the last weights, as close to a float64 model's as PyTorch's are (at most three times as far).
+weights and on the same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its
+kernel, each of PyTorch's kernels by name, and its choice with every output and gradient element moved by one rounding
+error. Those are all correct, so their distances from PyTorch's own choice are its run-to-run band: training amplifies
+any rounding difference. The loss of volta_fa must stay within the band, and its gradients, at the first and at the
+last weights, be as close to a float64 model's as PyTorch's are (at most three times as far).
 Exits 1 if one of these fails.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from volta_fa.demo.data import encode, read_corpus
-from volta_fa.demo.model import RoundedAttention, torch_attention, volta_attention
+from volta_fa.demo.model import Attention, RoundedAttention, torch_attention, volta_attention
 from volta_fa.demo.train import Batches, Run, Settings, make_runs, train
 from volta_fa.errors import CommandError
 
@@ -29,11 +30,13 @@ from .report import Grid, significant
 
 WIDTH = 256  # nheads * headdim
 LAYERS = 4
-#: Perturbed runs that make the band: the largest of their distances from PyTorch's curve.
-PERTURBED = 3
-#: Three runs do not show how far a fourth may stray, and volta_fa's rounding differs in more than one place (P, dS);
-#: a wrong mask or scale is off by orders of magnitude.
+#: PyTorch's kernels, where this device has them.
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+#: The few runs of the band do not show how far another may stray; a wrong mask or scale is off by orders of magnitude.
 BAND_FACTOR = 2.0
+#: GradScaler's default. A loss averaged over thousands of tokens leaves gradients of scores that fp16 would flush
+#: to zero with a scale much smaller, each kernel in its own places.
+LOSS_SCALE = 2.0**16
 #: Losses are averaged over this many steps before they are compared: a single batch's loss is noise.
 SMOOTH = 10
 #: The gradient rule of the whole suite.
@@ -46,13 +49,35 @@ class Result:
     settings: dict
     losses: dict[str, list[float]]
     distance: float  # of volta_fa's smoothed loss from PyTorch's, at its largest
-    band: float  # the same of the perturbed runs
+    band: float  # the same of PyTorch's other runs
     gradients: dict[str, dict[str, float]]  # when -> run -> relative distance from float64
 
     @property
     def agrees(self) -> bool:
         close = all(g["volta_fa"] <= GRADIENT_FACTOR * g["torch"] for g in self.gradients.values())
         return close and self.distance <= BAND_FACTOR * self.band
+
+
+def with_kernel(backend: SDPBackend) -> Attention:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch_attention(q, k, v)
+
+    return attention
+
+
+def band_attentions(device: torch.device, settings: Settings) -> dict[str, Attention]:
+    """Correct attentions that round differently."""
+    found: dict[str, Attention] = {"torch, one rounding error": RoundedAttention(1)}
+    probe = torch.zeros(1, 8, settings.nheads, settings.headdim, device=device, dtype=torch.float16 if settings.half else torch.float32)
+    for name, backend in KERNELS.items():
+        attention = with_kernel(backend)
+        try:
+            attention(probe, probe, probe)
+        except RuntimeError:  # not on this device
+            continue
+        found[f"torch, {name}"] = attention
+    return found
 
 
 def smoothed(losses: Sequence[float]) -> torch.Tensor:
@@ -91,8 +116,10 @@ def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, dev
         half=device.type == "cuda",
     )
     attentions = {"volta_fa": volta_attention, "torch": torch_attention}
-    attentions |= {f"torch, rounding {i}": RoundedAttention(i) for i in range(1, PERTURBED + 1)}
+    attentions |= band_attentions(device, settings)
     runs = make_runs(settings, device, attentions)
+    for run in runs:
+        run.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
     batch = [t.to(device) for t in next(Batches(tokens, 1, settings.seqlen, settings.seed + 1))]
     gradients = {"first weights": compare_gradients(runs[:2], batch)}
     train(settings, runs, tokens, device, lambda step: advance())
@@ -123,9 +150,9 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
     for column, r in enumerate(results):
         reference = smoothed(r.losses["torch"])
         for name, losses in r.losses.items():
-            perturbed = "rounding" in name
+            perturbed = name.startswith("torch,")
             style = {"color": "#999999", "linewidth": 0.8} if perturbed else {"color": plots.COLOURS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
-            label = "torch with one rounding error added" if perturbed else name
+            label = "torch: its other kernels, one rounding error" if perturbed else name
             axes[0, column].plot(losses, label=label, **style)
             axes[1, column].plot(smoothed(losses) - reference, label=label, **style)
         axes[0, column].set(title=f"headdim {r.headdim}, seqlen {r.settings['seqlen']}", ylabel="loss")

@@ -77,7 +77,7 @@ pub fn plan(args: &PlanArgs) -> Result<Value> {
         value["grid"] = json!([s.blocks[0], s.blocks[1], a.batch]);
         value
     };
-    let backward = plan::backward(&a, &limits)?;
+    let backward = plan::backward(&a, false, &limits)?;
     Ok(json!({
         "forward": step(plan::forward(&a, &limits)?),
         "backward": {

@@ -68,7 +68,7 @@ pub struct FwdParams {
     pub problem: Problem,
 }
 
-/// Parameter block of the three backward kernels (prepare, main, finish).
+/// Parameter block of all backward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdParams {
@@ -85,11 +85,12 @@ pub struct BwdParams {
     /// scratch: (batch, nheads, seqlen_q_rounded / 4, 2, 8) fp32: for every four rows -lse/scale, then
     /// -delta, in the order that the main kernel loads (`csrc/volta/row_stats.cuh`)
     pub row_stats: *mut f32,
-    /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare
+    /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare; not there in the
+    /// deterministic mode
     pub dq_accum: *mut f32,
     /// seqlen_q rounded up to the query tile
     pub seqlen_q_rounded: i32,
-    /// headdim rounded up to the variant's
+    /// headdim rounded up to the variant's; 0 without an accumulator
     pub headdim_rounded: i32,
     pub problem: Problem,
     /// `softmax_scale` with its sign: the factor of dk (dq comes from sign-flipped keys and takes `problem.scale`)

@@ -33,11 +33,13 @@ pub struct Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
     pub prepare: Step,
+    /// dk and dv, and dq into its accumulator
     pub main: Step,
+    /// dq from its accumulator, or, deterministic, computed without one
     pub finish: Step,
     /// rows of dq's accumulator and of the row statistics
     pub seqlen_q_rounded: i64,
-    /// columns of dq's accumulator
+    /// columns of dq's accumulator; 0: there is none
     pub headdim_rounded: i64,
 }
 
@@ -94,16 +96,21 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
     Ok(step(smaller(large, a, d).unwrap_or(large), a.seqlen_q, a.nheads))
 }
 
-/// Plan the backward pass of a non-empty problem.
-pub fn backward(a: &Attention, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let main = choose(Pass::Backward, a, d)?;
+/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
+/// that has to be deterministic, a kernel of its own computes S and dP again for dq.
+pub fn backward(a: &Attention, deterministic: bool, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let (main, finish) = match deterministic {
+        false => (Pass::Backward, Pass::BackwardFinish),
+        true => (Pass::BackwardKeys, Pass::BackwardQueries),
+    };
+    let (main, finish) = (choose(main, a, d)?, choose(finish, a, d)?);
     let seqlen_q_rounded = (a.seqlen_q + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
     Ok(BackwardPlan {
         prepare: step(choose(Pass::BackwardPrepare, a, d)?, seqlen_q_rounded, a.nheads),
         main: step(main, a.seqlen_k, a.nheads_k),
-        finish: step(choose(Pass::BackwardFinish, a, d)?, a.seqlen_q, a.nheads),
+        finish: step(finish, a.seqlen_q, a.nheads),
         seqlen_q_rounded,
-        headdim_rounded: main.headdim as i64,
+        headdim_rounded: if deterministic { 0 } else { main.headdim as i64 },
     })
 }
 

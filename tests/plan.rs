@@ -24,8 +24,8 @@ fn every_headdim_has_kernels_and_padding_is_least() {
         for headdim_v in (8..=256).step_by(8) {
             let a = attention(100, 100, headdim, headdim_v);
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
-            let backward = plan::backward(&a, &DeviceLimits::V100).unwrap();
-            for v in [forward, backward.main.variant] {
+            let [backward, deterministic] = [false, true].map(|d| plan::backward(&a, d, &DeviceLimits::V100).unwrap());
+            for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
                 assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
                 let less_padded = kernels::of(v.family, v.pass).any(|o| {
                     o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && o.headdim + o.headdim_v < v.headdim + v.headdim_v
@@ -43,9 +43,13 @@ fn every_variant_is_chosen_for_some_problem() {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
                 let a = Attention { nheads, nheads_k: nheads, batch: 1, ..attention(seqlen, seqlen, headdim, headdim_v) };
-                let b = plan::backward(&a, &DeviceLimits::V100).unwrap();
-                let used = [plan::forward(&a, &DeviceLimits::V100).unwrap(), b.prepare, b.main, b.finish].map(|s| s.variant.name);
-                unused.retain(|name| !used.contains(name));
+                let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+                unused.retain(|&name| name != forward.variant.name);
+                for deterministic in [false, true] {
+                    let b = plan::backward(&a, deterministic, &DeviceLimits::V100).unwrap();
+                    let used = [b.prepare, b.main, b.finish].map(|s| s.variant.name);
+                    unused.retain(|name| !used.contains(name));
+                }
             }
         }
     }
@@ -85,11 +89,27 @@ fn grids_cover_every_row() {
         assert_eq!(f.blocks[1], 8);
         assert!((f.blocks[0] * f.variant.block_rows) as i64 >= seqlen);
         assert!(((f.blocks[0] - 1) * f.variant.block_rows) as i64 <= seqlen - 1);
-        let b = plan::backward(&a, &DeviceLimits::V100).unwrap();
+        let b = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.seqlen_q_rounded >= seqlen && b.seqlen_q_rounded % b.main.variant.step as i64 == 0);
         assert!((b.prepare.blocks[0] * b.prepare.variant.block_rows) as i64 >= b.seqlen_q_rounded);
+    }
+}
+
+#[test]
+fn the_deterministic_backward_has_no_accumulator() {
+    for headdim in [32, 64, 96, 128, 192, 256] {
+        let a = attention(1000, 700, headdim, headdim);
+        let p = plan::backward(&a, true, &DeviceLimits::V100).unwrap();
+        assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
+        assert_eq!(p.headdim_rounded, 0);
+        assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (2, 8), "heads of keys, heads of queries");
+        assert!((p.finish.blocks[0] * p.finish.variant.block_rows) as i64 >= 1000);
+        // the same tiles of dk and dv
+        let default = plan::backward(&a, false, &DeviceLimits::V100).unwrap().main;
+        assert_eq!(p.main.blocks, default.blocks);
+        assert_eq!(p.main.variant.shared_bytes, default.variant.shared_bytes);
     }
 }
 
@@ -102,7 +122,7 @@ fn devices_that_cannot_run_the_kernels_are_refused() {
     let turing = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024 };
     for headdim in [64, 128, 256] {
         // on a device with less shared memory, a plan fits or is refused, with the reason
-        match plan::backward(&attention(10, 10, headdim, headdim), &turing) {
+        match plan::backward(&attention(10, 10, headdim, headdim), false, &turing) {
             Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
             Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
         }

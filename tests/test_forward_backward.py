@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, CPU, KERNELS, Backend, Case, check, need, on, on_cases, seed_of, within
+from conftest import ALL, CPU, KERNELS, Backend, Case, assert_same_bits, check, need, on, on_cases, seed_of, within
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
@@ -367,6 +367,43 @@ def test_more_than_2_31_elements(backend):
     for name, found, ref in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), refs):
         # the first rows of the cut miss the keys before it
         torch.testing.assert_close(found[:, rows, -1:][:, 20:].double(), ref[:, 20:], rtol=1e-2, atol=1e-2, msg=lambda m: f"{name}: {m}")
+
+
+# ---- deterministic ------------------------------------------------------------------------------------------------
+
+DETERMINISTIC = [
+    Case(113, 155, d, headdim_v=dv, batch=1, nheads=4, nheads_k=2, is_causal=is_causal)
+    for d, dv in [(32, None), (40, None), (64, None), (96, 64), (128, None), (192, 128), (256, None)]
+    for is_causal in (False, True)
+] + [Case(141, 70, 64, batch=1, window_left=30, window_right=5), Case(1, 300, 128), Case(300, 1, 64)]
+
+
+@on_cases((KERNELS, DETERMINISTIC))
+def test_deterministic(backend, case):
+    """dq too agrees to the bit, run to run and in both warp orders; dk and dv are those of the default mode."""
+    q, k, v, dout = case.inputs(backend)
+    out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
+    default = backend.backward(dout, q, k, v, out, lse, **case.options)[0]
+    assert_same_bits("dk", dk, default[1])
+    assert_same_bits("dv", dv, default[2])
+
+
+@on("sim", "cuda")
+def test_torchs_deterministic_switch(backend):
+    """torch.use_deterministic_algorithms reaches the backward pass through autograd."""
+    case = Case(150, 170, 64, is_causal=True)
+    q, k, v, dout = case.inputs(backend)
+    gradients = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in backend._runs(q, k, v):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+            torch.ops.volta_fa.fwd(*leaves, **case.options)[0].backward(dout)
+            gradients.append([t.grad for t in leaves])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(*gradients):
+        assert_same_bits("gradient", a, b)
 
 
 # ---- streams ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_parameters_fit_the_constant_bank(variant):
     assert 0 < variant["params_bytes"] <= 4096
 
 
-@pytest.mark.parametrize("pass_", ["Forward", "Backward", "BackwardPrepare", "BackwardFinish"])
+@pytest.mark.parametrize("pass_", ["Forward", "Backward", "BackwardKeys", "BackwardQueries", "BackwardPrepare", "BackwardFinish"])
 def test_every_headdim_is_covered(pass_):
     mine = [v for v in INFO["variants"] if v["pass"] == pass_]
     assert max(v["headdim"] for v in mine) >= 256 and max(v["headdim_v"] for v in mine) >= 256

@@ -173,19 +173,6 @@ def test_cu_seqlens_type(backend, good):
         refused(call({**good, name: ints[None]}), ValueError, f"{name}: got", "(batch + 1,)")
 
 
-@on("sim", "cuda")
-def test_deterministic_kernels_to_come(backend, good):
-    q, k, v = good.values()
-    dout = backend.randn(2, 10, 6, 32)
-    lse = torch.zeros(2, 6, 10, device=backend.device)
-    refused(
-        lambda: torch.ops.volta_fa.bwd(dout, q, k, v, dout, lse, deterministic=True),
-        NotImplementedError,
-        "volta_fa::bwd",
-        "deterministic",
-    )
-
-
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 SAVED = {

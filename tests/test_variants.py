@@ -22,13 +22,18 @@ def candidates(variant):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 
 
-def launched(backend, case) -> list[str]:
+def is_deterministic(variant) -> bool:
+    """Whether only the deterministic backward pass runs this kernel."""
+    return variant["pass"] in ("BackwardKeys", "BackwardQueries")
+
+
+def launched(backend, case, deterministic=False) -> list[str]:
     """Names of the kernels that the ops launch for this problem: a timed simulation tells, and is quick."""
     q, k, v, dout = case.inputs(backend)
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
     torch.ops.volta_fa._sim_report()
     out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **case.options)
-    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **case.options)
+    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **case.options, deterministic=deterministic)
     backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
     return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
 
@@ -38,12 +43,13 @@ def launched(backend, case) -> list[str]:
 @on("sim")
 def test_variant_runs(backend, variant, is_causal):
     cases = (dataclasses.replace(c, is_causal=is_causal) for c in candidates(variant))
-    reached = next((c for c in cases if variant["name"] in launched(backend, c)), None)
+    deterministic = is_deterministic(variant)
+    reached = next((c for c in cases if variant["name"] in launched(backend, c, deterministic)), None)
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
-    check(backend, *reached.inputs(backend), **reached.options)
+    check(backend, *reached.inputs(backend), **reached.options, deterministic=deterministic)
     # a headdim that the kernel pads, and lengths that are one more than its tiles'
     padded = dataclasses.replace(reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=65)
-    check(backend, *padded.inputs(backend), **padded.options)
+    check(backend, *padded.inputs(backend), **padded.options, deterministic=deterministic)
 
 
 @on("sim")

@@ -19,6 +19,9 @@ TORCH_VERSION = "2.11.0"
 #: The last CUDA release whose compiler knows sm_70.
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
+BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0")
+#: The first that reads pyproject.toml's licence expression.
+SETUPTOOLS_OLDEST = 77
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
 _NVRTC_REMEDY = f"run `pip install {' '.join(NVRTC_WHEELS)}`, or point VOLTA_FA_CUDA_HOME at a CUDA 12 toolkit"
 
@@ -59,6 +62,19 @@ def check_torch() -> str | None:
     return None
 
 
+def check_build_packages() -> str | None:
+    try:
+        importlib.metadata.version("setuptools-rust")
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError as error:
+        found = f"{error.name} is not installed for {sys.executable}"
+    else:
+        if int(version.split(".")[0]) >= SETUPTOOLS_OLDEST:
+            return None
+        found = f"setuptools {version} is installed for {sys.executable}, volta_fa needs {SETUPTOOLS_OLDEST} or newer"
+    return f"{found}: run `{sys.executable} -m pip install {' '.join(BUILD_PACKAGES)}`"
+
+
 def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
     home = environ.get("VOLTA_FA_CUDA_HOME")
     if home:
@@ -82,7 +98,7 @@ def problems(*, toolchain_only: bool = False, environ: Mapping[str, str] = os.en
     """What is missing, one line each; empty if the build can start."""
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
-        checks += [check_torch(), check_nvrtc(environ)]
+        checks += [check_torch(), check_build_packages(), check_nvrtc(environ)]
     return [problem for problem in checks if problem]
 
 

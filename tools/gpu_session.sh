@@ -24,6 +24,6 @@ run() {
     timeout "$1" "$python" -m "benchmarks.$2" --device cuda --json "$out/gpu-$2.json" --plot "$out/gpu-$2.png" --markdown "$out/gpu-$2.md" $3
 }
 run 60 memory "--seqlens 512 1024 2048 4096 8192"
-run 120 training ""
 run 240 table "--time-limit 150" >"$out/gpu-table.txt"
 cat "$out/gpu-table.txt"
+run 120 training ""

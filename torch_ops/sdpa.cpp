@@ -46,7 +46,6 @@ enum class Decision : size_t {
     traced,
     // the rest are reasons to fall back
     attn_mask,
-    deterministic,
     dropout,
     dtype,
     forward_mode,
@@ -60,8 +59,8 @@ enum class Decision : size_t {
 
 // Names as sdpa_stats() shows them; docs/sdpa.md explains each.
 constexpr std::array<const char *, static_cast<size_t>(Decision::count)> decision_names = {
-    "ran",          "traced",    "attn_mask", "deterministic",  "dropout", "dtype",
-    "forward_mode", "functorch", "headdim",   "math_requested", "shape",   "subclass"};
+    "ran",     "traced",       "attn_mask", "dropout",        "dtype", "forward_mode",
+    "functorch", "headdim", "math_requested", "shape", "subclass"};
 
 std::array<std::atomic<int64_t>, decision_names.size()> decisions{};
 
@@ -122,8 +121,6 @@ std::optional<Decision> reason_to_fall_back(const Call &c) {
     if (!shape_supported(c) || c.k.device() != c.q.device() || c.v.device() != c.q.device()) return Decision::shape;
     if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;
     if (c.any([](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); })) return Decision::forward_mode;
-    const bool needs_gradient = at::GradMode::is_enabled() && c.any([](const Tensor &t) { return t.requires_grad(); });
-    if (needs_gradient && context.deterministicAlgorithms() && c.q.is_cuda()) return Decision::deterministic;
     return std::nullopt;
 }
 

@@ -1,6 +1,7 @@
 // The parts of the backward pass, and where everything lies. docs/backward-kernel.md tells the design.
 //
-// A block owns KEYS keys and walks over the queries that see them, STEP at a time:
+// A block of the main kernels (backward_small.cuh, backward_split.cuh) owns some keys and walks over the queries
+// that see them, a step at a time:
 //
 //   S^T  = K Q^T - lse/scale     P = exp(scale * S)      dV += P^T dO
 //   dP^T = V dO^T - delta        dS = P * dP             dK += dS^T Q        dQ += dS K  (atomically)
@@ -8,6 +9,9 @@
 // K and V stay in shared memory, dK and dV in registers. The transposed scores come out of the first
 // two products in the accumulator layout, go to shared memory as fp16, and are read back as the row-major
 // A operand of dV and dK and as the column-major A operand of dQ.
+//
+// Without atomics, dQ is left to backward_queries.cu, whose blocks own queries and walk over keys. It is made of
+// the same parts: what is said here of keys is there true of queries, and the other way round.
 //
 // Lanes: every product is made of 16x16 tiles, quad-pairs 2x2 (Lane::qm, Lane::qn). Row t of the A
 // operand of quad-pair qm is key  key_of(t, qm) = t%4 + 4*qm + 8*(t/4)  of 16: eight consecutive lanes,
@@ -55,18 +59,23 @@ struct Rows {
 // A tile of P^T or dS^T: rows are keys, of four chunks of eight queries (steps of 16 queries use two of them).
 using ScoreRows = Rows<4>;
 
-template <int HEADDIM_, int KEYS_, int STEP_, int THREADS_, int SCORE_TILES_>
+// A block owns kRows rows, keys in the main kernels and queries in backward_queries.cu, and walks over the rows of
+// the other kind in steps of kStep.
+template <int HEADDIM_, int ROWS_, int STEP_, int THREADS_, int SCORE_TILES_>
 struct Shape {
-    static constexpr int kHeaddim = HEADDIM_, kKeys = KEYS_, kStep = STEP_, kThreads = THREADS_;
+    static constexpr int kHeaddim = HEADDIM_, kRows = ROWS_, kStep = STEP_, kThreads = THREADS_;
     static constexpr int kChunks = kHeaddim / kChunk;
     using HeadRows = Rows<kChunks>;
 
     // Shared memory, bytes. Tiles are multiples of 512 bytes, so XOR inside a row never leaves it.
-    static constexpr int kKeyTile = kKeys * HeadRows::kRowBytes, kQueryTile = kStep * HeadRows::kRowBytes;
-    static constexpr int kScoreTile = kKeys * ScoreRows::kRowBytes;
-    static constexpr int kK = 0, kV = kKeyTile, kQ = 2 * kKeyTile, kDout = kQ + kQueryTile;
-    static constexpr int kScores = kDout + kQueryTile;
-    static constexpr int kSharedBytes = kScores + SCORE_TILES_ * kScoreTile;
+    // The block's own rows are K and V, and each step brings Q and dO; or the other way round. The first of
+    // each pair makes S, the second dP.
+    static constexpr int kOwnTile = kRows * HeadRows::kRowBytes, kStepTile = kStep * HeadRows::kRowBytes;
+    static constexpr int kScoreTile = kRows * ScoreRows::kRowBytes;
+    static constexpr int kOwnS = 0, kOwnDp = kOwnTile, kStepS = 2 * kOwnTile, kStepDp = kStepS + kStepTile;
+    // Without a tile of its own, dS takes the place of the second step tile.
+    static constexpr int kScores = SCORE_TILES_ ? kStepDp + kStepTile : kStepDp;
+    static constexpr int kSharedBytes = kStepDp + kStepTile + SCORE_TILES_ * kScoreTile;
 
     // dQ is STEP queries x headdim: each warp takes kDqTiles tiles of 16 queries x kDqUnits units of 16
     // columns.
@@ -99,14 +108,8 @@ __device__ __forceinline__ float* pinned(float* x) {
     return x;
 }
 
-// threadIdx.x and blockIdx.x, read at the place where they are asked for. What rare code derives from these
-// takes no register in the loop around it.
-__device__ __forceinline__ int thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int block_index() {
+// blockIdx.x, read where it is asked for, as thread_index_here() does for threadIdx.x.
+__device__ __forceinline__ int block_index_here() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
     return x;
@@ -137,40 +140,51 @@ __device__ __forceinline__ void add_global(float* p, float x) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
 }
 
-// The block's K and V, once, padded with zeros in both directions.
+// The block's own rows of both operands, once, padded with zeros in both directions. Of `rows` rows those
+// from first_row are the block's.
 template <class S>
-__device__ __forceinline__ void load_keys(const BwdParams& p, u32 shared, int first_key) {
-    constexpr int kRows = S::kThreads / threads_per_row(S::kChunks);  // at a time
-    using Loader = TileLoader<S::kChunks, kRows, S::kThreads>;
-    Loader k(threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + first_key * p.k.row_stride, p.k.row_stride, p.problem.headdim);
-    Loader v(threadIdx.x, head_base(p.v, blockIdx.z, blockIdx.y) + first_key * p.v.row_stride, p.v.row_stride, p.problem.headdim_v);
-    const u32 to = shared + swizzled<S::kChunks>(k.row, k.chunk);
+__device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, u32 shared, int first_row, int rows) {
+    constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
+    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
+    Loader x(threadIdx.x, head_base(s, blockIdx.z, blockIdx.y) + first_row * s.row_stride, s.row_stride, p.problem.headdim);
+    Loader y(threadIdx.x, head_base(dp, blockIdx.z, blockIdx.y) + first_row * dp.row_stride, dp.row_stride, p.problem.headdim_v);
+    const u32 to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
-    for (int r = 0; r < S::kKeys; r += kRows) {
-        const int rows_left = p.problem.seqlen_k - first_key - r;
-        k.load(rows_left);
-        v.load(rows_left);
-        k.flip_signs(p.problem.sign_flip);
-        k.store(to + S::kK + r * S::HeadRows::kRowBytes, S::HeadRows::kRowBytes);
-        v.store(to + S::kV + r * S::HeadRows::kRowBytes, S::HeadRows::kRowBytes);
+    for (int r = 0; r < S::kRows; r += kRowsAtOnce) {
+        const int rows_left = rows - first_row - r;
+        x.load(rows_left);
+        y.load(rows_left);
+        x.flip_signs(p.problem.sign_flip);
+        x.store(to + S::kOwnS + r * S::HeadRows::kRowBytes, S::HeadRows::kRowBytes);
+        y.store(to + S::kOwnDp + r * S::HeadRows::kRowBytes, S::HeadRows::kRowBytes);
     }
 }
 
-// The walk over the query tiles of one head: Q and dO from global memory, early into registers. A thread
-// takes one chunk of every kRowsAtOnce-th row of both.
-//
-// Other than TileLoader it pads only rows with zeros. Columns beyond headdim meet the zeros of K and V in
-// S and dP, and in dK and dV are columns that nobody stores, so there a thread reads the last column that
-// exists once more; and no thread keeps two chunks of one row, whose existence it would have to remember.
+// Zeros for the tile of P^T, where a block reaches beyond the last key. The rows of keys that do not exist
+// are never written: their P is exp(-lse), which may overflow, and masking them would send every step of the
+// block through the mask, beyond the instruction cache.
 template <class S>
-class QueryTiles {
+__device__ __forceinline__ void clear_scores(u32 tile) {
+#pragma unroll 1
+    for (int i = threadIdx.x * kChunkBytes; i < S::kScoreTile; i += S::kThreads * kChunkBytes) store_shared(tile + i, zero_chunk());
+}
+
+// The walk over the tiles of one head: Q and dO, or K and V, from global memory, early into registers. A
+// thread takes one chunk of every kRowsAtOnce-th row of both.
+//
+// Other than TileLoader it pads only rows with zeros. Columns beyond headdim meet the zeros of the block's
+// own rows in S and dP, and in the gradients are columns that nobody stores, so there a thread reads the last
+// column that exists once more; and no thread keeps two chunks of one row, whose existence it would have to
+// remember.
+template <class S>
+class StepTiles {
     static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
-    const unsigned short *q_, *dout_;  // this thread's first chunk of the next tile
-    uint4 tile_q_[kLoads], tile_dout_[kLoads];
+    const unsigned short *s_, *dp_;  // this thread's first chunk of the next tile
+    uint4 tile_s_[kLoads], tile_dp_[kLoads];
 
     static __device__ __forceinline__ int row() { return threadIdx.x / kLanes; }
     static __device__ __forceinline__ int chunk() { return threadIdx.x % kLanes; }
@@ -179,42 +193,42 @@ public:
     // Shared address, relative to the tile, where this thread's first chunk goes.
     static __device__ __forceinline__ u32 offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
-    __device__ __forceinline__ QueryTiles(const BwdParams& p, int head, int first_row) {
+    __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row) {
         const long long thread_row = first_row + row();
         const int column = chunk() * kChunk;
-        q_ = head_base(p.q, blockIdx.z, head) + thread_row * p.q.row_stride + min(column, p.problem.headdim - kChunk);
-        dout_ = head_base(p.dout, blockIdx.z, head) + thread_row * p.dout.row_stride + min(column, p.problem.headdim_v - kChunk);
+        s_ = head_base(s, blockIdx.z, head) + thread_row * s.row_stride + min(column, p.problem.headdim - kChunk);
+        dp_ = head_base(dp, blockIdx.z, head) + thread_row * dp.row_stride + min(column, p.problem.headdim_v - kChunk);
     }
     // Loads the next tile, of which `rows` rows exist (may be negative or more than a step).
-    __device__ __forceinline__ void load(const BwdParams& p, int rows) {
+    __device__ __forceinline__ void load(const Operand& s, const Operand& dp, int rows) {
         if (rows >= S::kStep) {
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
-                tile_q_[i] = load_global(q_ + i * kRowsAtOnce * p.q.row_stride);
-                tile_dout_[i] = load_global(dout_ + i * kRowsAtOnce * p.dout.row_stride);
+                tile_s_[i] = load_global(s_ + i * kRowsAtOnce * s.row_stride);
+                tile_dp_[i] = load_global(dp_ + i * kRowsAtOnce * dp.row_stride);
             }
         } else {
             __syncwarp();  // keeps the compiler from turning the branch into predicates that every tile pays for
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
-                tile_q_[i] = tile_dout_[i] = zero_chunk();
+                tile_s_[i] = tile_dp_[i] = zero_chunk();
                 if (row() + i * kRowsAtOnce < rows) {
-                    tile_q_[i] = load_global(q_ + i * kRowsAtOnce * p.q.row_stride);
-                    tile_dout_[i] = load_global(dout_ + i * kRowsAtOnce * p.dout.row_stride);
+                    tile_s_[i] = load_global(s_ + i * kRowsAtOnce * s.row_stride);
+                    tile_dp_[i] = load_global(dp_ + i * kRowsAtOnce * dp.row_stride);
                 }
             }
         }
-        q_ += S::kStep * p.q.row_stride;
-        dout_ += S::kStep * p.dout.row_stride;
+        s_ += S::kStep * s.row_stride;
+        dp_ += S::kStep * dp.row_stride;
     }
-    // `to` is the address of the Q tile plus offset().
+    // `to` is the address of the first tile plus offset().
     __device__ __forceinline__ void store(u32 to) const {
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
             if (S::kChunks == kLanes || chunk() < S::kChunks) {
                 const u32 row_address = to + i * kRowsAtOnce * S::HeadRows::kRowBytes;
-                store_shared(row_address, tile_q_[i]);
-                store_shared(row_address + S::kQueryTile, tile_dout_[i]);
+                store_shared(row_address, tile_s_[i]);
+                store_shared(row_address + S::kStepTile, tile_dp_[i]);
             }
     }
 };
@@ -268,53 +282,56 @@ struct Fragments {
     }
 };
 
-// Address of the lane's row of the A operand of S^T, dP^T (K or V), from the warp's first key.
+// Address of the lane's row of the A operand of S^T, dP^T (the block's own rows), from the warp's first row.
 template <class S>
-__device__ __forceinline__ u32 key_operand(u32 tile, const Lane& lane, int key) {
-    return tile + swizzled<S::kChunks>(key + key_of(lane.t, lane.qm), 0);
+__device__ __forceinline__ u32 own_operand(u32 tile, const Lane& lane, int row) {
+    return tile + swizzled<S::kChunks>(row + key_of(lane.t, lane.qm), 0);
 }
-// ... and of the B operand (Q or dO), from the warp's first query. Column t is the query of the file's head.
+// ... and of the B operand (a step's rows), from the warp's first. Column t is the query of the file's head.
 template <class S>
-__device__ __forceinline__ u32 query_operand(u32 tile, const Lane& lane, int query) {
+__device__ __forceinline__ u32 step_operand(u32 tile, const Lane& lane, int row) {
     const int in_eight = (lane.t & 1) + 2 * (lane.t >> 2) + 4 * ((lane.t >> 1) & 1);
-    return tile + swizzled<S::kChunks>(query + 8 * lane.qn + in_eight, 0);
+    return tile + swizzled<S::kChunks>(row + 8 * lane.qn + in_eight, 0);
 }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Where the lane's element (m, n, v) of S^T lies: key from the warp's first, query from the step's.
-__device__ __forceinline__ int score_key(const Lane& lane, int m, int v) {
+// Where the lane's element (m, n, v) of S^T lies: own row (a key) from the warp's first, row of the step (a
+// query) from the step's.
+__device__ __forceinline__ int score_own(const Lane& lane, int m, int v) {
     return 16 * m + 4 * lane.qm + (lane.t & 1) + (v & 2) + 8 * (lane.t >> 2);
 }
-__device__ __forceinline__ int score_query(const Lane& lane, int n, int v) {
+__device__ __forceinline__ int score_step(const Lane& lane, int n, int v) {
     return 16 * n + 8 * lane.qn + 4 * ((lane.t >> 1) & 1) + (v & 1) + 2 * (v >> 2);
 }
 
 // Sets what the mask hides to -inf. Only for tiles at an edge: the caller branches, all lanes alike.
-template <int M, int N>
-__device__ __forceinline__ void apply_mask(Accumulator (&s)[M][N], const BwdParams& p, const Lane& lane, int key, int row) {
+enum class Own { kKeys, kQueries };
+template <Own OWN, int M, int N>
+__device__ __forceinline__ void apply_mask(Accumulator (&s)[M][N], const BwdParams& p, const Lane& lane, int own, int step) {
     const Mask mask(p.problem);
-    key += score_key(lane, 0, 0);
-    row += score_query(lane, 0, 0);
+    own += score_own(lane, 0, 0);
+    step += score_step(lane, 0, 0);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int v = 0; v < 8; v++)
-                if (!mask.visible(row + 16 * n + (v & 1) + 2 * (v >> 2), key + 16 * m + (v & 2)))
-                    s[m][n][v] = negative_infinity();
+            for (int v = 0; v < 8; v++) {
+                const int x = own + 16 * m + (v & 2), y = step + 16 * n + (v & 1) + 2 * (v >> 2);
+                if (!(OWN == Own::kKeys ? mask.visible(y, x) : mask.visible(x, y))) s[m][n][v] = negative_infinity();
+            }
 }
 
-// P * 2^-100 in place: packed by pack_probabilities it is P * 2^12.
+// P * 2^shift in place: with kExponentShift, packed by pack_probabilities, it is P * 2^12.
 template <int M, int N>
-__device__ __forceinline__ void exponentials(Accumulator (&s)[M][N], float scale_log2) {
+__device__ __forceinline__ void exponentials(Accumulator (&s)[M][N], float scale_log2, float shift) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int v = 0; v < 8; v++) s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, kExponentShift));
+            for (int v = 0; v < 8; v++) s[m][n][v] = exp2_approx(fmaf(s[m][n][v], scale_log2, shift));
 }
 
 // A 16x16 tile of P^T or dS^T as a lane holds it in fp16: queries 0,1 and 2,3 of its first key, then of
@@ -323,12 +340,12 @@ struct PackedTile {
     u32 x[4];
 };
 
-// Address of the first of these in shared memory, for a warp whose scores begin at this key and chunk of
-// eight queries.
-__device__ __forceinline__ u32 packed_address(u32 tile, const Lane& lane, int key, int chunk) {
-    return tile + swizzled<4>(key + score_key(lane, 0, 0), chunk + lane.qn) + 8 * ((lane.t >> 1) & 1);
+// Address of the first of these in shared memory, for a warp whose scores begin at this own row and chunk of
+// eight rows of the step.
+__device__ __forceinline__ u32 packed_address(u32 tile, const Lane& lane, int row, int chunk) {
+    return tile + swizzled<4>(row + score_own(lane, 0, 0), chunk + lane.qn) + 8 * ((lane.t >> 1) & 1);
 }
-// Tile (m, n) lies 16 keys and two chunks on; the second key differs in bit 1, and so in its swizzle.
+// Tile (m, n) lies 16 rows and two chunks on; the second row differs in bit 1, and so in its swizzle.
 __device__ __forceinline__ u32 packed_first(u32 address, int m, int n) {
     return (address ^ (2 * n * kChunkBytes)) + 16 * m * ScoreRows::kRowBytes;
 }
@@ -338,6 +355,11 @@ __device__ __forceinline__ u32 packed_second(u32 address, int m, int n) {
 __device__ __forceinline__ void store_packed(u32 address, int m, int n, const PackedTile& tile) {
     store_shared2(packed_first(address, m, n), tile.x[0], tile.x[1]);
     store_shared2(packed_second(address, m, n), tile.x[2], tile.x[3]);
+}
+// Only the rows that exist: `rows_left` is their number from the lane's first row on.
+__device__ __forceinline__ void store_packed(u32 address, int m, int n, const PackedTile& tile, int rows_left) {
+    if (rows_left > 16 * m) store_shared2(packed_first(address, m, n), tile.x[0], tile.x[1]);
+    if (rows_left > 16 * m + 2) store_shared2(packed_second(address, m, n), tile.x[2], tile.x[3]);
 }
 __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
     const uint2 a = load_shared2(packed_first(address, m, n)), b = load_shared2(packed_second(address, m, n));
@@ -354,13 +376,13 @@ __device__ __forceinline__ PackedTile pack_tile(const Accumulator& s) {
     return {{to_half2(s[0], s[1]), to_half2(s[4], s[5]), to_half2(s[2], s[3]), to_half2(s[6], s[7])}};
 }
 
-// ---- dV += P^T dO, dK += dS^T Q --------------------------------------------------------------------
+// ---- dV += P^T dO, dK += dS^T Q, or dQ += dS K --------------------------------------------------------------------
 
-// The lane's row of the A operand: P^T or dS^T, row-major, from the warp's first key.
-__device__ __forceinline__ u32 score_operand(u32 tile, const Lane& lane, int key) {
-    return tile + swizzled<4>(key + key_of(lane.t, lane.qm), 0);
+// The lane's row of the A operand: P^T or dS^T (dS), row-major, from the warp's first row.
+__device__ __forceinline__ u32 score_operand(u32 tile, const Lane& lane, int row) {
+    return tile + swizzled<4>(row + key_of(lane.t, lane.qm), 0);
 }
-// ... and of the B operand: dO or Q, row-major; the warp's first block of 32 columns.
+// ... and of the B operand: dO or Q (K), row-major; the warp's first block of 32 columns.
 template <class S>
 __device__ __forceinline__ u32 column_operand(u32 tile, const Lane& lane, int block) {
     return tile + swizzled<S::kChunks>(lane.quad, 4 * block + 2 * lane.qn + lane.half);
@@ -370,23 +392,25 @@ __device__ __forceinline__ int column_in_block(const Lane& lane, int i, int v) {
     return 16 * lane.qn + 8 * (v >> 2) + 4 * i + (lane.t & 2) + (v & 1);
 }
 
-// c[m][j][i]: 16 keys m, block j of 32 columns (every BLOCK_STEP-th), half i of a lane's chunks.
-template <class S, int BLOCK_STEP, int J>
-__device__ __forceinline__ void accumulate_keys(Accumulator (&c)[2][J][2], u32 a_address, u32 b_address) {
+// c[m][j][i]: 16 own rows m, block j of 32 columns (every BLOCK_STEP-th), half i of a lane's chunks.
+template <class S, int BLOCK_STEP, int M, int J>
+__device__ __forceinline__ void accumulate(Accumulator (&c)[M][J][2], u32 a_address, u32 b_address) {
     using HeadRows = typename S::HeadRows;
 #pragma unroll 1
-    for (int chunk = 0; chunk < S::kStep / 8; chunk++) {
+    for (int chunk = 0; chunk < (S::kStep < 32 ? S::kStep : 32) / 8; chunk++) {
         const u32 a0 = a_address ^ (chunk * kChunkBytes);
-        const uint4 a[2] = {load_shared(a0), load_shared(a0 + 16 * ScoreRows::kRowBytes)};
+        uint4 a[M];
+#pragma unroll
+        for (int m = 0; m < M; m++) a[m] = load_shared(a0 + m * 16 * ScoreRows::kRowBytes);
         const u32 b_row = b_address + chunk * (8 * HeadRows::kRowBytes);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {  // four queries; bit 2 of the row is bit 1 of the swizzle
+        for (int h = 0; h < 2; h++) {  // four rows; bit 2 of the row is bit 1 of the swizzle
             uint4 b[J];
 #pragma unroll
             for (int j = 0; j < J; j++)
                 b[j] = load_shared(HeadRows::at_chunk(b_row ^ (h * 2 * kChunkBytes), 4 * BLOCK_STEP * j) + h * 4 * HeadRows::kRowBytes);
 #pragma unroll
-            for (int m = 0; m < 2; m++)
+            for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int j = 0; j < J; j++) {
                     const u32 a_low = h ? a[m].z : a[m].x, a_high = h ? a[m].w : a[m].y;
@@ -397,7 +421,7 @@ __device__ __forceinline__ void accumulate_keys(Accumulator (&c)[2][J][2], u32 a
     }
 }
 
-// ---- dQ += dS K -----------------------------------------------------------------------------------
+// ---- dQ += dS K, atomically -----------------------------------------------------------------------------------
 
 // A warp computes kDqTiles x 16 queries of kDqUnits units of 16 columns, over all keys of the block.
 template <class S>
@@ -443,7 +467,7 @@ struct DqProduct {
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
         using HeadRows = typename S::HeadRows;
 #pragma unroll 1
-        for (int key = 0; key < S::kKeys; key += kKeysAtOnce) {
+        for (int key = 0; key < S::kRows; key += kKeysAtOnce) {
             const u32 a0 = a_address + key * ScoreRows::kRowBytes, b0 = b_address + key * HeadRows::kRowBytes;
 #pragma unroll
             for (int s = 0; s < kKeysAtOnce / 4; s++) {
@@ -488,19 +512,19 @@ struct DqProduct {
 
 // ---- epilogue -------------------------------------------------------------------------------------
 
-// The block's dK or dV from the warps' accumulators to shared memory ...
-template <class S, int BLOCK_STEP, int J>
-__device__ __forceinline__ void keys_to_shared(const Accumulator (&c)[2][J][2], float factor, u32 tile, int key, int block) {
+// The block's gradients from the warps' accumulators to shared memory ...
+template <class S, int BLOCK_STEP, int M, int J>
+__device__ __forceinline__ void to_shared(const Accumulator (&c)[M][J][2], float factor, u32 tile, int first_row, int block) {
     const Lane lane;
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
                 for (int v = 0; v < 8; v += 2) {
-                    const int row = key + score_key(lane, m, v);
+                    const int row = first_row + score_own(lane, m, v);
                     const int column = 32 * (block + BLOCK_STEP * j) + column_in_block(lane, i, v);
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
                                  "r"(to_half2(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
@@ -509,13 +533,13 @@ __device__ __forceinline__ void keys_to_shared(const Accumulator (&c)[2][J][2], 
 
 // ... and from there to the output, whole chunks of the rows and columns that exist.
 template <class S>
-__device__ __forceinline__ void shared_to_output(const Output& out, u32 tile, int first_key, int seqlen_k, int headdim) {
+__device__ __forceinline__ void shared_to_output(const Output& out, u32 tile, int first_row, int all_rows, int headdim) {
     constexpr int kLanes = 8;
     unsigned short* base = head_base(out, blockIdx.z, blockIdx.y);
-    const int rows = min(S::kKeys, seqlen_k - first_key);
+    const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)
         for (int chunk = threadIdx.x % kLanes; chunk < headdim / kChunk; chunk += kLanes)
-            *reinterpret_cast<uint4*>(base + (first_key + row) * out.row_stride + chunk * kChunk) =
+            *reinterpret_cast<uint4*>(base + (first_row + row) * out.row_stride + chunk * kChunk) =
                 load_shared(tile + swizzled<S::kChunks>(row, chunk));
 }
 
@@ -528,13 +552,13 @@ struct QueryRange {
     UnmaskedRows<S::kStep> unmasked;
 
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key)
-        : end(pinned(mask.row_end(first_key, S::kKeys))), unmasked(mask, first_key, S::kKeys) {
+        : end(pinned(mask.row_end(first_key, S::kRows))), unmasked(mask, first_key, min(S::kRows, mask.seqlen_k - first_key)) {
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
     }
     // First row of the first step: once a head, so it is not kept.
     static __device__ __forceinline__ int first(const Mask& mask) {
-        return mask.row_first(block_index() * S::kKeys) / S::kStep * S::kStep;
+        return mask.row_first(block_index_here() * S::kRows) / S::kStep * S::kStep;
     }
 };
 

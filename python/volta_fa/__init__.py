@@ -28,14 +28,29 @@ The environment is read at each call:
     VOLTA_FA_SIMULATE=1     run float16 CPU tensors through the sm_70 machine code in the simulator
                             (a build with the `sim` feature, as `make build` makes it)
 
+`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models; it is
+switched on at import by
+    VOLTA_FA_ENABLE_SDPA=1
+
 `python -m volta_fa --help` lists the command line's commands.
 """
 
-from .info import info, kernel_family
+from .inspection import info, kernel_family
 from .library import library_path, load
+from .sdpa import _enable_from_environment, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .version import __version__
 
-__all__ = ["__version__", "info", "kernel_family", "library_path"]
+__all__ = [
+    "__version__",
+    "disable_sdpa",
+    "enable_sdpa",
+    "info",
+    "kernel_family",
+    "library_path",
+    "sdpa_enabled",
+    "sdpa_stats",
+]
 
 load()
-del load
+_enable_from_environment()
+del load, _enable_from_environment

@@ -19,7 +19,7 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 0,
         blocks_per_sm: 4,
     },
-    // Four warps with 32 keys each: dV and dK are 2 x 32 registers of a thread, so 198 in all and two
+    // Four warps with 32 keys each: dV and dK are 2 x 32 registers of a thread, so 199 in all and two
     // blocks an SM, as for headdim 64. Shared: K, V 16 KB, Q, dO 4 KB, P or dS 8 KB.
     Variant {
         name: "volta_bwd_32",
@@ -49,7 +49,7 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 49152,
         blocks_per_sm: 2,
     },
-    // Two roles of four warps: a warp has 32 keys of dV or of dK, 96 registers; 231 in all. One block an
+    // Two roles of four warps: a warp has 32 keys of dV or of dK, 96 registers; 232 in all. One block an
     // SM. K, V 48 KB, Q, dO 12 KB, P and dS 16 KB. Six of the eight warps have a part of dQ.
     Variant {
         name: "volta_bwd_96",
@@ -79,7 +79,7 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 98304,
         blocks_per_sm: 1,
     },
-    // 64 keys, so that K and V leave room: 48 KB, Q, dO 24 KB, P and dS 8 KB. dV or dK 96 registers, 237.
+    // 64 keys, so that K and V leave room: 48 KB, Q, dO 24 KB, P and dS 8 KB. dV or dK 96 registers, 238.
     Variant {
         name: "volta_bwd_192",
         family: VOLTA,
@@ -94,7 +94,7 @@ pub const BACKWARD: &[Variant] = &[
         blocks_per_sm: 1,
     },
     // 64 keys in steps of 16 queries: K, V 64 KB, Q, dO 16 KB, P and dS 8 KB (rows padded to 32 queries);
-    // 32 queries would need 104 KB. dV or dK 128 registers, 239 in all.
+    // 32 queries would need 104 KB. dV or dK 128 registers, 238 in all.
     Variant {
         name: "volta_bwd_256",
         family: VOLTA,
@@ -106,6 +106,173 @@ pub const BACKWARD: &[Variant] = &[
         step: 16,
         threads: 256,
         shared_bytes: 90112,
+        blocks_per_sm: 1,
+    },
+    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
+    // fewer registers (194, 255, 187, 214, 199, 214) ...
+    Variant {
+        name: "volta_bwd_keys_32",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_small_keys.cu",
+        headdim: 32,
+        headdim_v: 32,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 28672,
+        blocks_per_sm: 2,
+    },
+    Variant {
+        name: "volta_bwd_keys_64",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_small_keys.cu",
+        headdim: 64,
+        headdim_v: 64,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 49152,
+        blocks_per_sm: 2,
+    },
+    Variant {
+        name: "volta_bwd_keys_96",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_split_keys.cu",
+        headdim: 96,
+        headdim_v: 96,
+        block_rows: 128,
+        step: 32,
+        threads: 256,
+        shared_bytes: 77824,
+        blocks_per_sm: 1,
+    },
+    Variant {
+        name: "volta_bwd_keys_128",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_split_keys.cu",
+        headdim: 128,
+        headdim_v: 128,
+        block_rows: 128,
+        step: 32,
+        threads: 256,
+        shared_bytes: 98304,
+        blocks_per_sm: 1,
+    },
+    Variant {
+        name: "volta_bwd_keys_192",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_split_keys.cu",
+        headdim: 192,
+        headdim_v: 192,
+        block_rows: 64,
+        step: 32,
+        threads: 256,
+        shared_bytes: 81920,
+        blocks_per_sm: 1,
+    },
+    Variant {
+        name: "volta_bwd_keys_256",
+        family: VOLTA,
+        pass: Pass::BackwardKeys,
+        source: "volta/backward_split_keys.cu",
+        headdim: 256,
+        headdim_v: 256,
+        block_rows: 64,
+        step: 16,
+        threads: 256,
+        shared_bytes: 90112,
+        blocks_per_sm: 1,
+    },
+    // ... then dq from blocks of queries, as the main kernels' from blocks of keys. Four warps with 32 queries
+    // each: dQ is 32 registers of a thread, 168 in all, so three blocks an SM. Shared: Q, dO 16 KB, K, V 4 KB,
+    // dS 8 KB.
+    Variant {
+        name: "volta_bwd_queries_32",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 32,
+        headdim_v: 32,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 28672,
+        blocks_per_sm: 3,
+    },
+    // dQ 64 registers, S and dP 64: 196. Two blocks: Q, dO 32 KB, K, V 8 KB, dS 8 KB.
+    Variant {
+        name: "volta_bwd_queries_64",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 64,
+        headdim_v: 64,
+        block_rows: 128,
+        step: 32,
+        threads: 128,
+        shared_bytes: 49152,
+        blocks_per_sm: 2,
+    },
+    // Eight warps, two to 32 queries, in steps of 64 keys, so that a warp's scores are 32x32 as above: 212
+    // registers. One block: Q, dO 48 KB, K, V 24 KB, dS 16 KB.
+    Variant {
+        name: "volta_bwd_queries_96",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 96,
+        headdim_v: 96,
+        block_rows: 128,
+        step: 64,
+        threads: 256,
+        shared_bytes: 90112,
+        blocks_per_sm: 1,
+    },
+    // The same, 226 registers. Q, dO 64 KB, K, V 32 KB; dS takes the place of V.
+    Variant {
+        name: "volta_bwd_queries_128",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 128,
+        headdim_v: 128,
+        block_rows: 128,
+        step: 64,
+        threads: 256,
+        shared_bytes: 98304,
+        blocks_per_sm: 1,
+    },
+    // 64 queries, so four warps to 32 and their scores 32x16: 182 registers. Q, dO 48 KB, K, V 48 KB.
+    Variant {
+        name: "volta_bwd_queries_192",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 192,
+        headdim_v: 192,
+        block_rows: 64,
+        step: 64,
+        threads: 256,
+        shared_bytes: 98304,
+        blocks_per_sm: 1,
+    },
+    // 64 queries in steps of 32 keys, scores 16x16: 155 registers. Q, dO 64 KB, K, V 32 KB.
+    Variant {
+        name: "volta_bwd_queries_256",
+        family: VOLTA,
+        pass: Pass::BackwardQueries,
+        source: "volta/backward_queries.cu",
+        headdim: 256,
+        headdim_v: 256,
+        block_rows: 64,
+        step: 32,
+        threads: 256,
+        shared_bytes: 98304,
         blocks_per_sm: 1,
     },
     // As the first: any headdim. 34 registers.

@@ -19,7 +19,12 @@ pub enum Pass {
     Forward,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPrepare,
+    /// dk, dv, and dq added to its accumulator by atomics
     Backward,
+    /// dk and dv alone, for the deterministic mode
+    BackwardKeys,
+    /// dq alone, for the deterministic mode
+    BackwardQueries,
     /// dq's accumulator to fp16
     BackwardFinish,
 }
@@ -37,9 +42,9 @@ pub struct Variant {
     pub headdim: u32,
     /// the same for v and out
     pub headdim_v: u32,
-    /// rows of queries (forward, prepare, finish) or keys (backward) of a block
+    /// rows of a block: keys (backward, dk and dv) or queries (all others)
     pub block_rows: u32,
-    /// keys (forward) or queries (backward) of one step of the main loop
+    /// keys or queries, the other of the two, of one step of the main loop
     pub step: u32,
     pub threads: u32,
     /// dynamic shared memory, bytes

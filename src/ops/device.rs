@@ -44,15 +44,16 @@ pub fn backward(
     out: &Tensor,
     softmax_lse: &Tensor,
     a: &Attention,
+    deterministic: bool,
     launcher: &dyn Launcher,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let plan = plan::backward(a, &launcher.limits()?)?;
+    let plan = plan::backward(a, deterministic, &launcher.limits()?)?;
     let (q, k, v) = (with_aligned_strides(q)?, with_aligned_strides(k)?, with_aligned_strides(v)?);
     let (dout, out) = (with_aligned_strides(dout)?, with_aligned_strides(out)?);
     let softmax_lse = softmax_lse.f_contiguous()?;
     let like = |t: &Tensor| Tensor::f_empty(t.size(), (t.kind(), t.device()));
     let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
-    // The scratch memory, O(seqlen): statistics of each row, and dq in fp32.
+    // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
     let (rows, columns) = (plan.seqlen_q_rounded, plan.headdim_rounded);
     let fp32 = (Kind::Float, q.device());
     // Launches of one stream run in order, so the chunks of a huge batch share it.

@@ -3,7 +3,7 @@
 pub mod cpu;
 mod device;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::problem::{self, Attention, Backend, Device, DType, Options};
@@ -62,7 +62,7 @@ fn simulated() -> Result<Target> {
 #[cfg(not(feature = "sim"))]
 fn simulated() -> Result<Target> {
     match std::env::var("VOLTA_FA_SIMULATE") {
-        Ok(value) if !value.is_empty() && value != "0" => Err(Error::unsupported(
+        Ok(value) if !value.is_empty() && value != "0" => Err(crate::error::Error::unsupported(
             "VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)",
         )),
         _ => Ok(Target::Cpu),
@@ -98,10 +98,7 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<[Tensor; 5]> {
     } else {
         match target {
             Target::Cpu => cpu::backward(dout, q, k, v, out, softmax_lse, &a)?,
-            Target::Kernels(_) if options.deterministic => {
-                return Err(Error::unsupported("deterministic=True is not implemented yet for the GPU kernels (dq is summed by atomics)"))
-            }
-            Target::Kernels(launcher) => device::backward(dout, q, k, v, out, softmax_lse, &a, &*launcher)?,
+            Target::Kernels(launcher) => device::backward(dout, q, k, v, out, softmax_lse, &a, options.deterministic, &*launcher)?,
         }
     };
     let absent = || Tensor::f_empty([0], (q.kind(), q.device()));

@@ -15,14 +15,13 @@ if spec is None:
 import torch
 from torch.utils import cpp_extension
 print('torch=' + torch.__version__)
+print('torch_file=' + torch.version.__file__)
 print('abi=' + str(int(torch._C._GLIBCXX_USE_CXX11_ABI)))
 for d in cpp_extension.include_paths():
     print('torch_include=' + d)
 for d in cpp_extension.library_paths():
     print('torch_lib=' + d)
-spec = importlib.util.find_spec('nvidia')
-for root in (spec.submodule_search_locations if spec else []):
-    root = pathlib.Path(root)
+for root in [pathlib.Path(p) / 'nvidia' for p in sys.path]:
     for f in (root / 'cuda_nvrtc/lib').glob('libnvrtc.so.12'):
         print(f'nvrtc={f}')
     for package in ('cuda_runtime', 'cuda_nvcc'):
@@ -41,7 +40,8 @@ pub struct Environment {
 impl Environment {
     /// Ask the interpreter that torch-sys asks too: `python` of an active environment, else `python3`.
     pub fn query() -> Result<Self> {
-        for name in ["VIRTUAL_ENV", "CONDA_PREFIX", "PATH"] {
+        // Not PATH: it differs between shells, and what it could change shows in torch's file below.
+        for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
             println!("cargo:rerun-if-env-changed={name}");
         }
         let python = if std::env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
@@ -60,6 +60,9 @@ impl Environment {
         let one = |key: &str| all(key).into_iter().next();
         if one("missing").is_some() {
             bail!("torch is not installed in `{python}`: pip install torch=={TORCH_VERSION}");
+        }
+        if let Some(file) = one("torch_file") {
+            println!("cargo:rerun-if-changed={file}");
         }
         let version = one("torch").unwrap_or_default();
         if version.split('+').next() != Some(TORCH_VERSION) {

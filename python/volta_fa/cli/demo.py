@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CommandError
-from ..info import kernel_family
+from ..inspection import kernel_family
 from ..version import TORCH_VERSION
 from .rich_import import require_rich
 

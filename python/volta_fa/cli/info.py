@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ..info import info
+from ..inspection import info
 from .rich_import import require_rich
 
 SUMMARY = "print versions, devices, kernel families and kernel variants with their registers and shared memory"

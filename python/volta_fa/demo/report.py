@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..info import kernel_family
+from ..inspection import kernel_family
 from ..version import __version__
 from .agreement import Comparison
 from .train import Run, Settings

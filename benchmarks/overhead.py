@@ -1,0 +1,81 @@
+"""CPU time of a call, against PyTorch's own op: what the host pays before the GPU has anything to do.
+
+    python -m benchmarks.overhead [--json FILE]
+
+Needs a CUDA device. The queue is drained after every few calls, outside the timing: a full queue would make the host
+wait for the kernels, and their time would be measured instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from statistics import median
+from typing import Callable
+
+import torch
+
+import volta_fa
+
+CALLS = 64  # between two drains: far fewer than the launches that a queue holds
+ROUNDS = 60
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median over the rounds of the mean time of a call."""
+    rounds = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.perf_counter() - start) / CALLS)
+    return 1e6 * median(rounds[ROUNDS // 4 :])  # the first load code and fill the allocator's cache
+
+
+def measure() -> dict[str, float]:
+    """Steps of the path, each with what comes before it, at (batch, heads, seqlen, headdim) = (1, 1, 64, 64)."""
+    half = {"device": "cuda", "dtype": torch.float16}
+    t = torch.randn(1, 64, 1, 64, **half)  # ours: (batch, seqlen, nheads, headdim)
+    by_head = t.transpose(1, 2)  # PyTorch's
+    none = t[:, :0]
+    fwd = torch.ops.volta_fa.fwd.default
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    empty = torch.ops.aten.empty.memory_format
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Callable[[], object]] = {
+        "an op from Python that does nothing": lambda: torch.ops.aten.alias.default(t),
+        "torch.empty": lambda: torch.empty(64, **half),
+        "aten::empty as an op": lambda: empty([64], **half),
+        "volta_fa::fwd without a launch (seqlen_q 0)": lambda: fwd(none, t, t),
+        "volta_fa::fwd": lambda: fwd(t, t, t),
+        "aten::_scaled_dot_product_flash_attention": lambda: flash(by_head, by_head, by_head),
+        "scaled_dot_product_attention, PyTorch's": lambda: sdpa(by_head, by_head, by_head),
+    }
+    with torch.no_grad():
+        found = {name: microseconds(call) for name, call in calls.items()}
+        with volta_fa.sdpa_enabled(force=True):
+            found["scaled_dot_product_attention, ours"] = microseconds(lambda: sdpa(by_head, by_head, by_head))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.overhead: needs a CUDA device, and this machine has none")
+    found = measure()
+    for name, us in found.items():
+        print(f"{us:8.1f} us  {name}")
+    over = found["volta_fa::fwd"] - found["aten::_scaled_dot_product_flash_attention"]
+    print(f"{over:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the aim)")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "microseconds": found}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without
+// its dQ product. A block owns queries and walks over the keys that they see:
+//
+//   S = Q K^T - lse/scale     P = exp(scale * S)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
+//
+// so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
+// with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
+// S and dP, and all of them together dQ, from dS in shared memory.
+#include "volta/backward.cuh"
+
+namespace volta {
+
+// dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, it takes the place of V, which is done
+// with by then.
+constexpr int kScoreTiles = STEP / 32;
+constexpr bool kScoresInV = HEADDIM > 96;
+using S = Shape<HEADDIM, BLOCK_ROWS, STEP, THREADS, kScoresInV ? 0 : kScoreTiles>;
+static_assert(S::kSharedBytes == SHARED_BYTES, "the variant table and the kernel disagree");
+static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS takes the place of V");
+
+constexpr int kSharers = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
+
+// A warp's scores, in tiles of 16x16: its share of two tiles of queries by those of a step's keys. Two by two
+// need four shared loads for eight products, two by one three for four, a single one two for two.
+constexpr int kStepKeyTiles = S::kStep / 16;
+constexpr int kScoreKeyTiles = kStepKeyTiles > kSharers ? kStepKeyTiles / kSharers : 1;
+constexpr int kKeySharers = kStepKeyTiles / kScoreKeyTiles;
+constexpr int kScoreQueryTiles = 2 * kKeySharers / kSharers;
+
+// A warp's dQ: 32 queries and every kSharers-th block of 32 columns; where that does not divide, 16 queries.
+constexpr bool kQueryHalves = S::kHeaddim / 32 % kSharers != 0;
+constexpr int kColumnSharers = kQueryHalves ? kSharers / 2 : kSharers;
+constexpr int kQueryTiles = kQueryHalves ? 1 : 2;
+constexpr int kBlocks = S::kHeaddim / 32 / kColumnSharers;
+
+// Chunks of headdim at once in the first two products.
+constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;
+
+// Barrier of the warps that share 32 queries.
+__device__ __forceinline__ void sync_sharers(int group) {
+    if (kSharers == 1)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kSharers) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const u32 shared = shared_address(shared_memory);
+    const Lane lane;
+    const int warp = threadIdx.x / 32;
+    const int group = warp / kSharers, share = warp % kSharers;
+    // The last queries see the most keys of a causal problem: they begin first.
+    const int first_row = (gridDim.x - 1 - blockIdx.x) * S::kRows;
+    const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (share / kKeySharers) : 0);
+    const int score_key = 16 * kScoreKeyTiles * (share % kKeySharers);
+    const int gradient_row = 32 * group + (kQueryHalves ? 16 * (share / kColumnSharers) : 0);
+    const int gradient_block = share % kColumnSharers;
+
+    const Mask mask(p.problem);
+    const UnmaskedKeys<S::kStep> unmasked(mask, first_row, S::kRows);
+    const int first = mask.key_first(first_row) / S::kStep * S::kStep, end = mask.key_end(first_row, S::kRows);
+    const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
+
+    StepTiles<S> tiles(p, p.k, p.v, key_head, first);
+    tiles.load(p.k, p.v, p.problem.seqlen_k - first);
+    load_own<S>(p, p.q, p.dout, shared, first_row, p.problem.seqlen_q);
+
+    const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
+    const u32 step_address = step_operand<S>(shared + S::kStepS, lane, score_key);
+    const u32 packed = packed_address(shared + S::kScores + score_key / 32 * S::kScoreTile, lane, score_row, score_key % 32 / 8);
+    const u32 score_address = score_operand(shared + S::kScores, lane, gradient_row);
+    const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
+    const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
+
+    // The lane's rows of S and dP: two in each tile of 16. Rows beyond the arrays are as those beyond seqlen_q.
+    float lse[kScoreQueryTiles][2], delta[kScoreQueryTiles][2];  // -lse/scale, -delta
+#pragma unroll
+    for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = first_row + score_row + score_own(lane, m, 2 * h);
+            const float* stats = p.row_stats + rounded_row(p, blockIdx.z, blockIdx.y) * kStatsPerRow + stats_offset(row);
+            const bool exists = row < p.seqlen_q_rounded;
+            lse[m][h] = exists ? stats[0] : negative_infinity();
+            delta[m][h] = exists ? stats[kStatsDelta] : 0.f;
+        }
+
+    Accumulator dq[kQueryTiles][kBlocks][2];
+#pragma unroll
+    for (int m = 0; m < kQueryTiles; m++)
+#pragma unroll
+        for (int j = 0; j < kBlocks; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) clear(dq[m][j][i]);
+
+    tiles.store(tile_address);
+    __syncthreads();
+
+#pragma unroll 1
+    for (int key = first; key < end; key += S::kStep) {
+        Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
+#pragma unroll
+        for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kScoreKeyTiles; n++)
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    s[m][n][v] = lse[m][v / 2 % 2];
+                    dp[m][n][v] = delta[m][v / 2 % 2];
+                }
+#pragma unroll kScoreUnroll
+        for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+            using Operands = Fragments<kScoreQueryTiles, kScoreKeyTiles, S::HeadRows::kRowBytes>;
+            const u32 a = S::HeadRows::at_chunk(own_address, chunk), b = S::HeadRows::at_chunk(step_address, chunk);
+            const Operands qk(a, b), ov(a + S::kOwnTile, b + S::kStepTile);
+            qk.multiply_low(s);
+            ov.multiply_low(dp);
+            qk.multiply_high(s);
+            ov.multiply_high(dp);
+        }
+        if (!unmasked.contain(key)) apply_mask<Own::kQueries>(s, p, lane, first_row + score_row, key + score_key);
+        exponentials(s, p.problem.scale_log2, 0.f);
+        if (kScoresInV) __syncthreads();  // V is done with
+#pragma unroll
+        for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kScoreKeyTiles; n++) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
+                store_packed(packed, m, n, pack_tile(dp[m][n]));
+            }
+        // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+        tiles.load(p.k, p.v, p.problem.seqlen_k - S::kStep - key);
+        sync_sharers(group);
+#pragma unroll 1
+        for (int tile = 0; tile < kScoreTiles; tile++)
+            accumulate<S, kColumnSharers>(dq, score_address + tile * S::kScoreTile, key_address + tile * 32 * S::HeadRows::kRowBytes);
+        __syncthreads();  // K, V and dS are free
+        tiles.store(tile_address);
+        __syncthreads();
+    }
+
+    // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
+    to_shared<S, kColumnSharers>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+    __syncthreads();
+    shared_to_output<S>(p.dq, shared + S::kOwnS, first_row, p.problem.seqlen_q, p.problem.headdim);
+}
+
+}  // namespace volta

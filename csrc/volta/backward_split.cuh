@@ -1,0 +1,169 @@
+// Backward, main kernel for headdim above 64: 8 warps in two roles of four. Warps 0 to 3 compute S^T, P and
+// dV, warps 4 to 7 dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's
+// registers. P goes to the second role through shared memory; dQ is everyone's.
+//
+// With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of the gradient. With 64
+// keys (headdim above 128) two warps share 32 keys: of the scores each has half the queries (or, in steps
+// of 16 queries, half the keys), of the gradient every second block of 32 columns.
+#pragma once
+
+#include "volta/backward.cuh"
+
+namespace volta {
+
+using S = Shape<HEADDIM, BLOCK_ROWS, STEP, THREADS, 2>;
+static_assert(S::kSharedBytes == SHARED_BYTES, "the variant table and the kernel disagree");
+static_assert(THREADS == 256, "two roles of four warps");
+constexpr int kSharers = 128 / S::kRows;  // warps of a role that share 32 keys
+static_assert(kSharers == 1 || kSharers == 2, "64 or 128 keys");
+
+constexpr int kScoreKeyTiles = kSharers == 2 && S::kStep == 16 ? 1 : 2;     // a warp's scores, in tiles of 16
+constexpr int kScoreQueryTiles = S::kStep / 16 / (kSharers == 2 && S::kStep == 32 ? 2 : 1);
+constexpr int kBlocks = S::kHeaddim / 32 / kSharers;  // a warp's blocks of 32 columns of dV or dK
+
+// Chunks of headdim at once in the first two products: two where the rest of the loop leaves room for that
+// in the instruction cache.
+constexpr int kScoreUnroll = kSharers == 2 ? 2 : 1;
+
+// Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is. The warps that
+// wrote P need not wait for those that read it, but bar.arrive gains less than 3% in the simulator, and
+// compute-sanitizer's racecheck, which does not understand it, would find races everywhere behind it.
+enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
+__device__ __forceinline__ void wait(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// With DQ dq is added to the accumulator; without, another kernel computes it (backward_queries.cu).
+template <bool DQ>
+__device__ __forceinline__ void backward_split(const BwdParams& p) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const u32 shared = shared_address(shared_memory);
+    const Lane lane;
+    const int warp = threadIdx.x / 32, role = warp / 4;
+    const int key_group = warp % 4 / kSharers, share = warp % kSharers;
+    const int first_key = blockIdx.x * S::kRows;
+    const int gradient_key = 32 * key_group;
+    const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
+    const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
+    const QueryRange<S> range(Mask(p.problem), first_key);
+
+    load_own<S>(p, p.k, p.v, shared, first_key, p.problem.seqlen_k);
+    const int keys_left = pinned(p.problem.seqlen_k - first_key - score_key0 - score_own(lane, 0, 0));
+    if (first_key + S::kRows > p.problem.seqlen_k) clear_scores<S>(shared + S::kScores);
+
+    // What a warp's role changes: K Q^T or V dO^T, then P^T dO or dS^T Q.
+    const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
+    const AddressPair score_operands(own_operand<S>(shared + (role ? S::kOwnDp : S::kOwnS), lane, score_key0),
+                                     step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
+    const AddressPair packed_addresses(score_operand(own_scores, lane, gradient_key),
+                                       packed_address(scores, lane, score_key0, score_query0 / 8));
+    const AddressPair dq_operands(DqProduct<S>::a_operand(scores + S::kScoreTile, lane, warp),
+                                  DqProduct<S>::b_operand(shared + S::kOwnS, lane, warp));
+    const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kStepS : S::kStepDp), lane, share),
+                                      shared + S::kStepS + StepTiles<S>::offset());
+    const int stats_lane = lane_stats_offset(lane) + score_query0 * kStatsPerRow;
+    const int dq_lane = DqProduct<S>::output_offset(lane, warp);
+
+    Accumulator gradient[2][kBlocks][2];  // dV or dK
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int j = 0; j < kBlocks; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) clear(gradient[m][j][i]);
+
+    const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+#pragma unroll 1
+    for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        const int first = QueryRange<S>::first(Mask(p.problem));
+        if (first >= range.end) break;
+        const long long head_row = rounded_row(p, blockIdx.z, head);
+        float* stats = pinned(p.row_stats + head_row * kStatsPerRow + (role ? kStatsDelta : 0) + stats_lane);
+        float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
+
+        StepTiles<S> tiles(p, p.q, p.dout, head, first);
+        Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
+        tiles.load(p.q, p.dout, p.problem.seqlen_q - first);
+        load_stats(s, stats + first * kStatsPerRow);
+        __syncthreads();  // the last head's tile is done with
+        tiles.store(query_addresses.second());
+        __syncthreads();
+
+#pragma unroll 1
+        for (int row = first; row < range.end; row += S::kStep) {
+            {
+                const u32 a = score_operands.first(), b = score_operands.second();
+#pragma unroll kScoreUnroll
+                for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+                    const Fragments<kScoreKeyTiles, kScoreQueryTiles, S::HeadRows::kRowBytes> f(S::HeadRows::at_chunk(a, chunk),
+                                                                                               S::HeadRows::at_chunk(b, chunk));
+                    f.multiply_low(s);
+                    f.multiply_high(s);
+                }
+            }
+            const u32 packed = packed_addresses.second();
+            // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+            if (__any_sync(~0u, role == 0)) {
+                if (!range.unmasked.contain(row)) apply_mask<Own::kKeys>(s, p, Lane(), first_key + score_key0, row + score_query0);
+                exponentials(s, p.problem.scale_log2, kExponentShift);
+#pragma unroll
+                for (int m = 0; m < kScoreKeyTiles; m++)
+#pragma unroll
+                    for (int n = 0; n < kScoreQueryTiles; n++) store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+                wait(kProbabilitiesReady + key_group, 64 * kSharers);
+            } else {
+#pragma unroll
+                for (int m = 0; m < kScoreKeyTiles; m++)
+#pragma unroll
+                    for (int n = 0; n < kScoreQueryTiles; n++)
+#pragma unroll
+                        for (int v = 0; v < 8; v++) s[m][n][v] *= 1.f / kProbabilityUnit;
+                wait(kProbabilitiesReady + key_group, 64 * kSharers);
+#pragma unroll
+                for (int m = 0; m < kScoreKeyTiles; m++)
+#pragma unroll
+                    for (int n = 0; n < kScoreQueryTiles; n++) {
+                        const PackedTile probabilities = load_packed(packed, m, n);
+                        constexpr int kFirst[4] = {0, 4, 2, 6};  // the accumulators of a packed pair: pack_tile
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            const float2 pair = to_float2(probabilities.x[i]);
+                            s[m][n][kFirst[i]] *= pair.x;
+                            s[m][n][kFirst[i] + 1] *= pair.y;
+                        }
+                        store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]));
+                    }
+            }
+            if (kSharers == 1)
+                __syncwarp();
+            else
+                wait(kRoleReady + 2 * role + key_group, 64);
+
+            // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+            tiles.load(p.q, p.dout, p.problem.seqlen_q - S::kStep - row);
+            accumulate<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first());
+            __syncthreads();  // dS is complete, and Q and dO are free
+
+            tiles.store(query_addresses.second());
+            const int next = min(row + S::kStep, p.seqlen_q_rounded - S::kStep);
+            load_stats(s, stats + next * kStatsPerRow);
+            // Where headdim has fewer units of columns than there are warps, the last warps have none.
+            if (DQ && (S::kDqUnitsTotal >= S::kDqColumnWarps || warp < S::kDqUnitsTotal)) {
+                DqProduct<S> product;
+                product.multiply(dq_operands.first(), dq_operands.second());
+                product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
+            }
+            __syncthreads();  // the next tile is there, and P and dS are free
+        }
+    }
+
+    // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+    __syncthreads();
+    to_shared<S, kSharers>(gradient, role ? p.signed_scale : 1.f / kProbabilityUnit, shared + (role ? S::kOwnS : S::kOwnDp),
+                                gradient_key, share);
+    __syncthreads();
+    shared_to_output<S>(p.dk, shared + S::kOwnS, first_key, p.problem.seqlen_k, p.problem.headdim);
+    shared_to_output<S>(p.dv, shared + S::kOwnDp, first_key, p.problem.seqlen_k, p.problem.headdim_v);
+}
+
+}  // namespace volta

@@ -1,0 +1,60 @@
+"""Existing PyTorch code, one line changed: its scaled_dot_product_attention runs volta_fa.
+
+    python examples/sdpa.py         (in a checkout: PYTHONPATH=python .venv/bin/python examples/sdpa.py)
+
+On a machine without a Volta GPU the same routing is shown on the CPU.
+"""
+
+import torch
+import torch.nn.functional as F
+
+import volta_fa
+
+
+class Block(torch.nn.Module):
+    """Causal self-attention as one finds it in model code: no word of volta_fa."""
+
+    def __init__(self, width: int = 128, nheads: int = 4):
+        super().__init__()
+        self.nheads = nheads
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        b, s, w = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.nheads, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).reshape(b, s, w))
+
+
+def main():
+    try:
+        volta_fa.enable_sdpa()  # the one line
+        device, dtype = "cuda", torch.float16
+    except RuntimeError as error:
+        print(error)
+        volta_fa.enable_sdpa("cpu")
+        device, dtype = "cpu", torch.float32
+
+    torch.manual_seed(0)
+    block = Block().to(device, dtype)
+    encoder = torch.nn.TransformerEncoderLayer(128, 4, dropout=0.0, batch_first=True).to(device, dtype)
+    x = torch.randn(2, 50, 128, device=device, dtype=dtype)
+
+    (block(x) + encoder(x)).float().square().mean().backward()
+    print("two layers, forward and backward:", volta_fa.sdpa_stats(reset=True))
+
+    mask = torch.ones(50, 50, device=device, dtype=torch.bool).tril()
+    q = torch.randn(2, 4, 50, 32, device=device, dtype=dtype)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    print("a call with a mask:", volta_fa.sdpa_stats(reset=True))
+
+    volta_fa.disable_sdpa()
+    with volta_fa.sdpa_enabled(device):
+        block(x)
+    block(x)
+    print("one call inside a block, one outside:", volta_fa.sdpa_stats())
+
+
+if __name__ == "__main__":
+    main()

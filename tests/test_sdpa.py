@@ -1,0 +1,591 @@
+"""PyTorch's scaled_dot_product_attention through volta_fa: which kernel ran (a profiler says), and whether it is right."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from conftest import REPOSITORY, on
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+
+import volta_fa
+
+
+@pytest.fixture(autouse=True)
+def switched_off():
+    """Each test starts and ends with everything off and the counters at 0."""
+    volta_fa.disable_sdpa()
+    volta_fa.sdpa_stats(reset=True)
+    yield
+    volta_fa.disable_sdpa()
+
+
+def enabled(backend=None):
+    if backend is not None and backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    if backend is not None and backend.device == "cuda":
+        return volta_fa.sdpa_enabled("cuda", force=True)
+    return volta_fa.sdpa_enabled("cpu")
+
+
+def ops_of(f) -> set[str]:
+    """The names of the ops that a call runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own advice
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            f()
+    return {event.key for event in profiler.key_averages()}
+
+
+OURS = {"volta_fa::fwd", "volta_fa::bwd"}
+
+
+def is_fused(op: str) -> bool:
+    return op.startswith("aten::_scaled_dot_product")
+
+
+def assert_ours(f, backward: bool = True):
+    ops = ops_of(f)
+    assert (OURS if backward else {"volta_fa::fwd"}) <= ops, sorted(ops)
+    assert not [op for op in ops if is_fused(op)]
+
+
+def assert_theirs(f):
+    ops = ops_of(f)
+    assert not OURS & ops
+    assert [op for op in ops if is_fused(op)], sorted(ops)
+
+
+def leaves(*tensors):
+    return [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+
+
+def train(q, k, v, attention=F.scaled_dot_product_attention, **options):
+    """out, dq, dk, dv for a gradient that depends on out."""
+    inputs = leaves(q, k, v)
+    out = attention(*inputs, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+# ---- right answers -------------------------------------------------------------------------------------------------
+
+#         seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options
+PROBLEMS = {
+    "plain": (20, 20, 2, 2, 16, 16, {}),
+    "cross": (7, 33, 2, 2, 64, 64, {}),
+    "causal": (20, 20, 2, 2, 64, 64, {"is_causal": True}),
+    "causal, fewer keys": (33, 7, 2, 2, 16, 16, {"is_causal": True}),
+    "causal, more keys": (7, 33, 2, 2, 16, 16, {"is_causal": True}),
+    "causal, one query": (1, 9, 2, 2, 16, 16, {"is_causal": True}),
+    "causal, one key": (9, 1, 2, 2, 16, 16, {"is_causal": True}),
+    "grouped heads": (12, 15, 6, 2, 32, 32, {"enable_gqa": True, "is_causal": True}),
+    "one kv head": (12, 15, 4, 1, 8, 8, {"enable_gqa": True}),
+    "odd headdim": (12, 15, 2, 2, 13, 13, {"is_causal": True}),
+    "two headdims": (12, 15, 2, 2, 24, 40, {}),
+    "two odd headdims": (15, 12, 4, 2, 5, 27, {"is_causal": True, "enable_gqa": True}),
+    "headdim 256": (5, 6, 1, 1, 256, 256, {}),
+    "scale": (12, 12, 2, 2, 16, 16, {"scale": 0.31}),
+    "negative scale": (12, 12, 2, 2, 16, 16, {"scale": -0.2}),
+}
+
+
+# Added to what is allowed: with one key PyTorch's gradients of q and k are exact zeros, ours a rounding away.
+FLOOR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 2e-3}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
+def test_against_math(backend, problem):
+    """Errors against fp64 at most 2 (out) and 3 (gradients) times those of PyTorch's unfused attention."""
+    seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options = PROBLEMS[problem]
+    q = backend.randn(2, nheads, seqlen_q, headdim)
+    k = backend.randn(2, nheads_k, seqlen_k, headdim)
+    v = backend.randn(2, nheads_k, seqlen_k, headdim_v)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = train(q.double(), k.double(), v.double(), **options)
+        theirs = train(q, k, v, **options)
+    with enabled(backend):
+        ours = train(q, k, v, **options)
+    assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
+    for name, e, t, o in zip(("out", "dq", "dk", "dv"), exact, theirs, ours):
+        assert o.shape == e.shape and o.dtype == q.dtype, name
+        allowed = (2 if name == "out" else 3) * (t.double() - e).abs().max() + FLOOR[q.dtype]
+        assert (o.double() - e).abs().max() <= allowed, name
+
+
+LAYOUTS = {
+    "heads transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "headdim strided": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "odd row stride": lambda t: F.pad(t, (0, 3))[..., : t.shape[-1]],
+    "misaligned": lambda t: F.pad(t, (3, 5))[..., 3:-5],
+    "batch expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on("cpu-fp32", "sim", "cuda")
+def test_layouts(backend, layout):
+    tensors = [LAYOUTS[layout](backend.randn(2, 2, 9, 16)) for _ in range(3)]
+    with enabled(backend):
+        found = train(*tensors)
+        expected = train(*(t.contiguous() for t in tensors))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+    assert volta_fa.sdpa_stats()["ran"] == 2
+
+
+@on("cpu-fp32", "cuda")
+def test_no_keys_and_no_batch(backend):
+    for batch, seqlen_q, seqlen_k in ((2, 5, 0), (0, 5, 6), (2, 0, 6)):
+        q, kv = backend.randn(batch, 2, seqlen_q, 8), backend.randn(batch, 2, seqlen_k, 8)
+        expected = train(q, kv, kv)
+        with enabled(backend):
+            for a, b in zip(train(q, kv, kv), expected):
+                torch.testing.assert_close(a, b)
+
+
+# ---- every way in ----------------------------------------------------------------------------------------------------
+
+
+def qkv(backend, *shape):
+    return [backend.randn(*(shape or (2, 2, 9, 16))) for _ in range(3)]
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_eager(backend):
+    tensors = qkv(backend)
+    with enabled(backend):
+        assert_ours(lambda: train(*tensors))
+        with torch.no_grad():
+            assert_ours(lambda: F.scaled_dot_product_attention(*tensors), backward=False)
+        with torch.inference_mode():
+            assert_ours(lambda: F.scaled_dot_product_attention(*tensors), backward=False)
+    if backend.name == "cpu-fp32":
+        assert_theirs(lambda: train(*tensors))
+
+
+early_import = F.scaled_dot_product_attention
+
+
+@on("cpu-fp32")
+def test_function_imported_early(backend):
+    tensors = qkv(backend)
+    with enabled():
+        assert_ours(lambda: train(*tensors, attention=early_import))
+        assert_ours(lambda: train(*tensors, attention=torch.ops.aten.scaled_dot_product_attention))
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
+
+
+def grouped(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("f", [causal, grouped])
+@on("cpu-fp32", "cuda")
+def test_compile(backend, f, dynamic):
+    """Through AOTAutograd, which inductor sits on (test_routes.py has inductor)."""
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with enabled(backend):
+        for shape in ((2, 2, 9, 16), (2, 2, 14, 16), (2, 2, 9, 20)):
+            tensors = qkv(backend, *shape)
+            assert_ours(lambda: train(*tensors, attention=compiled))
+            for a, b in zip(train(*tensors, attention=compiled), train(*tensors, attention=f)):
+                torch.testing.assert_close(a, b, rtol=1e-2 if backend.device == "cuda" else 1e-5, atol=1e-2 if backend.device == "cuda" else 1e-5)
+                assert a.stride() == b.stride()
+            with torch.inference_mode():
+                assert_ours(lambda: compiled(*tensors), backward=False)
+        assert volta_fa.sdpa_stats()["traced"] > 0
+    torch.compiler.reset()
+
+
+@on("cpu-fp32")
+def test_compiled_programs_follow_the_switch(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(causal, fullgraph=True, backend="aot_eager")
+    tensors = qkv(backend)
+    for _ in range(2):
+        assert_theirs(lambda: train(*tensors, attention=compiled))
+        with enabled():
+            assert_ours(lambda: train(*tensors, attention=compiled))
+    torch.compiler.reset()
+
+
+@on("cpu-fp32")
+def test_caches_on_disk_know_the_switch(backend):
+    from torch.compiler import config
+
+    before = config.cache_key_tag
+    with enabled():
+        assert config.cache_key_tag != before
+    assert config.cache_key_tag == before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+@on("cpu-fp32", "cuda")
+def test_torchscript(backend, how, tmp_path):
+    """A program saved with the switch off runs our kernels with the switch on."""
+    tensors = qkv(backend)
+    program = torch.jit.script(causal) if how == "script" else torch.jit.trace(causal, tuple(tensors))
+    program.save(str(tmp_path / "program.pt"))
+    program = torch.jit.load(str(tmp_path / "program.pt"))
+    with enabled(backend):
+        for _ in range(3):  # later runs are optimised
+            assert_ours(lambda: train(*tensors, attention=program))
+
+
+class FakeMultihead(torch.nn.Module):
+    """MultiheadAttention as an encoder calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+LAYERS = {
+    "MultiheadAttention": FakeMultihead,
+    "TransformerEncoderLayer": lambda: torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True),
+    "TransformerDecoderLayer": lambda: torch.nn.TransformerDecoderLayer(32, 2, 64, dropout=0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layer", LAYERS)
+@on("cpu-fp32", "cuda")
+def test_layers(backend, layer, compiled):
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    module = LAYERS[layer]().to(backend.device, backend.dtype)
+    x = backend.randn(2, 9, 32)
+    inputs = (x, x) if "Decoder" in layer else (x,)
+
+    def step(m):
+        m.zero_grad()
+        m(*inputs).float().square().sum().backward()
+        return [p.grad.clone() for p in m.parameters()]
+
+    expected = step(module)
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    with enabled(backend):
+        assert_ours(lambda: step(run))
+        for a, b in zip(step(run), expected):
+            torch.testing.assert_close(a, b, rtol=2e-2 if backend.device == "cuda" else 1e-4, atol=5e-2 if backend.device == "cuda" else 1e-5)
+    torch.compiler.reset()
+
+
+@on("cuda")
+def test_encoder_fast_path(backend):
+    """torch.nn's inference kernel for whole encoder layers calls the op too (on CUDA; on the CPU it has its own)."""
+    module = LAYERS["TransformerEncoderLayer"]().to(backend.device, backend.dtype).eval()
+    x = backend.randn(2, 9, 32)
+    with torch.inference_mode(), enabled(backend):
+        assert_ours(lambda: module(x), backward=False)
+
+
+@on("cpu-fp32")
+def test_autocast(backend):
+    tensors = qkv(backend)
+    with enabled(), torch.autocast("cpu", torch.bfloat16):
+        assert_ours(lambda: train(*tensors))
+        assert F.scaled_dot_product_attention(*tensors).dtype == torch.bfloat16
+
+
+@on("cpu-fp32")
+def test_export_decides_when_it_is_lowered(backend):
+    """A graph exported with the switch off still says scaled_dot_product_attention: compiling it decides."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return causal(q, k, v)
+
+    tensors = qkv(backend)
+    program = torch.export.export(Module(), tuple(tensors)).module()
+    assert_theirs(lambda: program(*tensors))
+    with enabled():
+        assert_ours(lambda: program(*tensors), backward=False)
+
+
+# ---- fallbacks -------------------------------------------------------------------------------------------------------
+
+
+def ones_mask(**options):
+    return torch.ones(9, 9, **options)
+
+
+FALLBACKS = {
+    "attn_mask": {
+        "bool": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ones_mask(dtype=torch.bool).tril()),
+        "float": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ones_mask()),
+        "and is_causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ones_mask().tril(-1) + 0.5, is_causal=True),
+        "with gradient": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ones_mask(requires_grad=True)),
+    },
+    "dropout": {"": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)},
+    "shape": {
+        "rank 3": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+        "broadcast heads": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
+        "broadcast batch": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
+    },
+    "headdim": {"": lambda q, k, v: F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 17) for t in (q, k, v)))},
+}
+
+
+@pytest.mark.parametrize("reason,f", [pytest.param(r, f, id=f"{r} {n}".strip()) for r, group in FALLBACKS.items() for n, f in group.items()])
+@on("cpu-fp32")
+def test_fallback(backend, reason, f):
+    tensors = qkv(backend)
+    torch.manual_seed(0)
+    expected = train(*tensors, attention=f)
+    with enabled():
+        torch.manual_seed(0)
+        found = train(*tensors, attention=f)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+    assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
+
+
+@on("cuda")
+def test_dtypes_and_determinism_on_cuda(backend):
+    tensors = qkv(backend)
+    with enabled(backend):
+        train(*(t.float() for t in tensors))
+        torch.use_deterministic_algorithms(True)
+        try:
+            first, second = train(*tensors), train(*tensors)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert volta_fa.sdpa_stats() == {"ran": 2, "traced": 0, "fell_back": {"dtype": 1}}
+
+
+@on("cpu-fp32")
+def test_users_choice_of_math_is_respected(backend):
+    tensors = qkv(backend)
+    with enabled(), sdpa_kernel(SDPBackend.MATH):
+        assert_theirs(lambda: train(*tensors))
+    assert volta_fa.sdpa_stats()["fell_back"] == {"math_requested": 1}
+
+
+@on("cpu-fp32")
+def test_functorch_and_forward_mode_fall_back(backend):
+    q, k, v = qkv(backend)
+    expected = train(q, k, v, attention=lambda *t: F.scaled_dot_product_attention(*t))[1]
+    with enabled():
+        found = torch.func.grad(lambda t: F.scaled_dot_product_attention(t, k, v).square().sum())(q)
+        torch.testing.assert_close(found, expected)
+        with torch.autograd.forward_ad.dual_level(), sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            try:
+                F.scaled_dot_product_attention(dual, k, v)
+            except NotImplementedError:
+                pass  # PyTorch's fused attention has no forward mode either
+    assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {"forward_mode": 1, "functorch": 1}}
+
+
+@on("cpu-fp32")
+def test_subclasses_fall_back(backend):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    q, k, v = (TwoTensor(t, t.clone()) for t in qkv(backend))
+    with enabled():
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert isinstance(out, TwoTensor)
+    assert volta_fa.sdpa_stats()["fell_back"] == {"subclass": 1}
+
+
+WRONG = {
+    "mask shape": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 3, dtype=torch.bool)), "size|shape|expand|match"),
+    "mask dtype": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 9, dtype=torch.int64)), "attn_mask dtype"),
+    "dtypes": (lambda q, k, v: F.scaled_dot_product_attention(q, k.half(), v), "same dtype"),
+    "devices": (lambda q, k, v: F.scaled_dot_product_attention(q, k.to("meta"), v.to("meta")), "same device"),
+    "heads": (lambda q, k, v: F.scaled_dot_product_attention(q[:, :1].repeat(1, 3, 1, 1), k, v), "size|match|broadcast"),
+    "headdims": (lambda q, k, v: F.scaled_dot_product_attention(q, k[..., :8], v), "size|shape|must match|mat"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@on("cpu-fp32")
+def test_wrong_arguments_get_pytorchs_errors(backend, what):
+    f, message = WRONG[what]
+    tensors = qkv(backend)
+    errors = []
+    for on_ in (False, True):
+        with pytest.raises(RuntimeError, match=message) as raised:
+            if on_:
+                with enabled():
+                    f(*tensors)
+            else:
+                f(*tensors)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    assert volta_fa.sdpa_stats()["ran"] == 0
+
+
+# ---- the switch ------------------------------------------------------------------------------------------------------
+
+
+def is_on() -> bool:
+    t = torch.randn(1, 1, 2, 8)
+    return "volta_fa::fwd" in ops_of(lambda: F.scaled_dot_product_attention(t, t, t))
+
+
+def test_on_and_off():
+    assert not is_on()
+    volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    volta_fa.disable_sdpa()
+    assert not is_on()
+    volta_fa.disable_sdpa()  # harmless
+    assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
+    assert volta_fa.sdpa_stats()["ran"] == 0
+
+
+def test_enabling_twice_warns():
+    volta_fa.enable_sdpa("cpu")
+    with pytest.warns(UserWarning, match="enabled already: nothing changed"):
+        volta_fa.enable_sdpa(torch.device("cpu"))
+    assert is_on()
+    volta_fa.disable_sdpa()  # once is enough
+    assert not is_on()
+
+
+def test_blocks_nest_and_overlap():
+    with volta_fa.sdpa_enabled("cpu"):
+        with volta_fa.sdpa_enabled("cpu"):
+            assert is_on()
+            volta_fa.disable_sdpa()  # undoes enable_sdpa, which nobody called
+            assert is_on()
+        assert is_on()
+        volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    first, second = volta_fa.sdpa_enabled("cpu"), volta_fa.sdpa_enabled("cpu")
+    volta_fa.disable_sdpa()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_on()
+    second.__exit__(None, None, None)
+    assert not is_on()
+
+
+def test_blocks_end_when_they_raise():
+    with pytest.raises(KeyError), volta_fa.sdpa_enabled("cpu"):
+        raise KeyError
+    assert not is_on()
+
+
+def test_threads():
+    """One switch for all threads, flipped and used by many at once; the counters lose nothing."""
+    tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*tensors)
+    calls, errors = 40, []
+
+    def work(toggle):
+        try:
+            for _ in range(calls):
+                if toggle:
+                    with volta_fa.sdpa_enabled("cpu"):
+                        out = F.scaled_dot_product_attention(*tensors)
+                else:
+                    out = F.scaled_dot_product_attention(*tensors)
+                torch.testing.assert_close(out, expected)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    assert not is_on()
+    assert 3 * calls <= volta_fa.sdpa_stats()["ran"] <= 6 * calls
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    with pytest.raises(RuntimeError, match="this machine has no CUDA device.*cpu"):
+        volta_fa.enable_sdpa()
+    with pytest.raises(RuntimeError, match="no CUDA device"), volta_fa.sdpa_enabled(force=True):
+        pass
+    with pytest.raises(ValueError, match="cuda:3, and this machine has 0 CUDA devices"):
+        volta_fa.enable_sdpa("cuda:3")
+    assert not is_on()
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="got meta, expected a CUDA device"):
+        volta_fa.enable_sdpa("meta")
+
+
+MACHINES = {
+    # capabilities, force -> devices that are switched on, or None: an error
+    "V100": ([(7, 0)], False, [0]),
+    "Xavier": ([(7, 2)], False, [0]),
+    "H200": ([(9, 0)], False, None),
+    "H200 forced": ([(9, 0)], True, [0]),
+    "P100 forced": ([(6, 0)], True, None),
+    "mixed": ([(9, 0), (7, 0), (6, 1)], False, [1]),
+    "mixed forced": ([(9, 0), (7, 0), (6, 1)], True, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_which_devices(machine, monkeypatch):
+    capabilities, force, expected = MACHINES[machine]
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
+    monkeypatch.setattr("volta_fa.sdpa.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
+    monkeypatch.setattr("volta_fa.sdpa._apply", lambda: asked.append(sorted(volta_fa.sdpa._switch.cuda)))
+    if expected is None:
+        with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
+            volta_fa.enable_sdpa(force=force)
+    else:
+        volta_fa.enable_sdpa(force=force)
+        assert asked == [expected]
+    volta_fa.disable_sdpa()
+
+
+@pytest.mark.parametrize(
+    "value,switched_on,warning",
+    [("cpu", True, ""), ("0", False, ""), ("1", False, "no CUDA device"), ("force", False, "no CUDA device"), ("maybe", False, "expected 1, force, cpu or 0")],
+)
+def test_environment_variable(value, switched_on, warning):
+    """At import; it never makes the import fail, and never starts CUDA."""
+    code = """
+        import volta_fa, torch
+        t = torch.randn(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(t, t, t)
+        print(volta_fa.sdpa_stats()["ran"], torch.cuda.is_initialized())
+    """
+    environment = {**os.environ, "VOLTA_FA_ENABLE_SDPA": value, "PYTHONPATH": str(REPOSITORY / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True)
+    assert result.stdout.split() == [str(int(switched_on)), "False"], result.stderr
+    assert warning in result.stderr
+    assert ("VOLTA_FA_ENABLE_SDPA" in result.stderr) == bool(warning)
+
+
+def test_modules_are_not_touched():
+    """Nothing of the switch travels with a module: it copies as before."""
+    with enabled():
+        module = copy.deepcopy(FakeMultihead())
+        assert_ours(lambda: module(torch.randn(2, 5, 32, requires_grad=True)).sum().backward())
