@@ -34,9 +34,6 @@ LAYERS = 4
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 #: The few runs of the band do not show how far another may stray; a wrong mask or scale is off by orders of magnitude.
 BAND_FACTOR = 2.0
-#: GradScaler's default. A loss averaged over thousands of tokens leaves gradients of scores that fp16 would flush
-#: to zero with a scale much smaller, each kernel in its own places.
-LOSS_SCALE = 2.0**16
 #: Losses are averaged over this many steps before they are compared: a single batch's loss is noise.
 SMOOTH = 10
 #: The gradient rule of the whole suite.
@@ -118,8 +115,6 @@ def measure(headdim: int, options: argparse.Namespace, tokens: torch.Tensor, dev
     attentions = {"volta_fa": volta_attention, "torch": torch_attention}
     attentions |= band_attentions(device, settings)
     runs = make_runs(settings, device, attentions)
-    for run in runs:
-        run.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
     batch = [t.to(device) for t in next(Batches(tokens, 1, settings.seqlen, settings.seed + 1))]
     gradients = {"first weights": compare_gradients(runs[:2], batch)}
     train(settings, runs, tokens, device, lambda step: advance())

@@ -369,6 +369,23 @@ def test_more_than_2_31_elements(backend):
         torch.testing.assert_close(found[:, rows, -1:][:, 20:].double(), ref[:, 20:], rtol=1e-2, atol=1e-2, msg=lambda m: f"{name}: {m}")
 
 
+# ---- long ---------------------------------------------------------------------------------------------------------
+
+# A spread of 30 makes nearly one-hot rows, one of 1e-3 nearly uniform ones.
+LONG = [
+    Case(8192, 8192, d, batch=1, is_causal=is_causal, spread=spread)
+    for d in (64, 128)
+    for is_causal in (False, True)
+    for spread in (1e-3, 1.0, 30.0)
+]
+
+
+@on_cases((["cuda"], LONG))
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "deterministic"])
+def test_long(backend, case, deterministic):
+    check(backend, *case.inputs(backend), deterministic=deterministic, **case.options)
+
+
 # ---- deterministic ------------------------------------------------------------------------------------------------
 
 DETERMINISTIC = [

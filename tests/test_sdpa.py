@@ -148,10 +148,11 @@ def test_layouts(backend, layout):
 def test_no_keys_and_no_batch(backend):
     for batch, seqlen_q, seqlen_k in ((2, 5, 0), (0, 5, 6), (2, 0, 6)):
         q, kv = backend.randn(batch, 2, seqlen_q, 8), backend.randn(batch, 2, seqlen_k, 8)
-        expected = train(q, kv, kv)
+        # on the CPU: PyTorch's CUDA op returns None for an empty batch that needs a gradient (torch 2.11)
+        expected = train(*(t.cpu().float() for t in (q, kv, kv)))
         with enabled(backend):
             for a, b in zip(train(q, kv, kv), expected):
-                torch.testing.assert_close(a, b)
+                torch.testing.assert_close(a, b.to(a.device, a.dtype))
 
 
 # ---- every way in ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,11 @@ from .data import VOCABULARY, Batches
 from .model import GPT, Attention
 
 
+#: GradScaler's default. A loss averaged over thousands of tokens leaves gradients of scores that fp16 would flush to
+#: zero with a much smaller scale, each attention in its own places: more than rounding.
+LOSS_SCALE = 2.0**16
+
+
 @dataclass(frozen=True)
 class Settings:
     layers: int
@@ -113,8 +118,8 @@ def make_runs(settings: Settings, device: torch.device, attentions: Mapping[str,
             attention=attention,
         ).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-        # A modest constant scale: a step skipped by one run and not by another would look like a wrong gradient.
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=10**9, enabled=settings.half)
+        # A constant scale: a step skipped by one run and not by another would look like a wrong gradient.
+        scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
         runs.append(Run(name, model, optimizer, scaler, settings.half))
     return runs
 
