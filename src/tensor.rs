@@ -73,6 +73,19 @@ pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// An uninitialised contiguous tensor for a kernel to write, at a multiple of `alignment` bytes if that is more than
+/// ATen's allocator gives. It then begins inside its storage.
+pub fn empty(sizes: &[i64], kind: Kind, device: tch::Device, alignment: usize) -> Result<Tensor> {
+    if alignment <= ALIGNMENT {
+        return Ok(Tensor::f_empty(sizes, (kind, device))?);
+    }
+    let (count, bytes) = (sizes.iter().product::<i64>(), kind.elt_size_in_bytes());
+    let room = Tensor::f_empty([count + (alignment / bytes) as i64], (kind, device))?;
+    let start = room.data_ptr() as usize;
+    let skip = start.next_multiple_of(alignment) - start;
+    Ok(room.f_narrow(0, (skip / bytes) as i64, count)?.f_view(sizes)?)
+}
+
 /// The bytes that the strided tensor spans, from its first to its last element.
 pub fn extent(name: &'static str, t: &Tensor, writable: bool) -> Extent {
     let (sizes, strides) = (t.size(), t.stride());

@@ -29,6 +29,11 @@ pub struct Launch<'a> {
 }
 
 pub trait Launcher {
+    /// What outputs and scratch must be aligned to, bytes, where ATen's allocator would not do.
+    fn output_alignment(&self) -> usize {
+        1
+    }
+
     /// Called once by an op, with all its memory, before its first launch.
     fn begin(&self, _extents: &[Extent]) {}
 

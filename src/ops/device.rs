@@ -5,14 +5,15 @@ use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, Step};
 use crate::problem::Attention;
-use crate::tensor::{extent, operand, output, with_aligned_strides};
+use crate::tensor::{self, extent, operand, output, with_aligned_strides};
 use tch::{Kind, Tensor};
 
 pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let step = plan::forward(a, &launcher.limits()?)?;
     let (q, k, v) = (with_aligned_strides(q)?, with_aligned_strides(k)?, with_aligned_strides(v)?);
-    let out = Tensor::f_empty([a.batch, a.seqlen_q, a.nheads, a.headdim_v], (q.kind(), q.device()))?;
-    let softmax_lse = Tensor::f_empty([a.batch, a.nheads, a.seqlen_q], (Kind::Float, q.device()))?;
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let out = empty(&[a.batch, a.seqlen_q, a.nheads, a.headdim_v], q.kind())?;
+    let softmax_lse = empty(&[a.batch, a.nheads, a.seqlen_q], Kind::Float)?;
     let extents = [
         extent("q", &q, false),
         extent("k", &k, false),
@@ -51,15 +52,15 @@ pub fn backward(
     let (q, k, v) = (with_aligned_strides(q)?, with_aligned_strides(k)?, with_aligned_strides(v)?);
     let (dout, out) = (with_aligned_strides(dout)?, with_aligned_strides(out)?);
     let softmax_lse = softmax_lse.f_contiguous()?;
-    let like = |t: &Tensor| Tensor::f_empty(t.size(), (t.kind(), t.device()));
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let like = |t: &Tensor| empty(&t.size(), t.kind());
     let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
     // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
     let (rows, columns) = (plan.seqlen_q_rounded, plan.headdim_rounded);
-    let fp32 = (Kind::Float, q.device());
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let batches = plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0);
-    let row_stats = Tensor::f_empty([batches, a.nheads, rows / 4, 2, 8], fp32)?;
-    let dq_accum = Tensor::f_empty([batches, a.nheads, rows, columns], fp32)?;
+    let row_stats = empty(&[batches, a.nheads, rows / 4, 2, 8], Kind::Float)?;
+    let dq_accum = empty(&[batches, a.nheads, rows, columns], Kind::Float)?;
     let extents = [
         extent("dout", &dout, false),
         extent("q", &q, false),
