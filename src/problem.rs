@@ -317,7 +317,11 @@ pub fn validate_backward(
         check_same(name, "dtype", d.dtype, "q", q.dtype)?;
         check_same(name, "device", d.device, "q", q.device)?;
         if d.sizes != sizes {
-            return Err(Error::value(name, shape(d), format!("shape ({}, {}, {}, {}), that of the forward's out", sizes[0], sizes[1], sizes[2], sizes[3])));
+            return Err(Error::value(
+                name,
+                shape(d),
+                format!("shape ({}, {}, {}, {}), that of the forward's out", sizes[0], sizes[1], sizes[2], sizes[3]),
+            ));
         }
     }
     if softmax_lse.dtype != DType::Float {

@@ -43,7 +43,9 @@ fn wrong_tensors() {
     refused(Value, &["k", "torch.bfloat16", "torch.float16"], |_, k, _, _| k.dtype = DType::BFloat16);
     refused(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
     refused(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
-    refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| *q = TensorDesc { sizes: vec![10, 6, 64], strides: vec![384, 64, 1], ..q.clone() });
+    refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
+        *q = TensorDesc { sizes: vec![10, 6, 64], strides: vec![384, 64, 1], ..q.clone() }
+    });
     refused(Value, &["k", "batch 3", "batch 2"], |_, k, _, _| *k = tensor([3, 12, 3, 64]));
     refused(Value, &["v", "seqlen 13", "seqlen 12"], |_, _, v, _| *v = tensor([2, 13, 3, 32]));
     refused(Value, &["v", "nheads 1", "nheads 3"], |_, _, v, _| *v = tensor([2, 12, 1, 32]));

@@ -5,12 +5,7 @@ use super::variants::*;
 
 /// `forward_register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
 /// padded by 8 elements.
-const fn register_q(
-    name: &'static str,
-    headdim: u32,
-    headdim_v: u32,
-    blocks_per_sm: u32,
-) -> Variant {
+const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per_sm: u32) -> Variant {
     let (slots, step, pad) = (4, 16, 8);
     Variant {
         name,

@@ -166,9 +166,7 @@ impl Launcher for Driver {
         let [x, y, z] = launch.grid;
         // SAFETY: the kernel takes one argument, of the size of `params` (a test compares the two); the tensors
         // behind its pointers are alive, and PyTorch's allocator keeps their memory for this stream.
-        let r = unsafe {
-            result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments)
-        };
+        let r = unsafe { result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments) };
         check(&format!("launching {}", v.name), r)
     }
 }

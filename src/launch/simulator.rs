@@ -118,11 +118,8 @@ impl Launcher for Simulator {
     fn launch(&self, launch: &Launch) -> Result<()> {
         let module = module(launch)?;
         let v = launch.variant;
-        let extents: Vec<Extent> = launch
-            .extents
-            .iter()
-            .map(|e| Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable })
-            .collect();
+        let extents: Vec<Extent> =
+            launch.extents.iter().map(|e| Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
         let sim = SimLaunch {
             grid: launch.grid,
             block: [v.threads, 1, 1],
@@ -146,4 +143,3 @@ impl Launcher for Simulator {
         Ok(())
     }
 }
-

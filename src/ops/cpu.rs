@@ -48,7 +48,11 @@ fn window_offsets(a: &Attention) -> (i64, i64) {
 
 /// Query heads of a group.
 fn heads_per_group(a: &Attention) -> i64 {
-    if a.nheads_k == 0 { 1 } else { a.nheads / a.nheads_k }
+    if a.nheads_k == 0 {
+        1
+    } else {
+        a.nheads / a.nheads_k
+    }
 }
 
 /// Cut the problem into chunks. Rows without any key are in none of them.
@@ -78,7 +82,11 @@ pub fn chunks(a: &Attention) -> Vec<Chunk> {
 
 /// The type that the arithmetic is done in.
 fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+    if kind == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
 }
 
 /// (batch, seqlen, groups * heads, headdim) to (batch * groups, seqlen * heads, headdim), contiguous.
@@ -86,11 +94,11 @@ fn compute_kind(kind: Kind) -> Kind {
 fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, seqlen, all_heads, headdim) = t.size4()?;
     let groups = all_heads / heads;
-    Ok(t.f_view([batch, seqlen, groups, heads, headdim])?
-        .f_permute([0, 2, 1, 3, 4])?
-        .f_to_kind(kind)?
-        .f_contiguous()?
-        .f_view([batch * groups, seqlen * heads, headdim])?)
+    Ok(t.f_view([batch, seqlen, groups, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?.f_to_kind(kind)?.f_contiguous()?.f_view([
+        batch * groups,
+        seqlen * heads,
+        headdim,
+    ])?)
 }
 
 /// The inverse of [`to_groups`], as a new contiguous tensor of type `kind`.
@@ -107,12 +115,11 @@ fn from_groups(t: &Tensor, batch: i64, heads: i64, kind: Kind) -> Result<Tensor>
 /// (batch, nheads, seqlen) statistics to one column per score row, (batch * groups, seqlen * heads, 1).
 fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, nheads, seqlen) = lse.size3()?;
-    Ok(lse
-        .f_reshape([batch, nheads / heads, heads, seqlen])?
-        .f_transpose(2, 3)?
-        .f_to_kind(kind)?
-        .f_contiguous()?
-        .f_view([batch * (nheads / heads), seqlen * heads, 1])?)
+    Ok(lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?.f_to_kind(kind)?.f_contiguous()?.f_view([
+        batch * (nheads / heads),
+        seqlen * heads,
+        1,
+    ])?)
 }
 
 /// The inverse of [`rows_from_lse`], as a new contiguous fp32 tensor.
@@ -120,8 +127,7 @@ fn lse_from_rows(rows: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     let (all_groups, all_rows, _) = rows.size3()?;
     let (groups, seqlen) = (all_groups / batch.max(1), all_rows / heads);
     let lse = Tensor::f_empty([batch, groups * heads, seqlen], (Kind::Float, Device::Cpu))?;
-    lse.f_view([batch, groups, heads, seqlen])?
-        .f_copy_(&rows.f_view([batch, groups, seqlen, heads])?.f_transpose(2, 3)?)?;
+    lse.f_view([batch, groups, heads, seqlen])?.f_copy_(&rows.f_view([batch, groups, seqlen, heads])?.f_transpose(2, 3)?)?;
     Ok(lse)
 }
 
@@ -293,9 +299,5 @@ pub fn backward(
     }
     // dk has its factor from the scaled q
     let dq = dq.f_mul_scalar_(a.softmax_scale)?;
-    Ok((
-        from_groups(&dq, a.batch, work.heads, q.kind())?,
-        from_groups(&dk, a.batch, 1, k.kind())?,
-        from_groups(&dv, a.batch, 1, v.kind())?,
-    ))
+    Ok((from_groups(&dq, a.batch, work.heads, q.kind())?, from_groups(&dk, a.batch, 1, k.kind())?, from_groups(&dv, a.batch, 1, v.kind())?))
 }

@@ -6,7 +6,7 @@ mod device;
 use crate::error::Result;
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
-use crate::problem::{self, Attention, Backend, Device, DType, Options};
+use crate::problem::{self, Attention, Backend, DType, Device, Options};
 use crate::tensor::{describe, readable_gradient};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};

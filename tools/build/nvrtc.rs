@@ -32,7 +32,8 @@ pub struct Compiler {
 const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 
 /// Fixed-width types for the generated header: NVRTC has no standard headers.
-const PRELUDE: &str = "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\n";
+const PRELUDE: &str =
+    "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\n";
 
 impl Compiler {
     /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
@@ -114,7 +115,14 @@ impl Compiler {
         unsafe {
             let lib = &self.library;
             let create: Symbol<
-                unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int,
+                unsafe extern "C" fn(
+                    *mut Program,
+                    *const c_char,
+                    *const c_char,
+                    c_int,
+                    *const *const c_char,
+                    *const *const c_char,
+                ) -> c_int,
             > = lib.get(b"nvrtcCreateProgram")?;
             let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> = lib.get(b"nvrtcCompileProgram")?;
             let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> = lib.get(b"nvrtcDestroyProgram")?;

@@ -66,7 +66,9 @@ impl Environment {
         }
         let version = one("torch").unwrap_or_default();
         if version.split('+').next() != Some(TORCH_VERSION) {
-            bail!("`{python}` has torch {version}, this version of volta_fa needs torch {TORCH_VERSION}: pip install torch=={TORCH_VERSION}");
+            bail!(
+                "`{python}` has torch {version}, this version of volta_fa needs torch {TORCH_VERSION}: pip install torch=={TORCH_VERSION}"
+            );
         }
         let paths = |key: &str| all(key).into_iter().map(PathBuf::from).collect();
         Ok(Environment {

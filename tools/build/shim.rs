@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 const LIBRARY: &str = "volta_fa_torch_ops";
 
 pub fn build(python: &Environment, generated: &Path) -> Result<()> {
-    let (sources, headers): (Vec<_>, Vec<_>) =
-        files("torch_ops")?.into_iter().partition(|p| p.extension().is_some_and(|e| e == "cpp"));
+    let (sources, headers): (Vec<_>, Vec<_>) = files("torch_ops")?.into_iter().partition(|p| p.extension().is_some_and(|e| e == "cpp"));
     // cargo runs build.rs again for every changed kernel; torch's headers take g++ a minute.
     let mut hash = Sha256::new();
     for input in sources.iter().chain(&headers).chain([&generated.join("volta_fa_abi.h"), &PathBuf::from("tools/build/shim.rs")]) {
