@@ -10,6 +10,8 @@ from typing import Callable
 
 import torch
 
+from volta_fa.demo.train import cpu_peak
+
 Work = Callable[[], object]
 
 
@@ -52,24 +54,12 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     """Most memory that PyTorch's allocator held at once during the work, beyond what it held before."""
     gc.collect()
     if device.type != "cuda":
-        return _cpu_peak_bytes(work)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the profiler, which this uses
+            return cpu_peak(work)
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _cpu_peak_bytes(work: Work) -> int:
-    """The CPU allocator keeps no statistics, but it reports each allocation and release to the profiler."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with warnings.catch_warnings(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        warnings.simplefilter("ignore")
-        work()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak

@@ -150,7 +150,7 @@ def test_memory_on_the_cpu_is_exact():
         del a
         return b * 2  # at its highest: two of the three
 
-    assert train._cpu_peak(work) == pytest.approx(2 * 4_000_000, rel=1e-3)
+    assert train.cpu_peak(work) == pytest.approx(2 * 4_000_000, rel=1e-3)
 
 
 def losses(*differences):

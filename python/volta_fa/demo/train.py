@@ -81,12 +81,12 @@ class Run:
             self._forward_backward(tokens, target)
             peak = torch.cuda.max_memory_allocated(tokens.device) - before
         else:
-            peak = _cpu_peak(lambda: self._forward_backward(tokens, target))
+            peak = cpu_peak(lambda: self._forward_backward(tokens, target))
         self.optimizer.zero_grad()
         return peak
 
 
-def _cpu_peak(work: Callable[[], object]) -> int:
+def cpu_peak(work: Callable[[], object]) -> int:
     """The highest sum of what `work` took from ATen's CPU allocator and had not given back.
 
     The process's own high-water mark would not do: the allocator keeps what the first run freed, and the
