@@ -10,7 +10,6 @@ CARGO_FLAGS := --release --locked --features sim
 IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
 # The disassembler that the simulator reads machine code with comes with torch's triton.
 NVDISASM = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('triton').origin).parent / 'backends/nvidia/bin/nvdisasm')")
-TORCH_LIB = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('torch').origin).parent / 'lib')")
 
 # Threads that wait sleep instead of spinning: on a machine that does anything else besides, or with fewer CPUs
 # than it shows, spinning makes small models many times slower.
@@ -31,8 +30,7 @@ run: build ## build, then train a small GPT with volta_fa and with PyTorch and c
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
 
 test: build ## build, then run every test: cargo test and pytest
-	@$(IN_VENV) LD_LIBRARY_PATH="$(TORCH_LIB)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" VOLTA_SIM_NVDISASM="$(NVDISASM)" \
-	    cargo test $(CARGO_FLAGS) --workspace
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" cargo test $(CARGO_FLAGS) --workspace
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest $(ARGS)
 
 build: $(READY) ## make .venv, build the native library with the simulator in it

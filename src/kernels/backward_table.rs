@@ -3,22 +3,8 @@
 
 use super::variants::*;
 
-pub const BACKWARD: &[Variant] = &[
-    // One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM
-    // have 1024 threads with two or more 16-byte loads each in flight.
-    Variant {
-        name: "volta_bwd_prepare",
-        family: VOLTA,
-        pass: Pass::BackwardPrepare,
-        source: "volta/backward_prepare.cu",
-        headdim: 256,
-        headdim_v: 256,
-        block_rows: 64,
-        step: 0,
-        threads: 256,
-        shared_bytes: 0,
-        blocks_per_sm: 4,
-    },
+/// dk, dv and, by atomics, dq.
+const MAIN: [Variant; 6] = [
     // Four warps with 32 keys each: dV and dK are 2 x 32 registers of a thread, so 199 in all and two
     // blocks an SM, as for headdim 64. Shared: K, V 16 KB, Q, dO 4 KB, P or dS 8 KB.
     Variant {
@@ -108,86 +94,43 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 90112,
         blocks_per_sm: 1,
     },
-    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
-    // fewer registers (194, 255, 187, 214, 199, 214) ...
+];
+
+/// The main kernel `main` without its dQ product.
+const fn keys(main: Variant, name: &'static str, source: &'static str) -> Variant {
+    Variant { name, pass: Pass::BackwardKeys, source, ..main }
+}
+
+pub const BACKWARD: &[Variant] = &[
+    // One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM
+    // have 1024 threads with two or more 16-byte loads each in flight.
     Variant {
-        name: "volta_bwd_keys_32",
+        name: "volta_bwd_prepare",
         family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_small_keys.cu",
-        headdim: 32,
-        headdim_v: 32,
-        block_rows: 128,
-        step: 32,
-        threads: 128,
-        shared_bytes: 28672,
-        blocks_per_sm: 2,
-    },
-    Variant {
-        name: "volta_bwd_keys_64",
-        family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_small_keys.cu",
-        headdim: 64,
-        headdim_v: 64,
-        block_rows: 128,
-        step: 32,
-        threads: 128,
-        shared_bytes: 49152,
-        blocks_per_sm: 2,
-    },
-    Variant {
-        name: "volta_bwd_keys_96",
-        family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_split_keys.cu",
-        headdim: 96,
-        headdim_v: 96,
-        block_rows: 128,
-        step: 32,
-        threads: 256,
-        shared_bytes: 77824,
-        blocks_per_sm: 1,
-    },
-    Variant {
-        name: "volta_bwd_keys_128",
-        family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_split_keys.cu",
-        headdim: 128,
-        headdim_v: 128,
-        block_rows: 128,
-        step: 32,
-        threads: 256,
-        shared_bytes: 98304,
-        blocks_per_sm: 1,
-    },
-    Variant {
-        name: "volta_bwd_keys_192",
-        family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_split_keys.cu",
-        headdim: 192,
-        headdim_v: 192,
-        block_rows: 64,
-        step: 32,
-        threads: 256,
-        shared_bytes: 81920,
-        blocks_per_sm: 1,
-    },
-    Variant {
-        name: "volta_bwd_keys_256",
-        family: VOLTA,
-        pass: Pass::BackwardKeys,
-        source: "volta/backward_split_keys.cu",
+        pass: Pass::BackwardPrepare,
+        source: "volta/backward_prepare.cu",
         headdim: 256,
         headdim_v: 256,
         block_rows: 64,
-        step: 16,
+        step: 0,
         threads: 256,
-        shared_bytes: 90112,
-        blocks_per_sm: 1,
+        shared_bytes: 0,
+        blocks_per_sm: 4,
     },
+    MAIN[0],
+    MAIN[1],
+    MAIN[2],
+    MAIN[3],
+    MAIN[4],
+    MAIN[5],
+    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
+    // fewer registers (194, 255, 187, 214, 199, 214) ...
+    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward_small_keys.cu"),
+    keys(MAIN[1], "volta_bwd_keys_64", "volta/backward_small_keys.cu"),
+    keys(MAIN[2], "volta_bwd_keys_96", "volta/backward_split_keys.cu"),
+    keys(MAIN[3], "volta_bwd_keys_128", "volta/backward_split_keys.cu"),
+    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward_split_keys.cu"),
+    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward_split_keys.cu"),
     // ... then dq from blocks of queries, as the main kernels' from blocks of keys. Four warps with 32 queries
     // each: dQ is 32 registers of a thread, 168 in all, so three blocks an SM. Shared: Q, dO 16 KB, K, V 4 KB,
     // dS 8 KB.
