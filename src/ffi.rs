@@ -4,7 +4,7 @@
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
 use crate::error::{Error, ErrorKind};
-use crate::ops::{self, Call, Saved};
+use crate::ops::{self, Call, Gradients, Inputs, Saved};
 use crate::problem::Options;
 use crate::tensor::describe;
 use std::ffi::{c_char, c_void, CString};
@@ -23,6 +23,7 @@ pub struct AttentionArgs {
     pub attn_bias: *mut c_void,
     pub alibi_slopes: *mut c_void,
     pub sinks: *mut c_void,
+    pub rng_state: *mut c_void,
     /// INT64_MIN is None
     pub max_seqlen_q: i64,
     /// INT64_MIN is None
@@ -47,6 +48,7 @@ pub struct BackwardArgs {
     pub dout: *mut c_void,
     pub out: *mut c_void,
     pub softmax_lse: *mut c_void,
+    pub attn_bias_requires_grad: bool,
 }
 
 /// `code`: 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError. `message` is null on success,
@@ -98,30 +100,39 @@ fn given(value: i64) -> Option<i64> {
 /// # Safety
 /// The handles of `args` are valid.
 unsafe fn call(args: &AttentionArgs) -> crate::error::Result<Call> {
-    let desc = |handle| unsafe { tensor(handle) }.map(|t| describe(&t)).transpose();
-    Ok(Call {
-        options: Options {
-            cu_seqlens_q: desc(args.cu_seqlens_q)?,
-            cu_seqlens_k: desc(args.cu_seqlens_k)?,
-            max_seqlen_q: given(args.max_seqlen_q),
-            max_seqlen_k: given(args.max_seqlen_k),
-            seqused_k: desc(args.seqused_k)?,
-            attn_bias: desc(args.attn_bias)?,
-            alibi_slopes: desc(args.alibi_slopes)?,
-            sinks: desc(args.sinks)?,
-            dropout_p: args.dropout_p,
-            softmax_scale: args.has_softmax_scale.then_some(args.softmax_scale),
-            is_causal: args.is_causal,
-            window_left: args.window_left,
-            window_right: args.window_right,
-            softcap: args.softcap,
-            deterministic: args.deterministic,
-        },
-        q: unsafe { required(args.q) },
-        k: unsafe { required(args.k) },
-        v: unsafe { required(args.v) },
-        stream: args.stream,
-    })
+    let inputs = unsafe {
+        Inputs {
+            q: required(args.q),
+            k: required(args.k),
+            v: required(args.v),
+            cu_seqlens_q: tensor(args.cu_seqlens_q),
+            cu_seqlens_k: tensor(args.cu_seqlens_k),
+            seqused_k: tensor(args.seqused_k),
+            attn_bias: tensor(args.attn_bias),
+            alibi_slopes: tensor(args.alibi_slopes),
+            sinks: tensor(args.sinks),
+            rng_state: tensor(args.rng_state),
+        }
+    };
+    let desc = |t: &Option<Tensor>| t.as_ref().map(describe).transpose();
+    let options = Options {
+        cu_seqlens_q: desc(&inputs.cu_seqlens_q)?,
+        cu_seqlens_k: desc(&inputs.cu_seqlens_k)?,
+        max_seqlen_q: given(args.max_seqlen_q),
+        max_seqlen_k: given(args.max_seqlen_k),
+        seqused_k: desc(&inputs.seqused_k)?,
+        attn_bias: desc(&inputs.attn_bias)?,
+        alibi_slopes: desc(&inputs.alibi_slopes)?,
+        sinks: desc(&inputs.sinks)?,
+        dropout_p: args.dropout_p,
+        softmax_scale: args.has_softmax_scale.then_some(args.softmax_scale),
+        is_causal: args.is_causal,
+        window_left: args.window_left,
+        window_right: args.window_right,
+        softcap: args.softcap,
+        deterministic: args.deterministic,
+    };
+    Ok(Call { inputs, options, stream: args.stream })
 }
 
 /// Hand a tensor to the caller as an owned `at::Tensor*`.
@@ -131,22 +142,22 @@ fn release(mut t: Tensor) -> *mut c_void {
     handle
 }
 
-/// `volta_fa::fwd`; `outputs` receives out, softmax_lse, rng_state.
+/// `volta_fa::fwd`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
-/// `args` and its handles are valid, `outputs` has room for 3 pointers; they are written on success only.
+/// `args` and its handles are valid, `outputs` has room for 2 pointers; they are written on success only.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
-        let (out, softmax_lse, rng_state) = ops::forward(&call(&*args)?)?;
-        for (i, t) in [out, softmax_lse, rng_state].into_iter().enumerate() {
+        let (out, softmax_lse) = ops::forward(&call(&*args)?)?;
+        for (i, t) in [out, softmax_lse].into_iter().enumerate() {
             *outputs.add(i) = release(t);
         }
         Ok(())
     })
 }
 
-/// `volta_fa::bwd`; `outputs` receives dq, dk, dv, dattn_bias, dsinks.
+/// `volta_fa::bwd`; `outputs` receives dq, dk, dv, dattn_bias, dsinks, of which the last two may be null: absent.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`], with room for 5 pointers.
@@ -154,11 +165,41 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
 pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
     status("bwd", || unsafe {
         let args = &*args;
-        let saved = Saved { dout: required(args.dout), out: required(args.out), softmax_lse: required(args.softmax_lse) };
-        let gradients = ops::backward(&call(&args.attention)?, &saved)?;
-        for (i, t) in gradients.into_iter().enumerate() {
-            *outputs.add(i) = release(t);
+        let saved = Saved {
+            dout: required(args.dout),
+            out: required(args.out),
+            softmax_lse: required(args.softmax_lse),
+            attn_bias_requires_grad: args.attn_bias_requires_grad,
+        };
+        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention)?, &saved)?;
+        for (i, t) in [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks].into_iter().enumerate() {
+            *outputs.add(i) = t.map_or(std::ptr::null_mut(), release);
         }
+        Ok(())
+    })
+}
+
+/// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.
+#[repr(C)]
+pub struct DropoutMaskArgs {
+    pub rng_state: *mut c_void,
+    pub batch: i64,
+    pub nheads: i64,
+    pub seqlen_q: i64,
+    pub seqlen_k: i64,
+    pub dropout_p: f64,
+}
+
+/// `volta_fa::_dropout_mask`: (batch, nheads, seqlen_q, seqlen_k), true where a probability is kept.
+///
+/// # Safety
+/// As [`volta_fa_fwd`], with room for 1 pointer.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_dropout_mask(args: *const DropoutMaskArgs, output: *mut *mut c_void) -> Status {
+    status("_dropout_mask", || unsafe {
+        let args = &*args;
+        let shape = [args.batch, args.nheads, args.seqlen_q, args.seqlen_k];
+        *output = release(ops::dropout::mask(&required(args.rng_state), shape, args.dropout_p)?);
         Ok(())
     })
 }

@@ -6,7 +6,7 @@ use crate::kernels::{self, Variant};
 use crate::launch::driver;
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, DeviceLimits, Step};
-use crate::problem::{Attention, Window};
+use crate::problem::{Attention, Features, Window};
 use serde_json::{json, Value};
 
 fn variant(v: &Variant) -> Value {
@@ -16,6 +16,7 @@ fn variant(v: &Variant) -> Value {
         "family": v.family.name,
         "sm": v.family.sm,
         "pass": format!("{:?}", v.pass),
+        "flavor": format!("{:?}", v.flavor),
         "source": v.source,
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
@@ -66,6 +67,8 @@ pub fn plan(args: &PlanArgs) -> Result<Value> {
         headdim_v: positive("headdim_v", args.headdim_v)?,
         softmax_scale: 1.0,
         window: Window { left: None, right: args.is_causal.then_some(0) },
+        packed: None,
+        features: Features::default(),
     };
     let limits = DeviceLimits {
         capability: (args.capability_major as i32, args.capability_minor as i32),

@@ -3,7 +3,7 @@
 //! Pure functions of the problem and the device's limits.
 
 use crate::error::{Error, Result};
-use crate::kernels::{self, Family, Pass, Variant};
+use crate::kernels::{self, Family, Flavor, Pass, Variant};
 use crate::params;
 use crate::problem::Attention;
 
@@ -37,8 +37,8 @@ pub struct BackwardPlan {
     pub main: Step,
     /// dq from its accumulator, or, deterministic, computed without one
     pub finish: Step,
-    /// rows of dq's accumulator and of the row statistics
-    pub seqlen_q_rounded: i64,
+    /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
+    pub scratch_rows: i64,
     /// columns of dq's accumulator; 0: there is none
     pub headdim_rounded: i64,
 }
@@ -56,13 +56,25 @@ fn family(d: &DeviceLimits) -> Result<Family> {
     })
 }
 
-/// The cheapest variant that holds the problem: padding is computed on, so the least padded wins. Of several, the
-/// first in the table, which has the larger blocks.
+/// The least that a kernel of this pass has to be prepared for.
+fn flavor(pass: Pass, a: &Attention) -> Flavor {
+    // these two never see a score
+    let rows_only = matches!(pass, Pass::BackwardPrepare | Pass::BackwardFinish);
+    match (a.features.change_scores() && !rows_only, a.is_ragged()) {
+        (true, _) => Flavor::General,
+        (false, true) => Flavor::Ragged,
+        (false, false) => Flavor::Plain,
+    }
+}
+
+/// The cheapest variant that holds the problem: one that is prepared for no more than it needs, and since padding is
+/// computed on, the least padded. Of several, the first in the table, which has the larger blocks.
 fn choose(pass: Pass, a: &Attention, d: &DeviceLimits) -> Result<&'static Variant> {
-    let holds = |v: &&Variant| v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
+    let least = flavor(pass, a);
+    let holds = |v: &&Variant| v.flavor >= least && v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
     let family = family(d)?;
     let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
-    kernels::of(family, pass).filter(holds).filter(fits).min_by_key(|v| v.headdim + v.headdim_v).ok_or_else(|| {
+    kernels::of(family, pass).filter(holds).filter(fits).min_by_key(|v| (v.flavor, v.headdim + v.headdim_v)).ok_or_else(|| {
         Error::unsupported(format!(
             "no {} kernel for headdim {} and headdim_v {} fits this GPU's {} bytes of shared memory a block",
             family.name, a.headdim, a.headdim_v, d.shared_bytes_per_block
@@ -83,7 +95,7 @@ fn step(variant: &'static Variant, rows: i64, heads: i64) -> Step {
 fn smaller(large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
     let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
     kernels::of(large.family, large.pass).find(|v| {
-        (v.headdim, v.headdim_v) == (large.headdim, large.headdim_v)
+        (v.flavor, v.headdim, v.headdim_v) == (large.flavor, large.headdim, large.headdim_v)
             && v.block_rows < large.block_rows
             && v.shared_bytes <= d.shared_bytes_per_block
             && (blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(large))
@@ -104,12 +116,15 @@ pub fn backward(a: &Attention, deterministic: bool, d: &DeviceLimits) -> Result<
         true => (Pass::BackwardKeys, Pass::BackwardQueries),
     };
     let (main, finish) = (choose(main, a, d)?, choose(finish, a, d)?);
-    let seqlen_q_rounded = (a.seqlen_q + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
+    let rounded = |rows: i64| (rows + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
+    // A packed sequence begins at (its first row + its number * QUERY_ROUNDING), rounded down (csrc/sequence.cuh):
+    // that leaves each of them room for its own rounding.
+    let scratch_rows = a.packed.map_or(rounded(a.seqlen_q), |p| rounded(p.total_q + a.batch * QUERY_ROUNDING));
     Ok(BackwardPlan {
-        prepare: step(choose(Pass::BackwardPrepare, a, d)?, seqlen_q_rounded, a.nheads),
+        prepare: step(choose(Pass::BackwardPrepare, a, d)?, rounded(a.seqlen_q), a.nheads),
         main: step(main, a.seqlen_k, a.nheads_k),
         finish: step(finish, a.seqlen_q, a.nheads),
-        seqlen_q_rounded,
+        scratch_rows,
         headdim_rounded: if deterministic { 0 } else { main.headdim as i64 },
     })
 }

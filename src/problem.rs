@@ -15,6 +15,8 @@ pub enum DType {
     Float,
     Double,
     Int32,
+    Int64,
+    Bool,
     Other(&'static str),
 }
 
@@ -26,6 +28,8 @@ impl fmt::Display for DType {
             DType::Float => "torch.float32",
             DType::Double => "torch.float64",
             DType::Int32 => "torch.int32",
+            DType::Int64 => "torch.int64",
+            DType::Bool => "torch.bool",
             DType::Other(name) => name,
         })
     }
@@ -63,7 +67,7 @@ pub struct TensorDesc {
 pub enum Backend {
     /// ATen operations on the CPU
     Cpu,
-    /// our kernels, on a GPU or in the simulator: fp16, 16-byte accesses
+    /// our kernels, on a GPU or in the simulator: fp16 (bf16 is converted), 16-byte accesses
     Kernels,
 }
 
@@ -87,6 +91,13 @@ pub struct Options {
     pub deterministic: bool,
 }
 
+impl Options {
+    /// Whether sequences of different lengths lie one after the other in tensors without a batch dimension.
+    fn is_packed(&self) -> bool {
+        self.cu_seqlens_q.is_some() || self.cu_seqlens_k.is_some()
+    }
+}
+
 /// Which keys a query row sees: row `i` sees `j` with
 /// `i + offset - left <= j <= i + offset + right`, `offset = seqlen_k - seqlen_q`; `None` is no bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,11 +106,41 @@ pub struct Window {
     pub right: Option<i64>,
 }
 
+/// Rows of tensors that hold sequences one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packed {
+    pub total_q: i64,
+    pub total_k: i64,
+}
+
+/// What a problem asks for beyond the window: it decides which kernels can run it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Features {
+    /// 0: off
+    pub softcap: f64,
+    pub dropout_p: f64,
+    pub alibi: bool,
+    pub attn_bias: bool,
+    pub sinks: bool,
+    /// `seqused_k` is given
+    pub seqused_k: bool,
+}
+
+impl Features {
+    /// Whether scores or probabilities are changed on their way through the softmax.
+    pub fn change_scores(&self) -> bool {
+        self.softcap > 0.0 || self.dropout_p > 0.0 || self.alibi || self.attn_bias || self.sinks
+    }
+}
+
 /// A checked problem: everything that planning and the CPU backend need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
+    /// entries, or sequences of packed tensors
     pub batch: i64,
+    /// of every entry; packed, of the longest that the caller says there is
     pub seqlen_q: i64,
+    /// the same for keys
     pub seqlen_k: i64,
     pub nheads: i64,
     pub nheads_k: i64,
@@ -107,12 +148,36 @@ pub struct Attention {
     pub headdim_v: i64,
     pub softmax_scale: f64,
     pub window: Window,
+    pub packed: Option<Packed>,
+    pub features: Features,
 }
 
 impl Attention {
     /// No output element, or no key for any row: nothing to launch.
     pub fn is_empty(&self) -> bool {
-        self.batch == 0 || self.nheads == 0 || self.seqlen_q == 0 || self.seqlen_k == 0 || self.headdim_v == 0
+        let rows = |seqlen: i64, total: fn(&Packed) -> i64| self.packed.as_ref().map_or(seqlen, |p| seqlen.min(total(p)));
+        self.batch == 0 || self.nheads == 0 || rows(self.seqlen_q, |p| p.total_q) == 0 || rows(self.seqlen_k, |p| p.total_k) == 0
+    }
+
+    /// Whether sequence lengths have to be read from memory.
+    pub fn is_ragged(&self) -> bool {
+        self.packed.is_some() || self.features.seqused_k
+    }
+
+    /// Shape of out, of which `headdim` is the last size.
+    pub fn query_shape(&self, headdim: i64) -> Vec<i64> {
+        match self.packed {
+            Some(p) => vec![p.total_q, self.nheads, headdim],
+            None => vec![self.batch, self.seqlen_q, self.nheads, headdim],
+        }
+    }
+
+    /// Shape of softmax_lse.
+    pub fn lse_shape(&self) -> Vec<i64> {
+        match self.packed {
+            Some(p) => vec![self.nheads, p.total_q],
+            None => vec![self.batch, self.nheads, self.seqlen_q],
+        }
     }
 }
 
@@ -127,25 +192,43 @@ const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Gradient and forward grids have the heads on an axis of at most 65535 blocks.
 const MAX_HEADS: i64 = 65535;
 
-fn shape(d: &TensorDesc) -> String {
-    let dims: Vec<String> = d.sizes.iter().map(i64::to_string).collect();
-    format!("shape ({})", dims.join(", "))
+fn listed(sizes: &[i64]) -> String {
+    let dims: Vec<String> = sizes.iter().map(i64::to_string).collect();
+    format!("({})", dims.join(", "))
 }
 
-fn check_rank(name: &str, d: &TensorDesc) -> Result<()> {
-    if d.sizes.len() != 4 {
-        return Err(Error::value(
-            name,
-            format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)),
-            "rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs cu_seqlens_q and cu_seqlens_k",
-        ));
+fn shape(d: &TensorDesc) -> String {
+    format!("shape {}", listed(&d.sizes))
+}
+
+/// Sizes of a (batch, seqlen, nheads, headdim) or a packed (total, nheads, headdim) tensor.
+#[derive(Clone, Copy)]
+struct Sizes {
+    /// 0 where packed
+    batch: i64,
+    /// total where packed
+    rows: i64,
+    nheads: i64,
+    headdim: i64,
+}
+
+impl Sizes {
+    fn of(name: &str, d: &TensorDesc, packed: bool) -> Result<Sizes> {
+        let allowed = match packed {
+            false => "rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs cu_seqlens_q and cu_seqlens_k",
+            true => "rank 3, (total, nheads, headdim), since cu_seqlens_q and cu_seqlens_k are given",
+        };
+        match (packed, d.sizes.as_slice()) {
+            (false, &[batch, rows, nheads, headdim]) => Ok(Sizes { batch, rows, nheads, headdim }),
+            (true, &[rows, nheads, headdim]) => Ok(Sizes { batch: 0, rows, nheads, headdim }),
+            _ => Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), allowed)),
+        }
     }
-    Ok(())
 }
 
 fn check_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     let (ok, allowed) = match backend {
-        Backend::Kernels => (d.dtype == DType::Half, "torch.float16 (the kernels' only input type)"),
+        Backend::Kernels => (matches!(d.dtype, DType::Half | DType::BFloat16), "torch.float16 or torch.bfloat16"),
         Backend::Cpu => (
             matches!(d.dtype, DType::Half | DType::BFloat16 | DType::Float | DType::Double),
             "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
@@ -157,25 +240,31 @@ fn check_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     Ok(())
 }
 
-/// Checks that hold for every (batch, seqlen, nheads, headdim) tensor a kernel or the CPU backend reads.
-fn check_operand(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
+/// Checks that hold for every (batch, seqlen, nheads, headdim) or packed tensor that a backend reads.
+fn check_operand(name: &str, d: &TensorDesc, packed: bool, backend: Backend) -> Result<Sizes> {
     check_dtype(name, d, backend)?;
-    check_rank(name, d)?;
-    let elements: i64 = d.sizes.iter().product();
-    if elements > 0 && d.sizes[3] > 1 && d.strides[3] != 1 {
-        return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[3]), "a contiguous last dimension (stride 1)"));
+    let sizes = Sizes::of(name, d, packed)?;
+    if d.sizes.contains(&0) {
+        return Ok(sizes);
     }
-    if elements > 0 && backend == Backend::Kernels && d.sizes[1] > 1 && d.strides[1] > MAX_ROW_STRIDE {
-        return Err(Error::value(name, format!("stride {} between rows", d.strides[1]), format!("at most {MAX_ROW_STRIDE} elements")));
+    let (columns, rows) = (d.sizes.len() - 1, d.sizes.len() - 3);
+    if d.sizes[columns] > 1 && d.strides[columns] != 1 {
+        return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[columns]), "a contiguous last dimension (stride 1)"));
     }
-    if elements > 0 && backend == Backend::Kernels && d.misalignment != 0 {
-        return Err(Error::value(
-            name,
-            format!("a data pointer {} bytes past a 16-byte boundary", d.misalignment),
-            "a 16-byte aligned data pointer (call .clone() on such a slice)",
-        ));
+    // bf16 is converted, and the copy has strides of its own
+    if backend == Backend::Kernels && d.dtype == DType::Half {
+        if d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
+            return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
+        }
+        if d.misalignment != 0 {
+            return Err(Error::value(
+                name,
+                format!("a data pointer {} bytes past a 16-byte boundary", d.misalignment),
+                "a 16-byte aligned data pointer (call .clone() on such a slice)",
+            ));
+        }
     }
-    Ok(())
+    Ok(sizes)
 }
 
 fn check_headdim(name: &str, what: &str, headdim: i64) -> Result<()> {
@@ -196,36 +285,75 @@ fn check_same<T: PartialEq + fmt::Display>(name: &str, what: &str, found: T, oth
     Ok(())
 }
 
-/// Features whose kernels are not written yet: a clear refusal, never a wrong answer.
-fn check_unimplemented(o: &Options) -> Result<()> {
-    let later = |name: &str| Err(Error::unsupported(format!("{name} is not implemented yet in this version of volta_fa")));
-    for (name, given) in [
-        ("cu_seqlens_q", o.cu_seqlens_q.is_some()),
-        ("cu_seqlens_k", o.cu_seqlens_k.is_some()),
-        ("max_seqlen_q", o.max_seqlen_q.is_some()),
-        ("max_seqlen_k", o.max_seqlen_k.is_some()),
-        ("seqused_k", o.seqused_k.is_some()),
-        ("attn_bias", o.attn_bias.is_some()),
-        ("alibi_slopes", o.alibi_slopes.is_some()),
-        ("sinks", o.sinks.is_some()),
-        ("dropout_p > 0", o.dropout_p > 0.0),
-        ("softcap > 0", o.softcap > 0.0),
-    ] {
-        if given {
-            return later(name);
-        }
-    }
-    Ok(())
-}
-
-/// Packed arguments are checked for type and rank even before the packed kernels exist, so that the
-/// first message a user sees is about their mistake.
-fn check_cu_seqlens(name: &str, d: &TensorDesc) -> Result<()> {
+/// An int32 vector on q's device: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`.
+fn check_lengths(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>, what: &str) -> Result<()> {
     if d.dtype != DType::Int32 {
         return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.int32"));
     }
-    if d.sizes.len() != 1 || d.sizes[0] < 1 {
-        return Err(Error::value(name, shape(d), "shape (batch + 1,)"));
+    if d.sizes.len() != 1 || count.is_some_and(|n| d.sizes[0] != n) || (count.is_none() && d.sizes[0] < 1) {
+        let n = count.map_or(String::new(), |n| format!(", here ({n},)"));
+        return Err(Error::value(name, shape(d), format!("shape {what}{n}")));
+    }
+    if d.sizes[0] > 1 && d.strides[0] != 1 {
+        return Err(Error::value(name, format!("stride {}", d.strides[0]), "a contiguous tensor"));
+    }
+    check_same(name, "device", d.device, "q", q.device)
+}
+
+/// (batch, longest q, longest k) of packed sequences.
+fn check_packed(q: &TensorDesc, o: &Options) -> Result<(i64, i64, i64)> {
+    let both = "a tensor, since the other of cu_seqlens_q and cu_seqlens_k is given";
+    let cu_q = o.cu_seqlens_q.as_ref().ok_or_else(|| Error::value("cu_seqlens_q", "None", both))?;
+    let cu_k = o.cu_seqlens_k.as_ref().ok_or_else(|| Error::value("cu_seqlens_k", "None", both))?;
+    check_lengths("cu_seqlens_q", cu_q, q, None, "(batch + 1,)")?;
+    check_lengths("cu_seqlens_k", cu_k, q, Some(cu_q.sizes[0]), "(batch + 1,), that of cu_seqlens_q")?;
+    let longest = |name: &str, given: Option<i64>| match given {
+        None => Err(Error::value(name, "None", "the length of the longest sequence, since cu_seqlens_q and cu_seqlens_k are given")),
+        Some(n) if !(0..=MAX_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_SEQLEN}"))),
+        Some(n) => Ok(n),
+    };
+    Ok((cu_q.sizes[0] - 1, longest("max_seqlen_q", o.max_seqlen_q)?, longest("max_seqlen_k", o.max_seqlen_k)?))
+}
+
+/// Tensors that change the scores.
+fn check_features(q: &TensorDesc, a: &Attention, o: &Options) -> Result<()> {
+    if let Some(d) = &o.seqused_k {
+        check_lengths("seqused_k", d, q, Some(a.batch), "(batch,)")?;
+    }
+    if let Some(d) = &o.alibi_slopes {
+        if d.dtype != DType::Float {
+            return Err(Error::value("alibi_slopes", format!("dtype {}", d.dtype), "torch.float32"));
+        }
+        if d.sizes != [a.nheads] && d.sizes != [a.batch, a.nheads] {
+            return Err(Error::value("alibi_slopes", shape(d), format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", a.nheads, a.batch)));
+        }
+        check_same("alibi_slopes", "device", d.device, "q", q.device)?;
+    }
+    if let Some(d) = &o.sinks {
+        if d.dtype != q.dtype && d.dtype != DType::Float {
+            return Err(Error::value("sinks", format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
+        }
+        if d.sizes != [a.nheads] {
+            return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", a.nheads)));
+        }
+        check_same("sinks", "device", d.device, "q", q.device)?;
+    }
+    if let Some(d) = &o.attn_bias {
+        if d.dtype != q.dtype && d.dtype != DType::Float && d.dtype != DType::Bool {
+            return Err(Error::value("attn_bias", format!("dtype {}", d.dtype), format!("torch.bool, {} (q's) or torch.float32", q.dtype)));
+        }
+        let full = [a.batch, a.nheads, a.seqlen_q, a.seqlen_k];
+        if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && n != full) {
+            return Err(Error::value(
+                "attn_bias",
+                shape(d),
+                format!(
+                    "shape (batch, nheads, seqlen_q, seqlen_k), here ({}, {}, {}, {}), in which any size may be 1",
+                    full[0], full[1], full[2], full[3]
+                ),
+            ));
+        }
+        check_same("attn_bias", "device", d.device, "q", q.device)?;
     }
     Ok(())
 }
@@ -236,6 +364,9 @@ fn check_scalars(o: &Options) -> Result<f64> {
     }
     if !(o.softcap >= 0.0 && o.softcap.is_finite()) {
         return Err(Error::value("softcap", o.softcap, "0 (off) or a positive finite number"));
+    }
+    if o.softcap > 0.0 && o.dropout_p > 0.0 {
+        return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
     }
     if let Some(s) = o.softmax_scale {
         if !s.is_finite() || (s as f32).is_infinite() {
@@ -256,50 +387,101 @@ fn check_scalars(o: &Options) -> Result<f64> {
 /// `Value` for a wrong argument, `Unsupported` for a feature that this version does not have.
 pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
     let scale = check_scalars(o)?;
-    for (name, cu) in [("cu_seqlens_q", &o.cu_seqlens_q), ("cu_seqlens_k", &o.cu_seqlens_k)] {
-        if let Some(d) = cu {
-            check_cu_seqlens(name, d)?;
-        }
-    }
-    check_unimplemented(o)?;
-    for (name, d) in [("q", q), ("k", k), ("v", v)] {
-        check_operand(name, d, backend)?;
-    }
-    for (name, d) in [("k", k), ("v", v)] {
+    let packed = o.is_packed();
+    let qs = check_operand("q", q, packed, backend)?;
+    let ks = check_operand("k", k, packed, backend)?;
+    let vs = check_operand("v", v, packed, backend)?;
+    for (name, d, sizes) in [("k", k, ks), ("v", v, vs)] {
         check_same(name, "dtype", d.dtype, "q", q.dtype)?;
         check_same(name, "device", d.device, "q", q.device)?;
-        check_same(name, "batch", d.sizes[0], "q", q.sizes[0])?;
+        check_same(name, "batch", sizes.batch, "q", qs.batch)?;
     }
-    check_same("v", "seqlen", v.sizes[1], "k", k.sizes[1])?;
-    check_same("v", "nheads", v.sizes[2], "k", k.sizes[2])?;
-    check_same("k", "headdim", k.sizes[3], "q", q.sizes[3])?;
-    let (nheads, nheads_k) = (q.sizes[2], k.sizes[2]);
+    let rows = if packed { "total" } else { "seqlen" };
+    check_same("v", rows, vs.rows, "k", ks.rows)?;
+    check_same("v", "nheads", vs.nheads, "k", ks.nheads)?;
+    check_same("k", "headdim", ks.headdim, "q", qs.headdim)?;
+    let (nheads, nheads_k) = (qs.nheads, ks.nheads);
     if nheads > 0 && (nheads_k == 0 || nheads % nheads_k != 0) {
         return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of k and v")));
     }
-    check_headdim("q", "headdim", q.sizes[3])?;
-    check_headdim("v", "headdim", v.sizes[3])?;
-    for (name, seqlen) in [("q", q.sizes[1]), ("k", k.sizes[1])] {
+    check_headdim("q", "headdim", qs.headdim)?;
+    check_headdim("v", "headdim", vs.headdim)?;
+    for (name, seqlen) in [("q", qs.rows), ("k", ks.rows)] {
         if seqlen > MAX_SEQLEN {
-            return Err(Error::value(name, format!("seqlen {seqlen}"), format!("at most {MAX_SEQLEN}")));
+            return Err(Error::value(name, format!("{rows} {seqlen}"), format!("at most {MAX_SEQLEN}")));
         }
     }
     if nheads > MAX_HEADS {
         return Err(Error::value("q", format!("nheads {nheads}"), format!("at most {MAX_HEADS}")));
     }
+    let (batch, seqlen_q, seqlen_k) = if packed {
+        check_packed(q, o)?
+    } else {
+        for (name, given) in [("max_seqlen_q", o.max_seqlen_q), ("max_seqlen_k", o.max_seqlen_k)] {
+            if let Some(n) = given {
+                return Err(Error::value(name, n, "None, since cu_seqlens_q and cu_seqlens_k are not given"));
+            }
+        }
+        (qs.batch, qs.rows, ks.rows)
+    };
     let bound = |w: i64| (w >= 0).then_some(w);
     let right = if o.is_causal { Some(0) } else { bound(o.window_right) };
-    Ok(Attention {
-        batch: q.sizes[0],
-        seqlen_q: q.sizes[1],
-        seqlen_k: k.sizes[1],
+    let a = Attention {
+        batch,
+        seqlen_q,
+        seqlen_k,
         nheads,
         nheads_k,
-        headdim: q.sizes[3],
-        headdim_v: v.sizes[3],
-        softmax_scale: if scale.is_nan() { (q.sizes[3] as f64).powf(-0.5) } else { scale },
+        headdim: qs.headdim,
+        headdim_v: vs.headdim,
+        softmax_scale: if scale.is_nan() { (qs.headdim as f64).powf(-0.5) } else { scale },
         window: Window { left: bound(o.window_left), right },
-    })
+        packed: packed.then_some(Packed { total_q: qs.rows, total_k: ks.rows }),
+        features: Features {
+            softcap: o.softcap,
+            dropout_p: o.dropout_p,
+            alibi: o.alibi_slopes.is_some(),
+            attn_bias: o.attn_bias.is_some(),
+            sinks: o.sinks.is_some(),
+            seqused_k: o.seqused_k.is_some(),
+        },
+    };
+    check_features(q, &a, o)?;
+    Ok(a)
+}
+
+/// Check the lengths themselves, where reading them costs nothing: on the CPU.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_lengths(a: &Attention, cu_seqlens_q: Option<&[i32]>, cu_seqlens_k: Option<&[i32]>, seqused_k: Option<&[i32]>) -> Result<()> {
+    let Packed { total_q, total_k } = a.packed.unwrap_or(Packed { total_q: 0, total_k: a.seqlen_k });
+    for (name, cu, total, longest_name, longest) in
+        [("cu_seqlens_q", cu_seqlens_q, total_q, "max_seqlen_q", a.seqlen_q), ("cu_seqlens_k", cu_seqlens_k, total_k, "max_seqlen_k", a.seqlen_k)]
+    {
+        let Some(cu) = cu else { continue };
+        if cu[0] != 0 {
+            return Err(Error::value(name, format!("{} as its first value", cu[0]), "0"));
+        }
+        if let Some(i) = (1..cu.len()).find(|&i| cu[i] < cu[i - 1]) {
+            return Err(Error::value(name, format!("{} after {} (entry {i})", cu[i], cu[i - 1]), "values that never descend"));
+        }
+        if i64::from(cu[cu.len() - 1]) != total {
+            return Err(Error::value(name, format!("{} as its last value", cu[cu.len() - 1]), format!("{total}, the number of rows")));
+        }
+        if let Some(i) = (1..cu.len()).find(|&i| i64::from(cu[i] - cu[i - 1]) > longest) {
+            return Err(Error::value(longest_name, longest, format!("at least {}, the length of sequence {}", cu[i] - cu[i - 1], i - 1)));
+        }
+    }
+    if let Some(used) = seqused_k {
+        for (b, &n) in used.iter().enumerate() {
+            let stored = cu_seqlens_k.map_or(a.seqlen_k, |cu| i64::from(cu[b + 1] - cu[b]));
+            if !(0..=stored).contains(&i64::from(n)) {
+                return Err(Error::value("seqused_k", format!("{n} (entry {b})"), format!("a length from 0 to {stored}")));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Check the tensors that `volta_fa::bwd` takes beside those of the forward pass.
@@ -307,29 +489,35 @@ pub fn validate_backward(
     dout: &TensorDesc,
     out: &TensorDesc,
     softmax_lse: &TensorDesc,
+    rng_state: Option<&TensorDesc>,
     q: &TensorDesc,
     a: &Attention,
     backend: Backend,
 ) -> Result<()> {
-    let sizes = [a.batch, a.seqlen_q, a.nheads, a.headdim_v];
+    let expected = a.query_shape(a.headdim_v);
     for (name, d) in [("dout", dout), ("out", out)] {
-        check_operand(name, d, backend)?;
+        check_operand(name, d, a.packed.is_some(), backend)?;
         check_same(name, "dtype", d.dtype, "q", q.dtype)?;
         check_same(name, "device", d.device, "q", q.device)?;
-        if d.sizes != sizes {
-            return Err(Error::value(
-                name,
-                shape(d),
-                format!("shape ({}, {}, {}, {}), that of the forward's out", sizes[0], sizes[1], sizes[2], sizes[3]),
-            ));
+        if d.sizes != expected {
+            return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
         }
     }
     if softmax_lse.dtype != DType::Float {
         return Err(Error::value("softmax_lse", format!("dtype {}", softmax_lse.dtype), "torch.float32"));
     }
     check_same("softmax_lse", "device", softmax_lse.device, "q", q.device)?;
-    if softmax_lse.sizes != [a.batch, a.nheads, a.seqlen_q] {
-        return Err(Error::value("softmax_lse", shape(softmax_lse), format!("shape ({}, {}, {})", a.batch, a.nheads, a.seqlen_q)));
+    if softmax_lse.sizes != a.lse_shape() {
+        return Err(Error::value("softmax_lse", shape(softmax_lse), format!("shape {}", listed(&a.lse_shape()))));
     }
-    Ok(())
+    match rng_state {
+        Some(d) if a.features.dropout_p > 0.0 => {
+            if d.dtype != DType::Int64 || d.sizes != [2] {
+                return Err(Error::value("rng_state", format!("{} of dtype {}", shape(d), d.dtype), "shape (2,) of dtype torch.int64, that of the forward"));
+            }
+            check_same("rng_state", "device", d.device, "q", q.device)
+        }
+        None if a.features.dropout_p > 0.0 => Err(Error::value("rng_state", "None", "that of the forward, since dropout_p is not 0")),
+        _ => Ok(()),
+    }
 }

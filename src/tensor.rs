@@ -18,11 +18,11 @@ fn dtype(kind: Kind) -> DType {
         Kind::Float => DType::Float,
         Kind::Double => DType::Double,
         Kind::Int => DType::Int32,
-        Kind::Int64 => DType::Other("torch.int64"),
+        Kind::Int64 => DType::Int64,
         Kind::Int16 => DType::Other("torch.int16"),
         Kind::Int8 => DType::Other("torch.int8"),
         Kind::Uint8 => DType::Other("torch.uint8"),
-        Kind::Bool => DType::Other("torch.bool"),
+        Kind::Bool => DType::Bool,
         Kind::ComplexHalf => DType::Other("torch.complex32"),
         Kind::ComplexFloat => DType::Other("torch.complex64"),
         Kind::ComplexDouble => DType::Other("torch.complex128"),
@@ -95,12 +95,17 @@ pub fn extent(name: &'static str, t: &Tensor, writable: bool) -> Extent {
     Extent { name, ptr: t.data_ptr().cast(), bytes, writable }
 }
 
-/// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`.
+/// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`; or a packed (total, heads,
+/// headdim) one.
 pub fn operand(t: &Tensor, batch: i64) -> Operand {
-    let (b, s, h, _) = t.stride4().expect("validation checked the rank");
-    // SAFETY: stays inside the tensor: batch is one of its indices.
-    let ptr = unsafe { (t.data_ptr() as *const u16).offset((batch * b) as isize) };
-    Operand { ptr, batch_stride: b, row_stride: s, head_stride: h }
+    let strides = t.stride();
+    let [batch_stride, row_stride, head_stride] = match strides[..] {
+        [b, s, h, _] => [b, s, h],
+        [s, h, _] => [0, s, h],
+        _ => unreachable!("validation checked the rank"),
+    };
+    let ptr = (t.data_ptr() as *const u16).wrapping_offset((batch * batch_stride) as isize);
+    Operand { ptr, batch_stride, row_stride, head_stride }
 }
 
 /// The same as kernel output.

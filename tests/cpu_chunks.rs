@@ -1,10 +1,10 @@
 //! How the CPU backend cuts a problem: everything once, nothing beyond the window, memory linear in the sequence.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
-use volta_fa::problem::{Attention, Window};
+use volta_fa::problem::{Attention, Features, Window};
 
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
-    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, softmax_scale: 0.125, window }
+    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, softmax_scale: 0.125, window, packed: None, features: Features::default() }
 }
 
 const WINDOWS: [Window; 6] = [

@@ -2,7 +2,7 @@
 
 use volta_fa::kernels::{self, Pass};
 use volta_fa::plan::{self, DeviceLimits};
-use volta_fa::problem::{Attention, Window};
+use volta_fa::problem::{Attention, Features, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention {
@@ -15,6 +15,8 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
         headdim_v,
         softmax_scale: 0.125,
         window: Window { left: None, right: None },
+        packed: None,
+        features: Features::default(),
     }
 }
 
@@ -92,8 +94,8 @@ fn grids_cover_every_row() {
         let b = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
-        assert!(b.seqlen_q_rounded >= seqlen && b.seqlen_q_rounded % b.main.variant.step as i64 == 0);
-        assert!((b.prepare.blocks[0] * b.prepare.variant.block_rows) as i64 >= b.seqlen_q_rounded);
+        assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
+        assert!((b.prepare.blocks[0] * b.prepare.variant.block_rows) as i64 >= b.scratch_rows);
     }
 }
 

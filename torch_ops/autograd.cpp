@@ -13,6 +13,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+bool needs_gradient(const OptionalTensor &t) { return t && t->defined() && t->requires_grad(); }
+
 struct Attention : torch::autograd::Function<Attention> {
     static variable_list forward(AutogradContext *ctx, const Tensor &q, const Tensor &k, const Tensor &v,
                                  VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), std::optional<at::Generator> generator) {
@@ -31,6 +33,7 @@ struct Attention : torch::autograd::Function<Attention> {
         saved["window_right"] = window_right;
         saved["softcap"] = softcap;
         saved["deterministic"] = deterministic;
+        saved["attn_bias_requires_grad"] = needs_gradient(attn_bias);
         ctx->mark_non_differentiable({softmax_lse, rng_state});
         // gradients of the non-differentiable outputs arrive undefined, not as zeros to allocate
         ctx->set_materialize_grads(false);
@@ -51,11 +54,11 @@ struct Attention : torch::autograd::Function<Attention> {
             saved["max_seqlen_k"].to<std::optional<c10::SymInt>>(), optional(8), optional(9), optional(10), optional(11),
             saved["dropout_p"].toDouble(), saved["softmax_scale"].to<std::optional<double>>(), saved["is_causal"].toBool(),
             saved["window_left"].toSymInt(), saved["window_right"].toSymInt(), saved["softcap"].toDouble(),
-            saved["deterministic"].toBool() || at::globalContext().deterministicAlgorithms());
+            saved["deterministic"].toBool() || at::globalContext().deterministicAlgorithms(), saved["attn_bias_requires_grad"].toBool());
         result[0] = dq;
         result[1] = dk;
         result[2] = dv;
-        if (t[9].defined()) result[attn_bias_input] = dattn_bias;
+        if (saved["attn_bias_requires_grad"].toBool()) result[attn_bias_input] = dattn_bias;
         if (t[11].defined()) result[sinks_input] = dsinks;
         return result;
     }
@@ -66,7 +69,6 @@ FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION
     const auto has_tangent = [](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); };
     TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(q) || has_tangent(k) || has_tangent(v)),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
-    const auto needs_gradient = [](const OptionalTensor &t) { return t && t->defined() && t->requires_grad(); };
     if (!at::GradMode::is_enabled() ||
         !(q.requires_grad() || k.requires_grad() || v.requires_grad() || needs_gradient(attn_bias) || needs_gradient(sinks))) {
         // inference: no graph node to build

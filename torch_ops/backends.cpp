@@ -3,6 +3,8 @@
 #include "ops.h"
 #include "rust.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -20,7 +22,8 @@ void *current_stream(const Tensor &t) {
     return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
 }
 
-AttentionArgs arguments(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(int64_t)) {
+AttentionArgs arguments(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &rng_state,
+                        VOLTA_FA_OPTION_PARAMETERS(int64_t)) {
     constexpr int64_t none = std::numeric_limits<int64_t>::min();
     AttentionArgs a{};
     a.q = handle(q);
@@ -32,6 +35,7 @@ AttentionArgs arguments(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA
     a.attn_bias = handle(attn_bias);
     a.alibi_slopes = handle(alibi_slopes);
     a.sinks = handle(sinks);
+    a.rng_state = rng_state.defined() && rng_state.numel() > 0 ? handle(rng_state) : nullptr;
     a.max_seqlen_q = max_seqlen_q.value_or(none);
     a.max_seqlen_k = max_seqlen_k.value_or(none);
     a.dropout_p = dropout_p;
@@ -46,27 +50,38 @@ AttentionArgs arguments(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA
     return a;
 }
 
+// Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
+// a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)
+Tensor draw_rng_state(const Tensor &q, double dropout_p, std::optional<at::Generator> generator) {
+    const auto options = q.options().dtype(at::kLong);
+    if (!(dropout_p > 0.0 && dropout_p < 1.0)) return at::empty({0}, options);
+    return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), options);
+}
+
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
-              std::optional<at::Generator> /* generator: dropout is not implemented, Rust refuses dropout_p */) {
+              std::optional<at::Generator> generator) {
     const c10::DeviceGuard guard(q.device());
-    const AttentionArgs args = arguments(q, k, v, VOLTA_FA_OPTION_ARGUMENTS);
-    std::array<void *, 3> outputs{};
+    Tensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
+    const AttentionArgs args = arguments(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
+    std::array<void *, 2> outputs{};
     check(volta_fa_fwd(&args, outputs.data()));
-    return {take_tensor(outputs[0]), take_tensor(outputs[1]), take_tensor(outputs[2])};
+    return {take_tensor(outputs[0]), take_tensor(outputs[1]), std::move(rng_state)};
 }
 
 BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
-              const Tensor &softmax_lse, const OptionalTensor & /* rng_state */, VOLTA_FA_OPTION_PARAMETERS(int64_t)) {
+              const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t),
+              bool attn_bias_requires_grad) {
     const c10::DeviceGuard guard(q.device());
     BackwardArgs args{};
-    args.attention = arguments(q, k, v, VOLTA_FA_OPTION_ARGUMENTS);
+    args.attention = arguments(q, k, v, rng_state.value_or(Tensor()), VOLTA_FA_OPTION_ARGUMENTS);
     args.dout = handle(dout);
     args.out = handle(out);
     args.softmax_lse = handle(softmax_lse);
+    args.attn_bias_requires_grad = attn_bias_requires_grad;
     std::array<void *, 5> outputs{};
     check(volta_fa_bwd(&args, outputs.data()));
-    return {take_tensor(outputs[0]), take_tensor(outputs[1]), take_tensor(outputs[2]), take_tensor(outputs[3]),
-            take_tensor(outputs[4])};
+    const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : at::empty({0}, q.options()); };
+    return {gradient(0), gradient(1), gradient(2), gradient(3), gradient(4)};
 }
 
 }  // namespace

@@ -10,26 +10,33 @@ namespace {
 
 Tensor contiguous_like(const Tensor &t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-void check_rank(const char *name, const Tensor &t) {
-    TORCH_CHECK_VALUE(t.dim() == 4, "volta_fa: ", name, ": got a tensor of rank ", t.dim(),
-                      ", expected rank 4, (batch, seqlen, nheads, headdim)");
+// (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
+void check_rank(const char *name, const Tensor &t, bool packed) {
+    TORCH_CHECK_VALUE(t.dim() == (packed ? 3 : 4), "volta_fa: ", name, ": got a tensor of rank ", t.dim(), ", expected rank ",
+                      packed ? "3, (total, nheads, headdim), with cu_seqlens_q" : "4, (batch, seqlen, nheads, headdim)");
 }
 
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator>) {
-    check_rank("q", q);
-    check_rank("k", k);
-    check_rank("v", v);
-    const auto batch = q.sym_size(0), seqlen_q = q.sym_size(1), nheads = q.sym_size(2);
-    return {at::empty_symint({batch, seqlen_q, nheads, v.sym_size(3)}, q.options()),
-            at::empty_symint({batch, nheads, seqlen_q}, q.options().dtype(at::kFloat)),
-            at::empty_symint({c10::SymInt(0)}, q.options().dtype(at::kLong))};
+    const bool packed = cu_seqlens_q && cu_seqlens_q->defined();
+    check_rank("q", q, packed);
+    check_rank("k", k, packed);
+    check_rank("v", v, packed);
+    c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());
+    out.back() = v.sym_sizes().back();
+    const auto nheads = q.sym_size(-2), rows = q.sym_size(-3);
+    const auto lse = packed ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{q.sym_size(0), nheads, rows};
+    return {at::empty_symint(out, q.options()), at::empty_symint(lse, q.options().dtype(at::kFloat)),
+            at::empty_symint({c10::SymInt(dropout_p > 0.0 ? 2 : 0)}, q.options().dtype(at::kLong))};
 }
 
 BwdResult bwd(const Tensor &, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &, const Tensor &,
-              const OptionalTensor &, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt)) {
-    const auto absent = [&] { return at::empty_symint({c10::SymInt(0)}, q.options()); };
-    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), absent(), absent()};
+              const OptionalTensor &, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad) {
+    const auto optional = [&](bool there, const OptionalTensor &t) {
+        return there && t && t->defined() ? contiguous_like(*t) : at::empty_symint({c10::SymInt(0)}, q.options());
+    };
+    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), optional(attn_bias_requires_grad, attn_bias),
+            optional(true, sinks)};
 }
 
 }  // namespace

@@ -17,21 +17,32 @@ std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nhea
     return take_string(json);
 }
 
+at::Tensor dropout_mask(const at::Tensor &rng_state, int64_t batch, int64_t nheads, int64_t seqlen_q, int64_t seqlen_k,
+                        double dropout_p) {
+    const at::Tensor on_cpu = rng_state.cpu();
+    const DropoutMaskArgs args{const_cast<at::Tensor *>(&on_cpu), batch, nheads, seqlen_q, seqlen_k, dropout_p};
+    void *mask = nullptr;
+    check(volta_fa_dropout_mask(&args, &mask));
+    return take_tensor(mask).to(rng_state.device());
+}
+
 }  // namespace
 }  // namespace volta_fa
 
 TORCH_LIBRARY(volta_fa, m) {
     m.def("fwd(Tensor q, Tensor k, Tensor v, *, " VOLTA_FA_OPTION_SCHEMA
           ", Generator? generator=None) -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
-          {at::Tag::pt2_compliant_tag});
+          {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
     m.def("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, *, "
           "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
-          ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
+          ", bool attn_bias_requires_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
           {at::Tag::pt2_compliant_tag});
     // For our own tools and tests, not part of the interface: JSON about the build, plans, timed simulations.
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
     m.def("_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
           "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304) -> str",
           volta_fa::plan);
+    m.def("_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
+          volta_fa::dropout_mask);
     m.def("_sim_report() -> str", [] { return volta_fa::take_string(volta_fa_take_simulations()); });
 }

@@ -4,7 +4,7 @@ mod backward_table;
 mod forward_table;
 mod variants;
 
-pub use variants::{Family, Pass, Variant, VOLTA};
+pub use variants::{Family, Flavor, Pass, Variant, VOLTA};
 
 use crate::error::{Error, Result};
 

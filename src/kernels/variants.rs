@@ -29,6 +29,17 @@ pub enum Pass {
     BackwardFinish,
 }
 
+/// What a kernel is prepared for; each does what those before it do, at a price.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Flavor {
+    /// all sequences have one length, and softmax(scale * QK^T) with a window is all there is
+    Plain,
+    /// sequence lengths come from memory
+    Ragged,
+    /// and scores pass through softcap, ALiBi, bias, sinks and dropout, where the parameters ask for them
+    General,
+}
+
 /// One kernel: a source file compiled with its `-D` definitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variant {
@@ -36,6 +47,7 @@ pub struct Variant {
     pub name: &'static str,
     pub family: Family,
     pub pass: Pass,
+    pub flavor: Flavor,
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load

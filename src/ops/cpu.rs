@@ -9,7 +9,8 @@
 //!
 //! fp16 and bf16 are computed in fp32 and rounded once, at the end.
 
-use crate::error::Result;
+use super::{Gradients, Inputs, Saved};
+use crate::error::{Error, Result};
 use crate::problem::Attention;
 use tch::{Device, Kind, Tensor};
 
@@ -212,13 +213,22 @@ impl<'a> Work<'a> {
     }
 }
 
+fn check_implemented(a: &Attention) -> Result<()> {
+    if a.is_ragged() || a.features.change_scores() {
+        return Err(Error::unsupported("not implemented yet"));
+    }
+    Ok(())
+}
+
 /// out (batch, seqlen_q, nheads, headdim_v) and softmax_lse (batch, nheads, seqlen_q).
 ///
 /// The caller has validated the problem and turned autograd off.
 ///
 /// # Errors
 /// Only where ATen fails, as when memory runs out.
-pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, a: &Attention) -> Result<(Tensor, Tensor)> {
+pub fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    let Inputs { q, k, v, .. } = inputs;
+    check_implemented(a)?;
     let work = Work::new(q, k, v, a)?;
     let (groups, rows) = (a.batch * a.nheads_k, a.seqlen_q * work.heads);
     // what rows without any key keep
@@ -262,15 +272,10 @@ fn double_lse(scores: &Tensor, given: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// Only where ATen fails, as when memory runs out.
-pub fn backward(
-    dout: &Tensor,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    out: &Tensor,
-    softmax_lse: &Tensor,
-    a: &Attention,
-) -> Result<(Tensor, Tensor, Tensor)> {
+pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
+    let Inputs { q, k, v, .. } = inputs;
+    let Saved { dout, out, softmax_lse, .. } = saved;
+    check_implemented(a)?;
     let work = Work::new(q, k, v, a)?;
     let dout = to_groups(dout, work.heads, work.kind)?;
     let lse = rows_from_lse(softmax_lse, work.heads, work.kind)?;
@@ -299,5 +304,11 @@ pub fn backward(
     }
     // dk has its factor from the scaled q
     let dq = dq.f_mul_scalar_(a.softmax_scale)?;
-    Ok((from_groups(&dq, a.batch, work.heads, q.kind())?, from_groups(&dk, a.batch, 1, k.kind())?, from_groups(&dv, a.batch, 1, v.kind())?))
+    Ok(Gradients {
+        dq: from_groups(&dq, a.batch, work.heads, q.kind())?,
+        dk: from_groups(&dk, a.batch, 1, k.kind())?,
+        dv: from_groups(&dv, a.batch, 1, v.kind())?,
+        dattn_bias: None,
+        dsinks: None,
+    })
 }

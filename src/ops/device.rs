@@ -1,5 +1,7 @@
-//! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch.
+//! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. fp16 only.
 
+use super::features::{broadcast_strides, Features};
+use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
@@ -8,19 +10,22 @@ use crate::problem::Attention;
 use crate::tensor::{self, extent, operand, output, with_aligned_strides};
 use tch::{Kind, Tensor};
 
-pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+/// (out, softmax_lse).
+pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let step = plan::forward(a, &launcher.limits()?)?;
-    let (q, k, v) = (with_aligned_strides(q)?, with_aligned_strides(k)?, with_aligned_strides(v)?);
+    let [q, k, v] = operands(inputs)?;
+    let features = Features::new(inputs, a)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
-    let out = empty(&[a.batch, a.seqlen_q, a.nheads, a.headdim_v], q.kind())?;
-    let softmax_lse = empty(&[a.batch, a.nheads, a.seqlen_q], Kind::Float)?;
-    let extents = [
+    let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
+    let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
+    let mut extents = vec![
         extent("q", &q, false),
         extent("k", &k, false),
         extent("v", &v, false),
         extent("out", &out, true),
         extent("softmax_lse", &softmax_lse, true),
     ];
+    extents.extend(features.extents());
     launcher.begin(&extents);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = FwdParams {
@@ -28,40 +33,34 @@ pub fn forward(q: &Tensor, k: &Tensor, v: &Tensor, a: &Attention, launcher: &dyn
             k: operand(&k, first),
             v: operand(&v, first),
             out: output(&out, first),
-            softmax_lse: at(&softmax_lse, first * a.nheads * a.seqlen_q),
+            softmax_lse: lse_at(&softmax_lse, a, first),
             problem: plan::problem_block(a, batches),
+            ragged: features.ragged(a, first, 0),
+            scores: features.scores(a, first),
         };
         run(launcher, &step, batches, bytes_of(&params), &extents)?;
     }
     Ok((out, softmax_lse))
 }
 
-#[allow(clippy::too_many_arguments)] // the op's own arguments
-pub fn backward(
-    dout: &Tensor,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    out: &Tensor,
-    softmax_lse: &Tensor,
-    a: &Attention,
-    deterministic: bool,
-    launcher: &dyn Launcher,
-) -> Result<(Tensor, Tensor, Tensor)> {
+pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
     let plan = plan::backward(a, deterministic, &launcher.limits()?)?;
-    let (q, k, v) = (with_aligned_strides(q)?, with_aligned_strides(k)?, with_aligned_strides(v)?);
-    let (dout, out) = (with_aligned_strides(dout)?, with_aligned_strides(out)?);
-    let softmax_lse = softmax_lse.f_contiguous()?;
+    let [q, k, v] = operands(inputs)?;
+    let (dout, out) = (with_aligned_strides(&saved.dout)?, with_aligned_strides(&saved.out)?);
+    let softmax_lse = saved.softmax_lse.f_contiguous()?;
+    let features = Features::new(inputs, a)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let like = |t: &Tensor| empty(&t.size(), t.kind());
     let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
     // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
-    let (rows, columns) = (plan.seqlen_q_rounded, plan.headdim_rounded);
+    let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
-    let batches = plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0);
-    let row_stats = empty(&[batches, a.nheads, rows / 4, 2, 8], Kind::Float)?;
-    let dq_accum = empty(&[batches, a.nheads, rows, columns], Kind::Float)?;
-    let extents = [
+    let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
+    let row_stats = empty(&[entries, a.nheads, rows / 4, 2, 8], Kind::Float)?;
+    let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
+    let bias = inputs.attn_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
+    let dbias = bias.map(|bias| bias_accumulator(bias, a, deterministic)).transpose()?;
+    let mut extents = vec![
         extent("dout", &dout, false),
         extent("q", &q, false),
         extent("k", &k, false),
@@ -74,7 +73,14 @@ pub fn backward(
         extent("row_stats", &row_stats, true),
         extent("dq_accum", &dq_accum, true),
     ];
+    extents.extend(features.extents());
     launcher.begin(&extents);
+    // after begin, which fills what is writable with NaN: this one has to begin with zeros
+    extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
+    // rows between packed sequences, which no kernel writes: no probability
+    let sinks = features.sinks().map(|sinks| SinkGradient::new(sinks, &row_stats)).transpose()?;
+    let mut dsinks = None;
+    let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = BwdParams {
             dout: operand(&dout, first),
@@ -85,19 +91,77 @@ pub fn backward(
             dq: output(&dq, first),
             dk: output(&dk, first),
             dv: output(&dv, first),
-            softmax_lse: at(&softmax_lse, first * a.nheads * a.seqlen_q),
+            softmax_lse: lse_at(&softmax_lse, a, first),
             row_stats: at(&row_stats, 0),
             dq_accum: at(&dq_accum, 0),
             seqlen_q_rounded: rows as i32,
             headdim_rounded: columns as i32,
             problem: plan::problem_block(a, batches),
             signed_scale: a.softmax_scale as f32,
+            ragged: features.ragged(a, first, rows),
+            scores: features.scores(a, first),
+            dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),
+            dbias_batch_stride: dbias_batch,
+            dbias_head_stride: dbias_head,
+            dbias_row_stride: dbias_row,
+            dbias_key_stride: dbias_key,
         };
         for step in [&plan.prepare, &plan.main, &plan.finish] {
             run(launcher, step, batches, bytes_of(&params), &extents)?;
         }
+        if let Some(sinks) = &sinks {
+            sinks.add_to(&mut dsinks, &row_stats, params.problem.scale)?;
+        }
     }
-    Ok((dq, dk, dv))
+    Ok(Gradients {
+        dq,
+        dk,
+        dv,
+        dattn_bias: bias.zip(dbias).map(|(bias, sums)| sums.f_sum_to_size(bias.size())?.f_to_kind(bias.kind())).transpose()?,
+        dsinks: inputs.sinks.as_ref().zip(dsinks).map(|(sinks, sums): (_, Tensor)| sums.f_to_kind(sinks.kind())).transpose()?,
+    })
+}
+
+fn operands(inputs: &Inputs) -> Result<[Tensor; 3]> {
+    Ok([with_aligned_strides(&inputs.q)?, with_aligned_strides(&inputs.k)?, with_aligned_strides(&inputs.v)?])
+}
+
+/// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where
+/// the result has to be deterministic each entry gets an element of its own.
+fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result<Tensor> {
+    let sizes = if deterministic { vec![a.batch, a.nheads, a.seqlen_q, a.seqlen_k] } else { bias.size() };
+    Ok(Tensor::f_zeros(sizes, (Kind::Float, bias.device()))?)
+}
+
+/// The gradient of a sink is the sum over its rows of exp(sink - lse) * -delta: both are in the row statistics that the
+/// prepare kernel leaves (csrc/volta/row_stats.cuh).
+struct SinkGradient {
+    /// (1, nheads, 1, 1)
+    sinks: Tensor,
+}
+
+impl SinkGradient {
+    fn new(sinks: &Tensor, row_stats: &Tensor) -> Result<SinkGradient> {
+        // Packed sequences leave gaps that no kernel writes. There, as in all padding, lse is +inf.
+        let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
+        Ok(SinkGradient { sinks: sinks.f_view([1, -1, 1, 1])? })
+    }
+
+    fn add_to(&self, sums: &mut Option<Tensor>, row_stats: &Tensor, scale: f32) -> Result<()> {
+        // of the two copies of each row's statistics the first: elements 0, 1 and 4, 5 of eight
+        let sizes = row_stats.size();
+        let split = [&sizes[..3], &[2, 2, 2, 2]].concat();
+        let once = row_stats.f_view(split.as_slice())?.f_select(5, 0)?.f_flatten(4, 5)?;
+        let statistic = |i: i64| once.f_select(3, i);
+        let p = (statistic(0)?.f_mul_scalar(f64::from(scale))?.f_add(&self.sinks)?).f_exp()?;
+        let products = p.f_mul(&statistic(1)?)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
+        let found = products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?;
+        *sums = Some(match sums.take() {
+            Some(sum) => sum.f_add(&found)?,
+            None => found,
+        });
+        Ok(())
+    }
 }
 
 fn run(launcher: &dyn Launcher, step: &Step, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
@@ -107,6 +171,10 @@ fn run(launcher: &dyn Launcher, step: &Step, batches: i64, params: &[u8], extent
 
 /// Pointer to an element of an fp32 tensor.
 fn at(t: &Tensor, element: i64) -> *mut f32 {
-    // SAFETY: `element` is one of the tensor's.
-    unsafe { (t.data_ptr() as *mut f32).offset(element as isize) }
+    (t.data_ptr() as *mut f32).wrapping_offset(element as isize)
+}
+
+/// softmax_lse of a launch's first batch entry; packed kernels find their sequence themselves.
+fn lse_at(softmax_lse: &Tensor, a: &Attention, first: i64) -> *mut f32 {
+    at(softmax_lse, if a.packed.is_some() { 0 } else { first * a.nheads * a.seqlen_q })
 }

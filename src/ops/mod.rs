@@ -1,7 +1,10 @@
 //! The two ops: validate, choose a backend, run. Nothing is allocated before validation has passed.
 
+mod bf16;
 pub mod cpu;
 mod device;
+pub mod dropout;
+mod features;
 
 use crate::error::Result;
 use crate::launch::driver::Driver;
@@ -11,11 +14,24 @@ use crate::tensor::{describe, readable_gradient};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// The tensors and options that both ops take.
-pub struct Call {
+/// The tensors that both ops compute on.
+pub struct Inputs {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
+    pub cu_seqlens_q: Option<Tensor>,
+    pub cu_seqlens_k: Option<Tensor>,
+    pub seqused_k: Option<Tensor>,
+    pub attn_bias: Option<Tensor>,
+    pub alibi_slopes: Option<Tensor>,
+    pub sinks: Option<Tensor>,
+    /// (2) int64, seed and offset; there with dropout
+    pub rng_state: Option<Tensor>,
+}
+
+/// What both ops take.
+pub struct Call {
+    pub inputs: Inputs,
     pub options: Options,
     /// the current stream of q's device
     pub stream: *mut c_void,
@@ -26,6 +42,18 @@ pub struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
     pub softmax_lse: Tensor,
+    pub attn_bias_requires_grad: bool,
+}
+
+/// What `volta_fa::bwd` returns.
+pub struct Gradients {
+    pub dq: Tensor,
+    pub dk: Tensor,
+    pub dv: Tensor,
+    /// where the bias is there and its gradient was asked for
+    pub dattn_bias: Option<Tensor>,
+    /// where the sinks are there
+    pub dsinks: Option<Tensor>,
 }
 
 enum Target {
@@ -37,7 +65,7 @@ impl Target {
     fn of(q: &problem::TensorDesc, stream: *mut c_void) -> Result<Target> {
         match q.device {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
-            Device::Cpu if q.dtype == DType::Half => simulated(),
+            Device::Cpu if matches!(q.dtype, DType::Half | DType::BFloat16) => simulated(),
             Device::Cpu => Ok(Target::Cpu),
         }
     }
@@ -50,7 +78,7 @@ impl Target {
     }
 }
 
-/// fp16 CPU tensors: the simulator where the environment asks for it, else the CPU backend.
+/// fp16 and bf16 CPU tensors: the simulator where the environment asks for it, else the CPU backend.
 #[cfg(feature = "sim")]
 fn simulated() -> Result<Target> {
     Ok(match crate::launch::simulator::Simulator::from_env()? {
@@ -69,52 +97,88 @@ fn simulated() -> Result<Target> {
     }
 }
 
-/// `volta_fa::fwd`: (out, softmax_lse, rng_state).
-pub fn forward(call: &Call) -> Result<(Tensor, Tensor, Tensor)> {
-    let Call { q, k, v, options, stream } = call;
-    let (target, a) = prepare(q, k, v, options, *stream)?;
-    let (out, softmax_lse) = if a.is_empty() {
-        empty_forward(q, &a)?
-    } else {
-        match target {
-            Target::Cpu => cpu::forward(q, k, v, &a)?,
-            Target::Kernels(launcher) => device::forward(q, k, v, &a, &*launcher)?,
-        }
-    };
-    Ok((out, softmax_lse, Tensor::f_empty([0], (Kind::Int64, q.device()))?))
+/// `volta_fa::fwd`: (out, softmax_lse).
+pub fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
+    let (target, a) = prepare(call)?;
+    let inputs = &call.inputs;
+    if a.is_empty() {
+        return empty_forward(inputs, &a);
+    }
+    match target {
+        Target::Cpu => cpu::forward(inputs, &a),
+        Target::Kernels(launcher) => half(inputs.q.kind(), || device::forward(inputs, &a, &*launcher), || bf16::forward(inputs, &a, &*launcher)),
+    }
 }
 
-/// `volta_fa::bwd`: (dq, dk, dv, dattn_bias, dsinks); absent ones are empty.
-pub fn backward(call: &Call, saved: &Saved) -> Result<[Tensor; 5]> {
-    let Call { q, k, v, options, stream } = call;
-    let Saved { dout, out, softmax_lse } = saved;
-    let (target, a) = prepare(q, k, v, options, *stream)?;
-    let dout = &readable_gradient(dout)?;
-    let q_desc = describe(q)?;
-    problem::validate_backward(&describe(dout)?, &describe(out)?, &describe(softmax_lse)?, &q_desc, &a, target.backend())?;
-    let (dq, dk, dv) = if a.is_empty() {
-        let zeros = |t: &Tensor| t.f_zeros_like().and_then(|z| z.f_contiguous());
-        (zeros(q)?, zeros(k)?, zeros(v)?)
-    } else {
-        match target {
-            Target::Cpu => cpu::backward(dout, q, k, v, out, softmax_lse, &a)?,
-            Target::Kernels(launcher) => device::backward(dout, q, k, v, out, softmax_lse, &a, options.deterministic, &*launcher)?,
-        }
-    };
-    let absent = || Tensor::f_empty([0], (q.kind(), q.device()));
-    Ok([dq, dk, dv, absent()?, absent()?])
+/// `volta_fa::bwd`.
+pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
+    let (target, a) = prepare(call)?;
+    let inputs = &call.inputs;
+    let saved = &Saved { dout: readable_gradient(&saved.dout)?, out: saved.out.shallow_clone(), softmax_lse: saved.softmax_lse.shallow_clone(), ..*saved };
+    let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
+    problem::validate_backward(
+        &describe(&saved.dout)?,
+        &describe(&saved.out)?,
+        &describe(&saved.softmax_lse)?,
+        rng_state.as_ref(),
+        &describe(&inputs.q)?,
+        &a,
+        target.backend(),
+    )?;
+    if a.is_empty() {
+        return empty_backward(inputs, saved, &a);
+    }
+    let deterministic = call.options.deterministic;
+    match target {
+        Target::Cpu => cpu::backward(inputs, saved, &a),
+        Target::Kernels(launcher) => half(
+            inputs.q.kind(),
+            || device::backward(inputs, saved, &a, deterministic, &*launcher),
+            || bf16::backward(inputs, saved, &a, deterministic, &*launcher),
+        ),
+    }
 }
 
-fn prepare(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options, stream: *mut c_void) -> Result<(Target, Attention)> {
-    let q_desc = describe(q)?;
-    let target = Target::of(&q_desc, stream)?;
-    let a = problem::validate(&q_desc, &describe(k)?, &describe(v)?, options, target.backend())?;
+/// The kernels know fp16 only; bf16 is converted around them.
+fn half<T>(kind: Kind, fp16: impl FnOnce() -> Result<T>, bf16: impl FnOnce() -> Result<T>) -> Result<T> {
+    if kind == Kind::BFloat16 {
+        bf16()
+    } else {
+        fp16()
+    }
+}
+
+fn prepare(call: &Call) -> Result<(Target, Attention)> {
+    let Call { inputs, options, stream } = call;
+    let q_desc = describe(&inputs.q)?;
+    let target = Target::of(&q_desc, *stream)?;
+    let a = problem::validate(&q_desc, &describe(&inputs.k)?, &describe(&inputs.v)?, options, target.backend())?;
+    if q_desc.device == Device::Cpu {
+        let values = |t: &Option<Tensor>| t.as_ref().map(Vec::<i32>::try_from).transpose();
+        let (cu_q, cu_k, used) = (values(&inputs.cu_seqlens_q)?, values(&inputs.cu_seqlens_k)?, values(&inputs.seqused_k)?);
+        problem::validate_lengths(&a, cu_q.as_deref(), cu_k.as_deref(), used.as_deref())?;
+    }
     Ok((target, a))
 }
 
-/// No key to look at: every row is fully masked.
-fn empty_forward(q: &Tensor, a: &Attention) -> Result<(Tensor, Tensor)> {
-    let out = Tensor::f_zeros([a.batch, a.seqlen_q, a.nheads, a.headdim_v], (q.kind(), q.device()))?;
-    let lse = Tensor::f_full([a.batch, a.nheads, a.seqlen_q], f64::INFINITY, (Kind::Float, q.device()))?;
+/// No key to look at: every row is fully masked, but for a sink.
+fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    let device = inputs.q.device();
+    let out = Tensor::f_zeros(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
+    let lse = Tensor::f_full(a.lse_shape(), f64::INFINITY, (Kind::Float, device))?;
+    if let Some(sinks) = &inputs.sinks {
+        lse.f_transpose(-1, -2)?.f_copy_(sinks)?;
+    }
     Ok((out, lse))
+}
+
+fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
+    let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), t.device()));
+    Ok(Gradients {
+        dq: zeros(&inputs.q)?,
+        dk: zeros(&inputs.k)?,
+        dv: zeros(&inputs.v)?,
+        dattn_bias: inputs.attn_bias.as_ref().filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad).map(zeros).transpose()?,
+        dsinks: inputs.sinks.as_ref().map(zeros).transpose()?,
+    })
 }

@@ -3,7 +3,7 @@
 //! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
 
 use crate::python::Environment;
-use crate::variants::Variant;
+use crate::variants::{Flavor, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
@@ -33,7 +33,7 @@ const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 
 /// Fixed-width types for the generated header: NVRTC has no standard headers.
 const PRELUDE: &str =
-    "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\n";
+    "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\ntypedef unsigned long long uint64_t;\n";
 
 impl Compiler {
     /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
@@ -96,6 +96,8 @@ impl Compiler {
             ("THREADS", variant.threads),
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
+            ("RAGGED", (variant.flavor != Flavor::Plain) as u32),
+            ("GENERAL", (variant.flavor == Flavor::General) as u32),
         ] {
             options.push(format!("-D{name}={value}"));
         }

@@ -1,0 +1,139 @@
+//! The tensors beside q, k and v, as the kernels read them: lengths, bias, slopes, sinks, random state.
+
+use super::{dropout, Inputs};
+use crate::error::Result;
+use crate::launch::Extent;
+use crate::params::{Ragged, Scores};
+use crate::problem::Attention;
+use crate::tensor::extent;
+use tch::{Kind, Tensor};
+
+/// The kernels read a bias in groups of four keys.
+const BIAS_GROUP: i64 = 4;
+/// ... and its rows from 16-byte boundaries.
+const BIAS_ALIGNMENT: usize = 16;
+
+/// Held for as long as launches are enqueued; the caching allocator keeps the memory for their stream.
+pub struct Features {
+    cu_seqlens_q: Option<Tensor>,
+    cu_seqlens_k: Option<Tensor>,
+    seqused_k: Option<Tensor>,
+    bias: Option<Tensor>,
+    alibi_slopes: Option<Tensor>,
+    sinks: Option<Tensor>,
+    rng_state: Option<Tensor>,
+}
+
+impl Features {
+    pub fn new(inputs: &Inputs, a: &Attention) -> Result<Features> {
+        let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+        Ok(Features {
+            cu_seqlens_q: shared(&inputs.cu_seqlens_q),
+            cu_seqlens_k: shared(&inputs.cu_seqlens_k),
+            seqused_k: shared(&inputs.seqused_k),
+            bias: inputs.attn_bias.as_ref().map(|bias| readable_bias(bias, a.seqlen_k)).transpose()?,
+            alibi_slopes: inputs.alibi_slopes.as_ref().map(Tensor::f_contiguous).transpose()?,
+            sinks: inputs.sinks.as_ref().map(|t| t.f_to_kind(Kind::Float)?.f_contiguous()).transpose()?,
+            rng_state: shared(&inputs.rng_state).filter(|_| a.features.dropout_p > 0.0),
+        })
+    }
+
+    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
+        [
+            ("cu_seqlens_q", &self.cu_seqlens_q),
+            ("cu_seqlens_k", &self.cu_seqlens_k),
+            ("seqused_k", &self.seqused_k),
+            ("attn_bias", &self.bias),
+            ("alibi_slopes", &self.alibi_slopes),
+            ("sinks", &self.sinks),
+            ("rng_state", &self.rng_state),
+        ]
+        .into_iter()
+        .filter_map(|(name, t)| t.as_ref().map(|t| extent(name, t, false)))
+    }
+
+    /// For a launch whose first batch entry is `first`.
+    pub fn ragged(&self, a: &Attention, first: i64, scratch_rows: i64) -> Ragged {
+        let totals = a.packed.map_or((0, 0), |p| (p.total_q as i32, p.total_k as i32));
+        Ragged {
+            cu_seqlens_q: element(&self.cu_seqlens_q, first),
+            cu_seqlens_k: element(&self.cu_seqlens_k, first),
+            seqused_k: element(&self.seqused_k, first),
+            total_q: totals.0,
+            total_k: totals.1,
+            scratch_rows: scratch_rows as i32,
+        }
+    }
+
+    /// For a launch whose first batch entry is `first`.
+    pub fn scores(&self, a: &Attention, first: i64) -> Scores {
+        let [batch, head, row, _] = self.bias.as_ref().map_or([0; 4], broadcast_strides);
+        let alibi_batch_stride = self.alibi_slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
+        let p = a.features.dropout_p;
+        Scores {
+            bias: element::<u8>(&self.bias, self.bias.as_ref().map_or(0, |t| first * batch * element_size(t))).cast(),
+            bias_batch_stride: batch,
+            bias_head_stride: head,
+            bias_row_stride: row,
+            bias_is_fp32: self.bias.as_ref().is_some_and(|t| t.kind() == Kind::Float) as i32,
+            first_batch: first as i32,
+            alibi_slopes: element(&self.alibi_slopes, first * alibi_batch_stride),
+            alibi_batch_stride,
+            sinks: element(&self.sinks, 0),
+            rng_state: element(&self.rng_state, 0),
+            dropout_threshold: dropout::threshold(p),
+            dropout_scale: dropout::scale(p) as f32,
+            softcap: a.features.softcap as f32,
+        }
+    }
+
+    pub fn sinks(&self) -> Option<&Tensor> {
+        self.sinks.as_ref()
+    }
+}
+
+fn element_size(t: &Tensor) -> i64 {
+    t.kind().elt_size_in_bytes() as i64
+}
+
+/// Pointer to an element; null where the tensor is not there.
+fn element<T>(t: &Option<Tensor>, i: i64) -> *const T {
+    t.as_ref().map_or(std::ptr::null(), |t| (t.data_ptr() as *const T).wrapping_offset(i as isize))
+}
+
+/// Strides in which dimensions of size 1 repeat.
+pub fn broadcast_strides(t: &Tensor) -> [i64; 4] {
+    let (sizes, strides) = (t.size(), t.stride());
+    std::array::from_fn(|i| if sizes[i] == 1 { 0 } else { strides[i] })
+}
+
+/// The bias in fp16 or fp32, -inf for False, a row of keys contiguous, aligned and padded to whole groups: itself, or a
+/// copy where it is not so. Broadcast dimensions other than the keys stay of size 1.
+fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
+    let as_it_is = matches!(bias.kind(), Kind::Half | Kind::Float);
+    let strides = bias.stride();
+    let multiple = (BIAS_ALIGNMENT as i64) / element_size(bias);
+    let aligned = bias.data_ptr() as usize % BIAS_ALIGNMENT == 0
+        && seqlen_k % BIAS_GROUP == 0
+        && bias.size()[3] == seqlen_k
+        && strides[3] == 1
+        && (0..3).all(|i| bias.size()[i] == 1 || strides[i] % multiple == 0);
+    if as_it_is && aligned {
+        return Ok(bias.shallow_clone());
+    }
+    let kind = match bias.kind() {
+        Kind::Bool | Kind::Half => Kind::Half,
+        _ => Kind::Float,
+    };
+    let mut sizes = bias.size();
+    // rows on 16-byte boundaries in either type
+    sizes[3] = (seqlen_k + 7) / 8 * 8;
+    let copy = Tensor::f_zeros(&sizes, (kind, bias.device()))?;
+    let mut keys = copy.f_narrow(3, 0, seqlen_k)?;
+    if bias.kind() == Kind::Bool {
+        let _ = keys.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?;
+    } else {
+        keys.f_copy_(bias)?;
+    }
+    Ok(copy)
+}
