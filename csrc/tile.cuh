@@ -44,6 +44,12 @@ __device__ __forceinline__ unsigned short* head_base(const Output& x, int batch,
     return x.ptr + batch * x.batch_stride + head * x.head_stride;
 }
 
+// The same from row `first` on.
+template <class Tensor>
+__device__ __forceinline__ auto rows_of(const Tensor& x, int batch, int head, int first) {
+    return head_base(x, batch, head) + first * x.row_stride;
+}
+
 // Swizzled rows: where the chunk (row, chunk) of a tile without padding lies, in bytes.
 //
 // Chunks of one column of eight consecutive rows fall into all eight 16-byte bank groups, and so do

@@ -58,7 +58,7 @@ pub struct Problem {
 /// Where the sequences of a launch lie, for the kernels that read lengths from memory. Null: not given.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Ragged {
+pub struct Lengths {
     /// (batch + 1): sequence `b` has the rows `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` of packed tensors, whose
     /// batch_stride is 0
     pub cu_seqlens_q: *const i32,
@@ -70,20 +70,20 @@ pub struct Ragged {
     pub total_k: i32,
     /// rows of a head in the scratch of the backward pass, where packed
     pub scratch_rows: i32,
+    /// the number of the launch's first batch entry
+    pub first_batch: i32,
 }
 
 /// What happens to scores and probabilities on their way through the softmax, for the general kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Scores {
+pub struct ScoreOptions {
     /// added to the scaled scores: fp16 or fp32, rows padded to a multiple of 4 keys and 16-byte aligned; null: none
     pub bias: *const u16,
     pub bias_batch_stride: i64,
     pub bias_head_stride: i64,
     pub bias_row_stride: i64,
     pub bias_is_fp32: i32,
-    /// the number of the launch's first batch entry: what dropout counts from
-    pub first_batch: i32,
     /// (nheads) or (batch, nheads); null: none
     pub alibi_slopes: *const f32,
     /// 0 or nheads
@@ -111,8 +111,8 @@ pub struct FwdParams {
     /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf for fully masked rows
     pub softmax_lse: *mut f32,
     pub problem: Problem,
-    pub ragged: Ragged,
-    pub scores: Scores,
+    pub lengths: Lengths,
+    pub score_options: ScoreOptions,
 }
 
 /// Parameter block of all backward kernels.
@@ -142,8 +142,8 @@ pub struct BwdParams {
     pub problem: Problem,
     /// `softmax_scale` with its sign: the factor of dk (dq comes from sign-flipped keys and takes `problem.scale`)
     pub signed_scale: f32,
-    pub ragged: Ragged,
-    pub scores: Scores,
+    pub lengths: Lengths,
+    pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for
     pub dbias: *mut f32,
     pub dbias_batch_stride: i64,

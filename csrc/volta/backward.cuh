@@ -21,6 +21,7 @@
 #pragma once
 
 #include "mask.cuh"
+#include "sequence.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "volta/mma.cuh"
@@ -309,7 +310,7 @@ __device__ __forceinline__ int score_step(const Lane& lane, int n, int v) {
 enum class Own { kKeys, kQueries };
 template <Own OWN, int M, int N>
 __device__ __forceinline__ void apply_mask(Accumulator (&s)[M][N], const BwdParams& p, const Lane& lane, int own, int step) {
-    const Mask mask(p.problem);
+    const Mask mask = mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z));
     own += score_own(lane, 0, 0);
     step += score_step(lane, 0, 0);
 #pragma unroll

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     const int gradient_row = 32 * group + (kQueryHalves ? 16 * (share / kColumnSharers) : 0);
     const int gradient_block = share % kColumnSharers;
 
-    const Mask mask(p.problem);
+    const Mask mask = mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z));
     const UnmaskedKeys<S::kStep> unmasked(mask, first_row, S::kRows);
     const int first = mask.key_first(first_row) / S::kStep * S::kStep, end = mask.key_end(first_row, S::kRows);
     const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);

@@ -21,7 +21,7 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     const Lane lane;
     const int warp = threadIdx.x / 32;
     const int first_key = blockIdx.x * S::kRows, warp_key = 32 * warp;
-    const QueryRange<S> range(Mask(p.problem), first_key);
+    const QueryRange<S> range(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)), first_key);
 
     load_own<S>(p, p.k, p.v, shared, first_key, p.problem.seqlen_k);
     const int keys_left = pinned(p.problem.seqlen_k - first_key - warp_key - score_own(lane, 0, 0));
@@ -49,7 +49,7 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const int first = QueryRange<S>::first(Mask(p.problem));
+        const int first = QueryRange<S>::first(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)));
         if (first >= range.end) break;
         const long long head_row = rounded_row(p, blockIdx.z, head);
         float* stats = pinned(p.row_stats + head_row * kStatsPerRow + stats_lane);

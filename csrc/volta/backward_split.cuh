@@ -45,7 +45,7 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     const int gradient_key = 32 * key_group;
     const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
     const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
-    const QueryRange<S> range(Mask(p.problem), first_key);
+    const QueryRange<S> range(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)), first_key);
 
     load_own<S>(p, p.k, p.v, shared, first_key, p.problem.seqlen_k);
     const int keys_left = pinned(p.problem.seqlen_k - first_key - score_key0 - score_own(lane, 0, 0));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const int first = QueryRange<S>::first(Mask(p.problem));
+        const int first = QueryRange<S>::first(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)));
         if (first >= range.end) break;
         const long long head_row = rounded_row(p, blockIdx.z, head);
         float* stats = pinned(p.row_stats + head_row * kStatsPerRow + (role ? kStatsDelta : 0) + stats_lane);

@@ -14,6 +14,8 @@
 #pragma once
 
 #include "mask.cuh"
+#include "score_modifier.cuh"
+#include "sequence.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "volta/mma.cuh"
@@ -153,6 +155,77 @@ struct Probabilities {
     }
 };
 
+template <int M, int N, class F>
+__device__ __forceinline__ void each(Accumulator (&c)[M][N], F f) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int v = 0; v < 8; v++) f(c[m][n][v], m, n, v);
+}
+
+// The scores of 16 * KeyTiles keys from products q.k to units of log2 (score_modifier.cuh). `row` and `key` are the tile's
+// first; key is a multiple of 4.
+template <int RowTiles, int KeyTiles>
+__device__ __forceinline__ void modify_scores(Scores<RowTiles, KeyTiles>& s, const ScoreOptions& options, const ScoreModifier& modifier,
+                                              const ForwardLane& lane, int row, int key) {
+    row += lane.score_row();
+    key += lane.score_key();
+    each(s, [&](float& x, int, int, int) { x *= modifier.factor; });
+    if (modifier.cap > 0.f) each(s, [&](float& x, int, int, int) { x = modifier.cap * tanh_approx(x); });
+    if (options.alibi_slopes)
+        each(s, [&](float& x, int mt, int nt, int v) {
+            x = fmaf(-modifier.slope, modifier.distance(row + 16 * mt + 4 * row_slot(v), key + 16 * nt + ForwardLane::key_slot(v)), x);
+        });
+    if (options.bias) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float bias[4];
+                    modifier.load_bias(options, row + 16 * mt + 4 * r, key + 16 * nt, bias);
+#pragma unroll
+                    for (int v = 0; v < 8; v++)
+                        if (row_slot(v) == r) s[mt][nt][v] = fmaf(bias[ForwardLane::key_slot(v)], kLog2e, s[mt][nt][v]);
+                }
+    }
+}
+
+// Which probabilities of 16 keys dropout keeps: bit 8 * mt + v.
+template <int RowTiles>
+__device__ __forceinline__ unsigned kept_probabilities(const ScoreOptions& options, const Philox& philox, const ForwardLane& lane, int row, int key) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint4 numbers = philox.numbers(row + 16 * mt + 4 * r + lane.score_row(), key + lane.score_key());
+            const unsigned columns = kept(numbers, options.dropout_threshold);
+#pragma unroll
+            for (int v = 0; v < 8; v++)
+                if (row_slot(v) == r) bits |= (columns >> ForwardLane::key_slot(v) & 1) << (8 * mt + v);
+        }
+    return bits;
+}
+
+// Joins the sink to a finished row's sum. Returns the factor for its output, with dropout's.
+__device__ __forceinline__ float finish_row(const ScoreOptions& options, int head, float& reference, float& sum) {
+    float factor = 1.f;
+    if (options.sinks) {
+        SoftmaxRow row;
+        row.reference = reference;
+        row.sum = sum;
+        float other_factor;
+        factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kReferenceShift), exp2_approx(-kReferenceShift), other_factor);
+        reference = row.reference;
+        sum = row.sum;
+    }
+    return options.rng_state ? factor * options.dropout_scale : factor;
+}
+
 // The output columns of a lane. Accumulators 2j and 2j + 1 are columns 0..3 and 4..7 of each of the four
 // chunks 4j .. 4j+3: quad-pair column qn owns chunks 4j + 2 qn and 4j + 2 qn + 1, the first as n < 4,
 // the second as n >= 4 of both products. Writes out and lse of the warp's rows.
@@ -160,18 +233,22 @@ template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
     const Problem& problem = p.problem;
-    unsigned short* out = head_base(p.out, batch, head);
-    float* lse = p.softmax_lse + (static_cast<long long>(batch) * problem.nheads + head) * problem.seqlen_q;
+    const BlockSequence sequence(problem, p.lengths, batch);
+    unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++) {
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const SoftmaxRow& state = softmax.row[mt][r];
-            const SoftmaxResult result(state.reference, row_sum(state.sum));
-            scale[r] = result.output_scale;
+            float reference = state.reference, sum = row_sum(state.sum), factor = 1.f;
+            if (kGeneral) factor = finish_row(p.score_options, head, reference, sum);
+            SoftmaxResult result(reference, sum);
+            if (!sequence.valid()) result.lse = result.output_scale = __int_as_float(0x7fffffff);  // NaN
+            scale[r] = kGeneral ? result.output_scale * factor : result.output_scale;
             const int i = row + 16 * mt + lane.score_row() + 4 * r;
-            if (lane.qn == 0 && (lane.t & 2) == 0 && i < problem.seqlen_q) lse[i] = result.lse;
+            if (lane.qn == 0 && (lane.t & 2) == 0 && i < sequence.seqlen_q()) lse[i] = result.lse;
         }
         const int i = row + 16 * mt + lane.q_row();  // after the exchange rows are those of operand A
 #pragma unroll
@@ -186,7 +263,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
                                                     to_half2(c[4 * n + 2] * scale[1], c[4 * n + 3] * scale[1]));
                 }
                 const int chunk = 4 * j + 2 * lane.qn + n;
-                if (i < problem.seqlen_q && chunk * kChunk < problem.headdim_v)
+                if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
                     *reinterpret_cast<uint4*>(out + i * p.out.row_stride + chunk * kChunk) =
                         make_uint4(columns[0].lo, columns[0].hi, columns[1].lo, columns[1].hi);
             }

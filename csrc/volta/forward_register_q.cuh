@@ -46,9 +46,9 @@ struct ForwardRegisterQ {
         u32 k_store, v_store;
         uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
 
-        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key, int key_end,
-                                             u32 ring)
-            : k(stream(p, block, key, key_end, loads_v())), v(stream(p, block, key, key_end, true)),
+        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row,
+                                             int key, int key_end, u32 ring)
+            : k(stream(p, block, first_row, key, key_end, loads_v())), v(stream(p, block, first_row, key, key_end, true)),
               k_stride(loads_v() ? p.v.row_stride : p.k.row_stride), v_stride(p.v.row_stride) {
             const int row = Stream::row_of(thread()), chunk = Stream::chunk_of(thread());
             k_store = ring + row * kPitch + chunk * kChunkBytes + (loads_v() ? kOffsetV : 0);
@@ -65,10 +65,10 @@ struct ForwardRegisterQ {
         __device__ __forceinline__ static bool loads_v() {
             return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK);
         }
-        __device__ __forceinline__ static Stream stream(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int key,
-                                                        int key_end, bool of_v) {
+        __device__ __forceinline__ static Stream stream(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row,
+                                                        int key, int key_end, bool of_v) {
             const Operand& x = of_v ? p.v : p.k;
-            return Stream(thread(), head_base(x, block.batch, block.head_k), x.row_stride,
+            return Stream(thread(), rows_of(x, block.batch, block.head_k, first_row), x.row_stride,
                           of_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
         }
         __device__ __forceinline__ void load(int key) {
@@ -93,25 +93,27 @@ struct ForwardRegisterQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const ForwardBlock<kBlockRows> block(problem);
-        const Mask mask(problem);
+        const BlockSequence sequence(problem, p.lengths, block.batch);
+        if (kRagged && block.row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(problem, sequence);
         const int row = block.row + threadIdx.x / 32 * kWarpRows;
 
         uint4 q[kRowTiles][kChunks];
-        const unsigned short* q_base = head_base(p.q, block.batch, block.head);
+        const unsigned short* q_base = rows_of(p.q, block.batch, block.head, sequence.first_q());
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++) {
             const int i = row + 16 * mt + lane.q_row();
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
                 q[mt][c] = zero_chunk();
-                if (i < problem.seqlen_q && c * kChunk < problem.headdim)
+                if (i < sequence.seqlen_q() && c * kChunk < problem.headdim)
                     q[mt][c] = flipped(load_global(q_base + i * p.q.row_stride + c * kChunk), problem.sign_flip);
             }
         }
 
         int key = mask.key_first(block.row);
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
-        KeyLoader loader(p, block, key, key_end, ring);
+        KeyLoader loader(p, block, sequence.first_k(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight

@@ -173,7 +173,9 @@ struct ForwardSharedQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const ForwardBlock<kBlockRows> block(problem);
-        const Mask mask(problem);
+        const BlockSequence sequence(problem, p.lengths, block.batch);
+        if (kRagged && block.row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
         const int group = thread / 32 / kGroupWarps, group_key = group * Step;
@@ -181,23 +183,24 @@ struct ForwardSharedQ {
 
         {
             constexpr int kRows = kThreads / threads_per_row(kChunks);
-            TileLoader<kChunks, kRows, kThreads> q(thread, head_base(p.q, block.batch, block.head) +
+            TileLoader<kChunks, kRows, kThreads> q(thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) +
                                                                block.row * p.q.row_stride, p.q.row_stride, problem.headdim);
 #pragma unroll 2
             for (int i = 0; i < kBlockRows; i += kRows) {
-                q.load(problem.seqlen_q - block.row - i);
+                q.load(sequence.seqlen_q() - block.row - i);
                 q.flip_signs(problem.sign_flip);
                 q.store(base + i * kPitch + swizzled<kChunks>(q.row, q.chunk), kPitch);
             }
         }
 
         int key = mask.key_first(block.row);
+        if (kGeneral) key &= ~15;  // bias and random numbers come in groups of 4 keys
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
         using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
         const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-        StreamK k(thread, head_base(p.k, block.batch, block.head_k), p.k.row_stride, problem.headdim, key, key_end);
-        StreamV v(thread, head_base(p.v, block.batch, block.head_k), p.v.row_stride, problem.headdim_v, key, key_end);
+        StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key, key_end);
+        StreamV v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key, key_end);
         // K and V on their way from global to shared memory.
         uint4 staging[larger(StreamK::kPasses, StreamV::kPasses)][larger(StreamK::kChunksPerRow, StreamV::kChunksPerRow)] = {};
         const u32 q_lane = pinned(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
@@ -207,11 +210,14 @@ struct ForwardSharedQ {
         const u32 k_store = pinned(base + kOffsetK + swizzled<kChunks>(StreamK::row_of(thread), StreamK::chunk_of(thread)));
         const u32 v_store = pinned(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
         // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
-        UnmaskedKeys<Step> unmasked(mask, min(row, problem.seqlen_q - 1), kWarpRows);
+        UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
 
-        const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
+        // Modified scores are in units of log2 already.
+        const ScoreOptions& options = p.score_options;
+        const ScoreModifier modifier(problem, options, block.batch, block.head, sequence.seqlen_q(), sequence.seqlen_k());
+        const float scale = kGeneral ? 1.f : problem.scale_log2, inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
         Accumulators o;
 #pragma unroll
@@ -227,6 +233,7 @@ struct ForwardSharedQ {
         for (; key < key_end; key += kTileKeys) {
             Scores<RowTiles, kKeyTiles> s;
             scores(s, q_lane, k_lane);
+            if (kGeneral) modify_scores<RowTiles, kKeyTiles>(s, options, modifier, lane, row, key + group_key);
             // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
             if (!unmasked.contain(key + group_key)) {
                 mask_scores<RowTiles, kKeyTiles>(s, mask, row, key + group_key);
@@ -243,13 +250,20 @@ struct ForwardSharedQ {
 #pragma unroll 1
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
+                unsigned kept = ~0u;
+                if (kGeneral && options.rng_state) {
+                    const Philox philox(options.rng_state, (p.lengths.first_batch + block.batch) * problem.nheads + block.head);
+                    kept = kept_probabilities<RowTiles>(options, philox, lane, row, key + group_key + 16 * tile);
+                }
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
 #pragma unroll
-                        for (int w = 4 * u; w < 4 * u + 4; w++)
+                        for (int w = 4 * u; w < 4 * u + 4; w++) {
                             s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
+                            if (kGeneral && !(kept >> (8 * mt + w) & 1)) s[mt][0][w] = 0.f;
+                        }
                         probabilities.pack_own(lane, mt, u, s[mt][0]);
                     }
                 probabilities.exchange();

@@ -53,18 +53,27 @@ const LARGE: (u32, u32) = (128, 32);
 /// warps for the same rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32) = (64, 64);
 
-pub const FORWARD: &[Variant] = &[
+/// The same kernel for sequences whose lengths are in memory, with the same tiles.
+const fn ragged(plain: Variant, name: &'static str) -> Variant {
+    Variant { name, flavor: Flavor::Ragged, ..plain }
+}
+
+/// Scores pass through more hands: 16 rows a warp leave registers for that, and 8 warps an SM, in one block or two, are as
+/// many as without.
+const fn general(name: &'static str, (headdim, headdim_v): (u32, u32), blocks_per_sm: u32) -> Variant {
+    // 256 threads take 64 rows of 12 chunks at once (TileStream)
+    let tile = if headdim == 96 { (128, 64) } else { LARGE };
+    Variant { flavor: Flavor::General, ..shared_q(name, (headdim, headdim_v), tile, 256, blocks_per_sm) }
+}
+
+const PLAIN_LARGE: [Variant; 7] = [
     // 168 registers: three blocks fit.
     register_q("volta_fwd_32x32", 32, 32, 3),
     // 64 registers of Q and 64 of output: 245 in all, two blocks.
     register_q("volta_fwd_64x64", 64, 64, 2),
-    // 120 registers, 24 KB: two blocks.
-    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2),
     // 32 rows a warp: 96 and 128 registers of output, 212 and 248 in all; 36 and 48 KB: two blocks.
     shared_q("volta_fwd_96x96", (96, 96), LARGE, 128, 2),
     shared_q("volta_fwd_128x128", (128, 128), LARGE, 128, 2),
-    // 168 registers, too many for two blocks of 256 threads; 48 KB.
-    shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1),
     // 32 rows of output or of Q would not leave room for two blocks, so 16 rows a warp and 8 warps: the
     // same two warps a scheduler, in one block that shares each tile of K and V. 162 registers; 68 KB.
     shared_q("volta_fwd_192x128", (192, 128), LARGE, 256, 1),
@@ -72,4 +81,31 @@ pub const FORWARD: &[Variant] = &[
     shared_q("volta_fwd_192x192", (192, 192), LARGE, 256, 1),
     // 128 registers of output, 220 in all; exactly the 96 KB that a block can have.
     shared_q("volta_fwd_256x256", (256, 256), LARGE, 256, 1),
+];
+
+pub const FORWARD: &[Variant] = &[
+    PLAIN_LARGE[0],
+    PLAIN_LARGE[1],
+    // 120 registers, 24 KB: two blocks.
+    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2),
+    PLAIN_LARGE[2],
+    PLAIN_LARGE[3],
+    // 168 registers, too many for two blocks of 256 threads; 48 KB.
+    shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1),
+    PLAIN_LARGE[4],
+    PLAIN_LARGE[5],
+    PLAIN_LARGE[6],
+    ragged(PLAIN_LARGE[0], "volta_fwd_ragged_32x32"),
+    ragged(PLAIN_LARGE[1], "volta_fwd_ragged_64x64"),
+    ragged(PLAIN_LARGE[2], "volta_fwd_ragged_96x96"),
+    ragged(PLAIN_LARGE[3], "volta_fwd_ragged_128x128"),
+    ragged(PLAIN_LARGE[4], "volta_fwd_ragged_192x128"),
+    ragged(PLAIN_LARGE[5], "volta_fwd_ragged_192x192"),
+    ragged(PLAIN_LARGE[6], "volta_fwd_ragged_256x256"),
+    general("volta_fwd_general_64x64", (64, 64), 1),
+    general("volta_fwd_general_96x96", (96, 96), 1),
+    general("volta_fwd_general_128x128", (128, 128), 1),
+    general("volta_fwd_general_192x128", (192, 128), 1),
+    general("volta_fwd_general_192x192", (192, 192), 1),
+    general("volta_fwd_general_256x256", (256, 256), 1),
 ];

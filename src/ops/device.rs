@@ -35,8 +35,8 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
             out: output(&out, first),
             softmax_lse: lse_at(&softmax_lse, a, first),
             problem: plan::problem_block(a, batches),
-            ragged: features.ragged(a, first, 0),
-            scores: features.scores(a, first),
+            lengths: features.lengths(a, first, 0),
+            score_options: features.score_options(a, first),
         };
         run(launcher, &step, batches, bytes_of(&params), &extents)?;
     }
@@ -98,8 +98,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
             headdim_rounded: columns as i32,
             problem: plan::problem_block(a, batches),
             signed_scale: a.softmax_scale as f32,
-            ragged: features.ragged(a, first, rows),
-            scores: features.scores(a, first),
+            lengths: features.lengths(a, first, rows),
+            score_options: features.score_options(a, first),
             dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),
             dbias_batch_stride: dbias_batch,
             dbias_head_stride: dbias_head,

@@ -3,7 +3,7 @@
 use super::{dropout, Inputs};
 use crate::error::Result;
 use crate::launch::Extent;
-use crate::params::{Ragged, Scores};
+use crate::params::{Lengths, ScoreOptions};
 use crate::problem::Attention;
 use crate::tensor::extent;
 use tch::{Kind, Tensor};
@@ -53,30 +53,30 @@ impl Features {
     }
 
     /// For a launch whose first batch entry is `first`.
-    pub fn ragged(&self, a: &Attention, first: i64, scratch_rows: i64) -> Ragged {
+    pub fn lengths(&self, a: &Attention, first: i64, scratch_rows: i64) -> Lengths {
         let totals = a.packed.map_or((0, 0), |p| (p.total_q as i32, p.total_k as i32));
-        Ragged {
+        Lengths {
             cu_seqlens_q: element(&self.cu_seqlens_q, first),
             cu_seqlens_k: element(&self.cu_seqlens_k, first),
             seqused_k: element(&self.seqused_k, first),
             total_q: totals.0,
             total_k: totals.1,
             scratch_rows: scratch_rows as i32,
+            first_batch: first as i32,
         }
     }
 
     /// For a launch whose first batch entry is `first`.
-    pub fn scores(&self, a: &Attention, first: i64) -> Scores {
+    pub fn score_options(&self, a: &Attention, first: i64) -> ScoreOptions {
         let [batch, head, row, _] = self.bias.as_ref().map_or([0; 4], broadcast_strides);
         let alibi_batch_stride = self.alibi_slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
         let p = a.features.dropout_p;
-        Scores {
+        ScoreOptions {
             bias: element::<u8>(&self.bias, self.bias.as_ref().map_or(0, |t| first * batch * element_size(t))).cast(),
             bias_batch_stride: batch,
             bias_head_stride: head,
             bias_row_stride: row,
             bias_is_fp32: self.bias.as_ref().is_some_and(|t| t.kind() == Kind::Float) as i32,
-            first_batch: first as i32,
             alibi_slopes: element(&self.alibi_slopes, first * alibi_batch_stride),
             alibi_batch_stride,
             sinks: element(&self.sinks, 0),

@@ -1,0 +1,85 @@
+// What general kernels do to scores before the softmax, and to probabilities behind it, for one head of one batch entry:
+//
+//   x = softmax_scale * q.k    softcap * tanh(x / softcap)    - slope * |i + o - j|    + bias
+//
+// with o = seqlen_k - seqlen_q, in units of log2: the results are ready for exp2. Every step is taken only where the
+// parameters ask for it; these branches are the same for the whole grid.
+#pragma once
+
+#include "philox.cuh"
+#include "softmax.cuh"
+#include "volta_fa_params.h"
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 - 2 / (e^2x + 1), absolutely exact to some 2^-23, which is what a score needs; sm_70 has no tanh instruction.
+__device__ __forceinline__ float tanh_approx(float x) {
+    return fmaf(-2.f, reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f), 1.f);
+}
+
+// Four fp16 values, as one 8-byte load brings them, to fp32.
+__device__ __forceinline__ void half4_to_float(const uint2& packed, float (&x)[4]) {
+    asm("{.reg .f16 a, b, c, d;\n"
+        "mov.b32 {a, b}, %4; mov.b32 {c, d}, %5;\n"
+        "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+        : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+        : "r"(packed.x), "r"(packed.y));
+}
+
+struct ScoreModifier {
+    float factor;          // of a product q.k: softmax_scale, in units of log2 or of softcap
+    float cap;             // softcap in units of log2; 0: off
+    float slope;           // of ALiBi, in units of log2
+    int offset;            // seqlen_k - seqlen_q
+    int last_row, last_key;
+    const char* bias;      // null: none
+    long long bias_row_bytes;
+
+    __device__ __forceinline__ ScoreModifier(const Problem& p, const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
+        : factor(o.softcap > 0.f ? p.scale / o.softcap : p.scale_log2), cap(o.softcap * kLog2e),
+          slope(o.alibi_slopes ? __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e : 0.f),
+          offset(seqlen_k - seqlen_q), last_row(seqlen_q - 1), last_key(seqlen_k - 1), bias(nullptr) {
+        if (o.bias) {
+            const int bytes = o.bias_is_fp32 ? 4 : 2;
+            bias = reinterpret_cast<const char*>(o.bias) + (batch * o.bias_batch_stride + head * o.bias_head_stride) * bytes;
+            bias_row_bytes = o.bias_row_stride * bytes;
+        }
+    }
+
+    // Softcap's derivative where it gave x / cap = t.
+    __device__ __forceinline__ static float cap_slope(float t) { return fmaf(-t, t, 1.f); }
+
+    // The bias of four keys of a row. key is a multiple of 4; rows and keys beyond the last read the last.
+    __device__ __forceinline__ void load_bias(const ScoreOptions& o, int row, int key, float (&x)[4]) const {
+        const char* from = bias + min(row, last_row) * bias_row_bytes;
+        key = min(key, last_key & ~3);
+        if (o.bias_is_fp32) {
+            const float4 b = __ldg(reinterpret_cast<const float4*>(from + key * 4));
+            x[0] = b.x, x[1] = b.y, x[2] = b.z, x[3] = b.w;
+        } else {
+            half4_to_float(__ldg(reinterpret_cast<const uint2*>(from + key * 2)), x);
+        }
+    }
+    // The same of one key.
+    __device__ __forceinline__ float load_bias(const ScoreOptions& o, int row, int key) const {
+        const char* from = bias + min(row, last_row) * bias_row_bytes;
+        key = min(key, last_key);
+        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const float*>(from + key * 4));
+        float x;
+        asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "h"(__ldg(reinterpret_cast<const unsigned short*>(from + key * 2))));
+        return x;
+    }
+
+    __device__ __forceinline__ float distance(int row, int key) const { return fabsf(static_cast<float>(row + offset - key)); }
+};
+
+// Which of four columns are kept, as four bits.
+__device__ __forceinline__ unsigned kept(const uint4& numbers, unsigned threshold) {
+    return (numbers.x >= threshold) | (numbers.y >= threshold) << 1 | (numbers.z >= threshold) << 2 | (numbers.w >= threshold) << 3;
+}
