@@ -12,6 +12,11 @@ struct Mask {
     int low, high;  // the keys of row i are i + low .. i + high, both inclusive
     int seqlen_q, seqlen_k;
 
+    // (Not by the other: ptxas schedules that worse.)
+    __device__ __forceinline__ explicit Mask(const Problem& p)
+        : low(p.seqlen_k - p.seqlen_q - p.window_left), high(p.seqlen_k - p.seqlen_q + p.window_right),
+          seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k) {}
+    // For a sequence that is not as long as the problem says.
     __device__ __forceinline__ Mask(const Problem& p, int seqlen_q_, int seqlen_k_)
         : low(seqlen_k_ - seqlen_q_ - p.window_left), high(seqlen_k_ - seqlen_q_ + p.window_right), seqlen_q(seqlen_q_),
           seqlen_k(seqlen_k_) {}

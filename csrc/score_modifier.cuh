@@ -18,11 +18,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// 1 - 2 / (e^2x + 1), absolutely exact to some 2^-23, which is what a score needs; sm_70 has no tanh instruction.
-__device__ __forceinline__ float tanh_approx(float x) {
-    return fmaf(-2.f, reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f), 1.f);
-}
-
 // Four fp16 values, as one 8-byte load brings them, to fp32.
 __device__ __forceinline__ void half4_to_float(const uint2& packed, float (&x)[4]) {
     asm("{.reg .f16 a, b, c, d;\n"
@@ -33,7 +28,7 @@ __device__ __forceinline__ void half4_to_float(const uint2& packed, float (&x)[4
 }
 
 struct ScoreModifier {
-    float factor;          // of a product q.k: softmax_scale, in units of log2 or of softcap
+    float to_exponent;     // 2 * softmax_scale / softcap, in units of log2
     float cap;             // softcap in units of log2; 0: off
     float slope;           // of ALiBi, in units of log2
     int offset;            // seqlen_k - seqlen_q
@@ -41,8 +36,10 @@ struct ScoreModifier {
     const char* bias;      // null: none
     long long bias_row_bytes;
 
+    // For kernels that have none.
+    __device__ __forceinline__ ScoreModifier() {}
     __device__ __forceinline__ ScoreModifier(const Problem& p, const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
-        : factor(o.softcap > 0.f ? p.scale / o.softcap : p.scale_log2), cap(o.softcap * kLog2e),
+        : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e),
           slope(o.alibi_slopes ? __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e : 0.f),
           offset(seqlen_k - seqlen_q), last_row(seqlen_q - 1), last_key(seqlen_k - 1), bias(nullptr) {
         if (o.bias) {
@@ -52,19 +49,33 @@ struct ScoreModifier {
         }
     }
 
-    // Softcap's derivative where it gave x / cap = t.
-    __device__ __forceinline__ static float cap_slope(float t) { return fmaf(-t, t, 1.f); }
+    __device__ __forceinline__ bool is_capped() const { return cap > 0.f; }
+    // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
+    // is what a score needs; sm_70 has no tanh instruction.
+    __device__ __forceinline__ float logistic(float product) const { return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f); }
+    // The capped score, in units of log2, of a product q.k.
+    __device__ __forceinline__ float capped(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
+    // Softcap's derivative there, 1 - tanh(x)^2.
+    __device__ __forceinline__ static float cap_slope(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
 
-    // The bias of four keys of a row. key is a multiple of 4; rows and keys beyond the last read the last.
-    __device__ __forceinline__ void load_bias(const ScoreOptions& o, int row, int key, float (&x)[4]) const {
+    // i + o - j.
+    __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
+    __device__ __forceinline__ float with_alibi(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
+
+    // The bias of four keys of a row, as it lies in memory. key is a multiple of 4; rows and keys beyond the last read the
+    // last.
+    __device__ __forceinline__ uint4 load_bias4(const ScoreOptions& o, int row, int key) const {
         const char* from = bias + min(row, last_row) * bias_row_bytes;
         key = min(key, last_key & ~3);
-        if (o.bias_is_fp32) {
-            const float4 b = __ldg(reinterpret_cast<const float4*>(from + key * 4));
-            x[0] = b.x, x[1] = b.y, x[2] = b.z, x[3] = b.w;
-        } else {
-            half4_to_float(__ldg(reinterpret_cast<const uint2*>(from + key * 2)), x);
-        }
+        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const uint4*>(from + key * 4));
+        const uint2 x = __ldg(reinterpret_cast<const uint2*>(from + key * 2));
+        return make_uint4(x.x, x.y, 0, 0);
+    }
+    __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint4& loaded, float (&x)[4]) {
+        if (o.bias_is_fp32)
+            x[0] = __uint_as_float(loaded.x), x[1] = __uint_as_float(loaded.y), x[2] = __uint_as_float(loaded.z), x[3] = __uint_as_float(loaded.w);
+        else
+            half4_to_float(make_uint2(loaded.x, loaded.y), x);
     }
     // The same of one key.
     __device__ __forceinline__ float load_bias(const ScoreOptions& o, int row, int key) const {
@@ -75,8 +86,6 @@ struct ScoreModifier {
         asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "h"(__ldg(reinterpret_cast<const unsigned short*>(from + key * 2))));
         return x;
     }
-
-    __device__ __forceinline__ float distance(int row, int key) const { return fabsf(static_cast<float>(row + offset - key)); }
 };
 
 // Which of four columns are kept, as four bits.

@@ -81,5 +81,6 @@ constexpr bool kRagged = RAGGED, kGeneral = GENERAL;
 using BlockSequence = Sequence<kRagged>;
 
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSequence& sequence) {
+    if (!kRagged) return Mask(problem);
     return Mask(problem, sequence.seqlen_q(), sequence.seqlen_k());
 }

@@ -81,6 +81,18 @@ __device__ __forceinline__ int thread_index_here() {
     return x;
 }
 
+// The same of blockIdx.y and blockIdx.z.
+__device__ __forceinline__ int block_head_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ int block_batch_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(x));
+    return x;
+}
+
 // Moves a tile of Rows rows by 8 * Chunks columns along a matrix: global memory to registers with load(),
 // registers to shared memory with store(), by Threads threads of which this is number `thread`.
 //

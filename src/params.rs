@@ -98,6 +98,8 @@ pub struct ScoreOptions {
     pub dropout_scale: f32,
     /// 0: off
     pub softcap: f32,
+    /// 0 where that is off
+    pub inverse_softcap: f32,
 }
 
 /// Parameter block of the forward kernels.

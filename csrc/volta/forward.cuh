@@ -165,20 +165,44 @@ __device__ __forceinline__ void each(Accumulator (&c)[M][N], F f) {
             for (int v = 0; v < 8; v++) f(c[m][n][v], m, n, v);
 }
 
-// The scores of 16 * KeyTiles keys from products q.k to units of log2 (score_modifier.cuh). `row` and `key` are the tile's
-// first; key is a multiple of 4.
+// The scores from products q.k to units of log2 (score_modifier.cuh). `row` and `key` are the tile's first; key is a multiple
+// of 4.
 template <int RowTiles, int KeyTiles>
-__device__ __forceinline__ void modify_scores(Scores<RowTiles, KeyTiles>& s, const ScoreOptions& options, const ScoreModifier& modifier,
-                                              const ForwardLane& lane, int row, int key) {
+__device__ __forceinline__ void modify_scores(Scores<RowTiles, KeyTiles>& s, const FwdParams& p, const Mask& mask, int row, int key) {
+    const ScoreOptions& options = p.score_options;
+    // Made again at every step: what it is made of is in the parameters, and registers are short.
+    const ScoreModifier modifier(p.problem, options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+    const ForwardLane lane(thread_index_here() & 31);
     row += lane.score_row();
     key += lane.score_key();
-    each(s, [&](float& x, int, int, int) { x *= modifier.factor; });
-    if (modifier.cap > 0.f) each(s, [&](float& x, int, int, int) { x = modifier.cap * tanh_approx(x); });
+    if (modifier.is_capped())
+        each(s, [&](float& x, int, int, int) { x = modifier.capped(x); });
+    else
+        each(s, [&](float& x, int, int, int) { x *= p.problem.scale_log2; });
     if (options.alibi_slopes)
         each(s, [&](float& x, int mt, int nt, int v) {
-            x = fmaf(-modifier.slope, modifier.distance(row + 16 * mt + 4 * row_slot(v), key + 16 * nt + ForwardLane::key_slot(v)), x);
+            x = modifier.with_alibi(x, modifier.distance(row + 16 * mt + 4 * row_slot(v), key) - (16 * nt + ForwardLane::key_slot(v)));
         });
-    if (options.bias) {
+}
+
+// The bias of a step, which may be loaded early.
+template <int RowTiles, int KeyTiles>
+struct BiasStep {
+    uint4 loaded[RowTiles][KeyTiles][2];
+
+    __device__ __forceinline__ void load(const FwdParams& p, const Mask& mask, int row, int key) {
+        const ScoreModifier modifier(p.problem, p.score_options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+        const ForwardLane lane(thread_index_here() & 31);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    loaded[mt][nt][r] =
+                        modifier.load_bias4(p.score_options, row + 16 * mt + 4 * r + lane.score_row(), key + 16 * nt + lane.score_key());
+    }
+    __device__ __forceinline__ void add_to(Scores<RowTiles, KeyTiles>& s, const ScoreOptions& options) const {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -186,28 +210,28 @@ __device__ __forceinline__ void modify_scores(Scores<RowTiles, KeyTiles>& s, con
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     float bias[4];
-                    modifier.load_bias(options, row + 16 * mt + 4 * r, key + 16 * nt, bias);
+                    ScoreModifier::to_float(options, loaded[mt][nt][r], bias);
 #pragma unroll
                     for (int v = 0; v < 8; v++)
                         if (row_slot(v) == r) s[mt][nt][v] = fmaf(bias[ForwardLane::key_slot(v)], kLog2e, s[mt][nt][v]);
                 }
     }
-}
+};
 
-// Which probabilities of 16 keys dropout keeps: bit 8 * mt + v.
+// Which probabilities of 16 keys dropout keeps: kept_bit() says where.
+__device__ __forceinline__ constexpr int kept_bit(int mt, int v) { return 4 * (2 * mt + row_slot(v)) + ForwardLane::key_slot(v); }
 template <int RowTiles>
-__device__ __forceinline__ unsigned kept_probabilities(const ScoreOptions& options, const Philox& philox, const ForwardLane& lane, int row, int key) {
+__device__ __forceinline__ unsigned kept_probabilities(const FwdParams& p, int row, int key) {
+    const ScoreOptions& options = p.score_options;
+    const Philox philox(options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + block_head_here());
+    const ForwardLane lane(thread_index_here() & 31);
+    row += lane.score_row();
+    key += lane.score_key();
     unsigned bits = 0;
-#pragma unroll
-    for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const uint4 numbers = philox.numbers(row + 16 * mt + 4 * r + lane.score_row(), key + lane.score_key());
-            const unsigned columns = kept(numbers, options.dropout_threshold);
-#pragma unroll
-            for (int v = 0; v < 8; v++)
-                if (row_slot(v) == r) bits |= (columns >> ForwardLane::key_slot(v) & 1) << (8 * mt + v);
-        }
+    // Rolled, for the instruction cache: of each row four columns.
+#pragma unroll 1
+    for (int i = 0; i < 2 * RowTiles; i++)
+        bits |= kept(philox.numbers(row + 16 * (i / 2) + 4 * (i % 2), key), options.dropout_threshold) << (4 * i);
     return bits;
 }
 

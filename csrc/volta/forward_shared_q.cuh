@@ -35,6 +35,8 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
+    // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
+    static constexpr bool kBiasAhead = kGeneral && BLOCKS_PER_SM == 1;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -215,8 +217,6 @@ struct ForwardSharedQ {
         unmasked.span = pinned(unmasked.span);
 
         // Modified scores are in units of log2 already.
-        const ScoreOptions& options = p.score_options;
-        const ScoreModifier modifier(problem, options, block.batch, block.head, sequence.seqlen_q(), sequence.seqlen_k());
         const float scale = kGeneral ? 1.f : problem.scale_log2, inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
         Accumulators o;
@@ -232,8 +232,16 @@ struct ForwardSharedQ {
 #pragma unroll 1
         for (; key < key_end; key += kTileKeys) {
             Scores<RowTiles, kKeyTiles> s;
+            BiasStep<RowTiles, kKeyTiles> bias;
+            if (kBiasAhead && p.score_options.bias) bias.load(p, mask, row, key + group_key);
             scores(s, q_lane, k_lane);
-            if (kGeneral) modify_scores<RowTiles, kKeyTiles>(s, options, modifier, lane, row, key + group_key);
+            if (kGeneral) {
+                modify_scores<RowTiles, kKeyTiles>(s, p, mask, row, key + group_key);
+                if (p.score_options.bias) {
+                    if (!kBiasAhead) bias.load(p, mask, row, key + group_key);
+                    bias.add_to(s, p.score_options);
+                }
+            }
             // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
             if (!unmasked.contain(key + group_key)) {
                 mask_scores<RowTiles, kKeyTiles>(s, mask, row, key + group_key);
@@ -251,10 +259,7 @@ struct ForwardSharedQ {
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
                 unsigned kept = ~0u;
-                if (kGeneral && options.rng_state) {
-                    const Philox philox(options.rng_state, (p.lengths.first_batch + block.batch) * problem.nheads + block.head);
-                    kept = kept_probabilities<RowTiles>(options, philox, lane, row, key + group_key + 16 * tile);
-                }
+                if (kGeneral && p.score_options.rng_state) kept = kept_probabilities<RowTiles>(p, row, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll
@@ -262,7 +267,7 @@ struct ForwardSharedQ {
 #pragma unroll
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
                             s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
-                            if (kGeneral && !(kept >> (8 * mt + w) & 1)) s[mt][0][w] = 0.f;
+                            if (kGeneral && !(kept >> kept_bit(mt, w) & 1)) s[mt][0][w] = 0.f;
                         }
                         probabilities.pack_own(lane, mt, u, s[mt][0]);
                     }

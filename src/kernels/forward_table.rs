@@ -58,12 +58,14 @@ const fn ragged(plain: Variant, name: &'static str) -> Variant {
     Variant { name, flavor: Flavor::Ragged, ..plain }
 }
 
-/// Scores pass through more hands: 16 rows a warp leave registers for that, and 8 warps an SM, in one block or two, are as
-/// many as without.
-const fn general(name: &'static str, (headdim, headdim_v): (u32, u32), blocks_per_sm: u32) -> Variant {
+/// The kernel with Q in shared memory, also for headdim 64, whose registers are needed for the scores. What changes them
+/// is made at every step from parameters, so that the tiles can be the plain kernels'.
+const fn general(plain: Variant, name: &'static str) -> Variant {
+    let headdims = (plain.headdim, plain.headdim_v);
     // 256 threads take 64 rows of 12 chunks at once (TileStream)
-    let tile = if headdim == 96 { (128, 64) } else { LARGE };
-    Variant { flavor: Flavor::General, ..shared_q(name, (headdim, headdim_v), tile, 256, blocks_per_sm) }
+    let tile = if plain.headdim == 96 { (128, 64) } else { LARGE };
+    let blocks_per_sm = if plain.headdim == 64 { 2 } else { 1 };
+    Variant { flavor: Flavor::General, ..shared_q(name, headdims, tile, 256, blocks_per_sm) }
 }
 
 const PLAIN_LARGE: [Variant; 7] = [
@@ -102,10 +104,11 @@ pub const FORWARD: &[Variant] = &[
     ragged(PLAIN_LARGE[4], "volta_fwd_ragged_192x128"),
     ragged(PLAIN_LARGE[5], "volta_fwd_ragged_192x192"),
     ragged(PLAIN_LARGE[6], "volta_fwd_ragged_256x256"),
-    general("volta_fwd_general_64x64", (64, 64), 1),
-    general("volta_fwd_general_96x96", (96, 96), 1),
-    general("volta_fwd_general_128x128", (128, 128), 1),
-    general("volta_fwd_general_192x128", (192, 128), 1),
-    general("volta_fwd_general_192x192", (192, 192), 1),
-    general("volta_fwd_general_256x256", (256, 256), 1),
+    // 216, 244 and 255 registers
+    general(PLAIN_LARGE[1], "volta_fwd_general_64x64"),
+    general(PLAIN_LARGE[2], "volta_fwd_general_96x96"),
+    general(PLAIN_LARGE[3], "volta_fwd_general_128x128"),
+    general(PLAIN_LARGE[4], "volta_fwd_general_192x128"),
+    general(PLAIN_LARGE[5], "volta_fwd_general_192x192"),
+    general(PLAIN_LARGE[6], "volta_fwd_general_256x256"),
 ];

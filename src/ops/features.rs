@@ -84,6 +84,7 @@ impl Features {
             dropout_threshold: dropout::threshold(p),
             dropout_scale: dropout::scale(p) as f32,
             softcap: a.features.softcap as f32,
+            inverse_softcap: if a.features.softcap > 0.0 { (1.0 / a.features.softcap) as f32 } else { 0.0 },
         }
     }
 

@@ -740,12 +740,13 @@ pub fn decode(raw: &RawInst, labels: &HashMap<String, u32>) -> Result<Inst, Stri
             inst.op = Op::Sgxt { signed };
         }
         "P2R" => {
-            allow(&[])?;
+            allow(&["B1", "B2", "B3"])?;
+            let byte = ["B1", "B2", "B3"].iter().position(|b| has(b)).map_or(0, |i| i + 1);
             dst!();
             it.next();
             src!(0);
             src!(1);
-            inst.op = Op::P2r;
+            inst.op = Op::P2r { shift: 8 * byte as u32 };
         }
         "R2P" => {
             it.next();

@@ -449,14 +449,15 @@ impl Cta {
                     m,
                 );
             }
-            Op::P2r => {
+            Op::P2r { shift } => {
                 let (a, mk) = (int!(0), int!(1));
                 let preds = w.pred;
                 w.wr(
                     inst.dst,
                     &lanes(|l| {
                         let bits = (0..7).fold(0, |r, i| r | (preds[i] >> l & 1) << i);
-                        (a[l] & !mk[l]) | (bits & mk[l])
+                        let mask = mk[l] << shift;
+                        (a[l] & !mask) | (bits << shift & mask)
                     }),
                     m,
                 );

@@ -246,7 +246,10 @@ pub enum Op {
     Vabsdiff {
         signed: bool,
     },
-    P2r,
+    /// predicates into the byte that begins at bit `shift`
+    P2r {
+        shift: u32,
+    },
     R2p,
     Bmsk {
         wrap: bool,
