@@ -72,8 +72,9 @@ BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor
               const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               bool attn_bias_requires_grad) {
     const c10::DeviceGuard guard(q.device());
+    const Tensor random = rng_state.value_or(Tensor());  // args points to it
     BackwardArgs args{};
-    args.attention = arguments(q, k, v, rng_state.value_or(Tensor()), VOLTA_FA_OPTION_ARGUMENTS);
+    args.attention = arguments(q, k, v, random, VOLTA_FA_OPTION_ARGUMENTS);
     args.dout = handle(dout);
     args.out = handle(out);
     args.softmax_lse = handle(softmax_lse);

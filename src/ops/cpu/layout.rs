@@ -1,0 +1,55 @@
+//! From the tensors' layout to that of the matrix products, and back.
+
+use crate::error::Result;
+use tch::{Device, Kind, Tensor};
+
+/// The type that the arithmetic is done in.
+pub fn compute_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
+}
+
+/// (batch, seqlen, groups * heads, headdim) to (batch * groups, seqlen * heads, headdim), contiguous.
+/// May alias `t`: never to be written to.
+pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
+    let (batch, seqlen, all_heads, headdim) = t.size4()?;
+    let groups = all_heads / heads;
+    Ok(t.f_view([batch, seqlen, groups, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?.f_to_kind(kind)?.f_contiguous()?.f_view([
+        batch * groups,
+        seqlen * heads,
+        headdim,
+    ])?)
+}
+
+/// The inverse of [`to_groups`], as a new contiguous tensor of type `kind`.
+pub fn from_groups(t: &Tensor, batch: i64, heads: i64, kind: Kind) -> Result<Tensor> {
+    let (all_groups, rows, headdim) = t.size3()?;
+    let (groups, seqlen) = (all_groups / batch.max(1), rows / heads);
+    let result = Tensor::f_empty([batch, seqlen, groups * heads, headdim], (kind, Device::Cpu))?;
+    result
+        .f_view([batch, seqlen, groups, heads, headdim])?
+        .f_copy_(&t.f_view([batch, groups, seqlen, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?)?;
+    Ok(result)
+}
+
+/// (batch, nheads, seqlen) statistics to one column per score row, (batch * groups, seqlen * heads, 1).
+pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
+    let (batch, nheads, seqlen) = lse.size3()?;
+    Ok(lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?.f_to_kind(kind)?.f_contiguous()?.f_view([
+        batch * (nheads / heads),
+        seqlen * heads,
+        1,
+    ])?)
+}
+
+/// The inverse of [`rows_from_lse`], as a new contiguous fp32 tensor.
+pub fn lse_from_rows(rows: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
+    let (all_groups, all_rows, _) = rows.size3()?;
+    let (groups, seqlen) = (all_groups / batch.max(1), all_rows / heads);
+    let lse = Tensor::f_empty([batch, groups * heads, seqlen], (Kind::Float, Device::Cpu))?;
+    lse.f_view([batch, groups, heads, seqlen])?.f_copy_(&rows.f_view([batch, groups, seqlen, heads])?.f_transpose(2, 3)?)?;
+    Ok(lse)
+}

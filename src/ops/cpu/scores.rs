@@ -1,0 +1,100 @@
+//! What changes the scores of a chunk between the two matrix products: softcap, ALiBi, bias, dropout.
+
+use super::chunk::heads_per_group;
+use super::{Chunk, Part};
+use crate::error::Result;
+use crate::ops::dropout;
+use tch::{Device, Kind, Tensor};
+
+/// Random numbers that are worth a thread.
+const NUMBERS_PER_THREAD: usize = 1 << 16;
+
+/// A bias or its gradient where one group of a chunk reads or adds it: (heads or 1, rows or 1, keys or 1).
+pub fn bias_of_group(bias: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<Tensor> {
+    let heads = heads_per_group(&part.a);
+    let (entry, key_head) = (group / part.a.nheads_k, group % part.a.nheads_k);
+    let mut t = bias.shallow_clone();
+    for (dim, start, count) in [(0, entry, 1), (1, key_head * heads, heads), (2, c.row, c.rows), (3, c.key, c.keys)] {
+        if t.size()[dim] > 1 {
+            t = t.f_narrow(dim as i64, start, count)?;
+        }
+    }
+    Ok(t.f_squeeze_dim(0)?)
+}
+
+/// One group of a chunk's (groups, rows * heads, keys) matrix, in the order of a bias: (heads, rows, keys).
+pub fn group_of(matrix: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<Tensor> {
+    let heads = heads_per_group(&part.a);
+    Ok(matrix.f_select(0, group - c.group)?.f_view([c.rows, heads, c.keys])?.f_transpose(0, 1)?)
+}
+
+/// `softcap * tanh(x / softcap)` in place; `tanh`, where given, keeps the tanh for the gradient.
+pub fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Result<()> {
+    let _ = scores.f_div_scalar_(softcap)?.f_tanh_()?;
+    if let Some(tanh) = tanh {
+        tanh.f_copy_(scores)?;
+    }
+    let _ = scores.f_mul_scalar_(softcap)?;
+    Ok(())
+}
+
+/// The gradient of [`cap`], `1 - tanh^2`, onto `ds`. Destroys `tanh`.
+pub fn uncap(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
+    let _ = ds.f_mul_(&tanh.f_square_()?.f_neg_()?.f_add_scalar_(1.0)?)?;
+    Ok(())
+}
+
+/// Subtract `slope * |i + offset - j|` in place.
+pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
+    let (a, heads, kind) = (&part.a, heads_per_group(&part.a), scores.kind());
+    let slopes = slopes.f_to_kind(kind)?.f_neg()?.f_expand([a.batch, a.nheads], false)?.f_reshape([a.batch * a.nheads_k, 1, heads, 1])?;
+    let positions = |start: i64, count: i64| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
+    let rows = positions(c.row + a.seqlen_k - a.seqlen_q, c.rows)?.f_unsqueeze(1)?;
+    let distances = rows.f_sub(&positions(c.key, c.keys)?)?.f_abs_()?.f_unsqueeze(1)?;
+    let _ = scores.f_view([c.groups, c.rows, heads, c.keys])?.f_addcmul_(&distances, &slopes.f_narrow(0, c.group, c.groups)?)?;
+    Ok(())
+}
+
+/// Add a bias in place; -inf where a bool one is False.
+pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
+    for group in c.group..c.group + c.groups {
+        let (mut scores, bias) = (group_of(scores, part, c, group)?, bias_of_group(bias, part, c, group)?);
+        let _ = if bias.kind() == Kind::Bool {
+            scores.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?
+        } else {
+            scores.f_add_(&bias)?
+        };
+    }
+    Ok(())
+}
+
+/// What each probability of the chunk is multiplied by: 0 where it is dropped.
+pub fn dropout_factors(dropout: &dropout::Dropout, part: &Part, c: &Chunk, kind: Kind) -> Result<Tensor> {
+    let heads = heads_per_group(&part.a);
+    let first_head = part.first * part.a.nheads;
+    let (rows, keys) = (c.rows * heads, c.keys as usize);
+    let mut kept = vec![false; (c.groups * rows) as usize * keys];
+    let fill = |first: usize, part_of: &mut [bool]| {
+        for (i, row) in part_of.chunks_mut(keys).enumerate() {
+            let i = (first + i) as i64;
+            let (group, row_of_group) = (c.group + i / rows, i % rows);
+            let head = first_head + group * heads + row_of_group % heads;
+            dropout.row(head as u32, (c.row + row_of_group / heads) as u32, c.key as u32, row);
+        }
+    };
+    let threads = (tch::get_num_threads() as usize).min(kept.len() / NUMBERS_PER_THREAD).max(1);
+    let share = ((c.groups * rows) as usize).div_ceil(threads);
+    let fill = &fill;
+    std::thread::scope(|scope| {
+        let mut shares = kept.chunks_mut(share * keys).enumerate();
+        let own = shares.next();
+        for (i, other) in shares {
+            scope.spawn(move || fill(i * share, other));
+        }
+        if let Some((_, own)) = own {
+            fill(0, own);
+        }
+    });
+    let factors = Tensor::f_from_slice(&kept)?.f_view([c.groups, rows, c.keys])?.f_to_kind(kind)?;
+    Ok(factors.f_mul_scalar(dropout::scale(part.a.features.dropout_p))?)
+}
