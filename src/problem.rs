@@ -58,8 +58,6 @@ pub struct TensorDesc {
     pub sizes: Vec<i64>,
     /// in elements
     pub strides: Vec<i64>,
-    /// data pointer modulo 16 bytes
-    pub misalignment: usize,
 }
 
 /// Who will compute: it decides which dtypes and layouts are possible.
@@ -67,7 +65,7 @@ pub struct TensorDesc {
 pub enum Backend {
     /// ATen operations on the CPU
     Cpu,
-    /// our kernels, on a GPU or in the simulator: fp16 (bf16 is converted), 16-byte accesses
+    /// our kernels, on a GPU or in the simulator: fp16 (bf16 is converted)
     Kernels,
 }
 
@@ -252,17 +250,8 @@ fn check_operand(name: &str, d: &TensorDesc, packed: bool, backend: Backend) -> 
         return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[columns]), "a contiguous last dimension (stride 1)"));
     }
     // bf16 is converted, and the copy has strides of its own
-    if backend == Backend::Kernels && d.dtype == DType::Half {
-        if d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
-            return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
-        }
-        if d.misalignment != 0 {
-            return Err(Error::value(
-                name,
-                format!("a data pointer {} bytes past a 16-byte boundary", d.misalignment),
-                "a 16-byte aligned data pointer (call .clone() on such a slice)",
-            ));
-        }
+    if backend == Backend::Kernels && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
+        return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
     }
     Ok(sizes)
 }

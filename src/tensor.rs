@@ -42,19 +42,22 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         device,
         sizes: t.size(),
         strides: t.stride(),
-        misalignment: t.data_ptr() as usize % ALIGNMENT,
     })
 }
 
-/// `t` itself where its rows start on 16-byte boundaries, else a contiguous copy.
-///
-/// Validation has refused misaligned data pointers; an odd stride (a slice of a wider tensor) is legal
-/// and costs this copy.
-pub fn with_aligned_strides(t: &Tensor) -> Result<Tensor> {
+/// `t` itself where all its rows start on 16-byte boundaries, else a contiguous copy: slices of wider tensors may begin
+/// anywhere and have any stride.
+pub fn with_aligned_rows(t: &Tensor) -> Result<Tensor> {
     let (sizes, strides) = (t.size(), t.stride());
     let last = sizes.len() - 1;
-    let aligned = (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
-    Ok(if aligned { t.shallow_clone() } else { t.f_contiguous()? })
+    let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
+    if aligned {
+        return Ok(t.shallow_clone());
+    }
+    // not f_contiguous, which returns a misaligned tensor as it is
+    let mut copy = Tensor::f_empty(&sizes, (t.kind(), t.device()))?;
+    copy.f_copy_(t)?;
+    Ok(copy)
 }
 
 /// A gradient as autograd left it, in a layout the backends read: an expanded or transposed one is copied.
@@ -64,13 +67,7 @@ pub fn with_aligned_strides(t: &Tensor) -> Result<Tensor> {
 pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     let d = describe(t)?;
     let contiguous = d.sizes.last().is_none_or(|n| *n <= 1) || d.strides.last() == Some(&1);
-    let t = if contiguous { t.shallow_clone() } else { t.f_contiguous()? };
-    if t.data_ptr() as usize % ALIGNMENT == 0 {
-        return Ok(t);
-    }
-    let mut copy = t.f_empty_like()?;
-    copy.f_copy_(&t)?;
-    Ok(copy)
+    Ok(if contiguous { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
 /// An uninitialised contiguous tensor for a kernel to write, at a multiple of `alignment` bytes if that is more than

@@ -8,7 +8,7 @@ fn tensor(sizes: [i64; 4]) -> TensorDesc {
     for i in (0..3).rev() {
         strides[i] = strides[i + 1] * sizes[i + 1];
     }
-    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides, misalignment: 0 }
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides }
 }
 
 fn options() -> Options {
@@ -53,7 +53,6 @@ fn wrong_tensors() {
     refused(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
     refused(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
     refused(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
-    refused(Value, &["k", "2 bytes past", "16-byte aligned"], |_, k, _, _| k.misalignment = 2);
     refused(Value, &["v", "headdim 264", "256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
     refused(Value, &["v", "headdim 12", "multiple of 8"], |_, _, v, _| *v = tensor([2, 12, 3, 12]));
     refused(Value, &["q", "headdim 20", "multiple of 8"], |q, k, _, _| (*q, *k) = (tensor([2, 10, 6, 20]), tensor([2, 12, 3, 20])));
@@ -75,7 +74,7 @@ fn wrong_scalars() {
 #[test]
 fn features_to_come_are_refused_by_name() {
     use ErrorKind::Unsupported;
-    let int = TensorDesc { dtype: DType::Int32, device: Device::Cuda(0), sizes: vec![3], strides: vec![1], misalignment: 0 };
+    let int = TensorDesc { dtype: DType::Int32, device: Device::Cuda(0), sizes: vec![3], strides: vec![1] };
     refused(Unsupported, &["cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_q = Some(int.clone()));
     refused(Unsupported, &["cu_seqlens_k"], |_, _, _, o| o.cu_seqlens_k = Some(int.clone()));
     refused(Unsupported, &["seqused_k"], |_, _, _, o| o.seqused_k = Some(int.clone()));
@@ -88,9 +87,9 @@ fn features_to_come_are_refused_by_name() {
 }
 
 #[test]
-fn cpu_backend_takes_every_float_and_alignment() {
+fn cpu_backend_takes_every_float() {
     for dtype in [DType::Half, DType::BFloat16, DType::Float, DType::Double] {
-        let make = |s| TensorDesc { dtype, device: Device::Cpu, misalignment: 2, ..tensor(s) };
+        let make = |s| TensorDesc { dtype, device: Device::Cpu, ..tensor(s) };
         validate(&make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &options(), Backend::Cpu).unwrap();
     }
 }
@@ -108,7 +107,7 @@ fn wrong_saved_tensors() {
     let q = tensor([2, 10, 6, 64]);
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
     let out = tensor([2, 10, 6, 32]);
-    let lse = |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()], sizes, misalignment: 0 };
+    let lse = |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()], sizes };
     let good = lse(vec![2, 6, 10], DType::Float);
     let check = |dout: &TensorDesc, out: &TensorDesc, l: &TensorDesc| validate_backward(dout, out, l, &q, &a, Backend::Kernels);
     check(&out, &out, &good).unwrap();

@@ -1,4 +1,5 @@
-// Autocast: q, k and v in the region's dtype, like PyTorch's own attention.
+// Autocast: q, k and v in the region's dtype, like PyTorch's own attention. What is added to scores may be fp32 beside
+// any q, and then stays so; in a lower precision it follows q.
 
 #include "ops.h"
 
@@ -14,7 +15,14 @@ FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto dtype = at::autocast::get_autocast_dtype(device);
     const auto cast = [&](const Tensor &t) { return at::autocast::cached_cast(dtype, t, device); };
-    return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
+    const auto follow = [&](const OptionalTensor &t) {
+        const bool lower = t && t->defined() && (t->scalar_type() == at::kHalf || t->scalar_type() == at::kBFloat16);
+        return lower ? OptionalTensor(cast(*t)) : t;
+    };
+    const auto call = [&](const OptionalTensor &attn_bias, const OptionalTensor &sinks) {
+        return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
+    };
+    return call(follow(attn_bias), follow(sinks));
 }
 
 }  // namespace

@@ -66,8 +66,8 @@ struct Attention : torch::autograd::Function<Attention> {
 
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator> generator) {
-    const auto has_tangent = [](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); };
-    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(q) || has_tangent(k) || has_tangent(v)),
+    const auto has_tangent = [](const OptionalTensor &t) { return t && t->defined() && t->_fw_grad(/*level=*/0).defined(); };
+    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(q) || has_tangent(k) || has_tangent(v) || has_tangent(attn_bias) || has_tangent(sinks)),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
     if (!at::GradMode::is_enabled() ||
         !(q.requires_grad() || k.requires_grad() || v.requires_grad() || needs_gradient(attn_bias) || needs_gradient(sinks))) {

@@ -76,9 +76,11 @@ struct Call {
     std::optional<double> scale;
     bool enable_gqa;
 
+    bool has_mask() const { return attn_mask && attn_mask->defined(); }
+
     template <typename Predicate>
     bool any(Predicate predicate) const {
-        return predicate(q) || predicate(k) || predicate(v);
+        return predicate(q) || predicate(k) || predicate(v) || (has_mask() && predicate(*attn_mask));
     }
     bool traced() const {
         return any([](const Tensor &t) { return t.key_set().has(c10::DispatchKey::Python); });
@@ -91,16 +93,32 @@ constexpr int64_t headdim_multiple = 8;
 bool dtype_supported(const Call &c) {
     const auto dtype = c.q.scalar_type();
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
-    if (dtype == at::kHalf) return true;
-    return c.q.is_cpu() && (dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble);
+    if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
+    return c.q.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 // (batch, heads, seqlen, headdim), batches and heads that belong together, no broadcast.
 bool shape_supported(const Call &c) {
-    if (c.any([](const Tensor &t) { return t.dim() != 4; })) return false;
+    if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
     if (q[0] != k[0] || k[0] != v[0] || k[1] != v[1] || k[2] != v[2] || q[3] != k[3]) return false;
     return c.enable_gqa ? k[1] > 0 && q[1] % k[1] == 0 : q[1] == k[1];
+}
+
+// What PyTorch takes: a mask of rank 2 to 4 that broadcasts to (batch, heads, seqlen_q, seqlen_k), and no causal mask
+// beside it.
+bool mask_supported(const Call &c) {
+    if (!c.has_mask()) return true;
+    const Tensor &mask = *c.attn_mask;
+    const auto dtype = mask.scalar_type();
+    if (dtype != at::kBool && dtype != at::kFloat && dtype != c.q.scalar_type()) return false;
+    if (c.is_causal || mask.dim() < 2 || mask.dim() > 4) return false;
+    const std::array<c10::SymInt, 4> full = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
+    for (int64_t i = 1; i <= mask.dim(); ++i) {
+        const auto size = mask.sym_size(-i);
+        if (size != 1 && size != full[4 - i]) return false;
+    }
+    return true;
 }
 
 bool headdim_supported(const Tensor &t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
@@ -110,15 +128,15 @@ bool headdim_supported(const Tensor &t) { return t.sym_size(3) >= 1 && t.sym_siz
 std::optional<Decision> reason_to_fall_back(const Call &c) {
     const auto &context = at::globalContext();
     if (!context.userEnabledFlashSDP() && !context.userEnabledMemEfficientSDP()) return Decision::math_requested;
-    if (c.attn_mask && c.attn_mask->defined()) return Decision::attn_mask;
-    if (c.dropout_p != 0.0) return Decision::dropout;
+    if (!(c.dropout_p >= 0.0 && c.dropout_p < 1.0)) return Decision::dropout;
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
     if (c.any([&](const Tensor &t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
     // A subclass such as DTensor has rules for PyTorch's ops and none for ours; while torch.compile or a fake tensor
     // mode traces, a mode is active.
     if (c.traced() && !c10::impl::TorchDispatchModeTLS::any_modes_set()) return Decision::subclass;
-    if (!shape_supported(c) || c.k.device() != c.q.device() || c.v.device() != c.q.device()) return Decision::shape;
+    if (!shape_supported(c) || c.any([&](const Tensor &t) { return t.device() != c.q.device(); })) return Decision::shape;
+    if (!mask_supported(c)) return Decision::attn_mask;
     if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;
     if (c.any([](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); })) return Decision::forward_mode;
     return std::nullopt;
@@ -132,15 +150,15 @@ Tensor padded(const Tensor &t) {
     return excess == 0 ? t : at::constant_pad_nd_symint(t, {c10::SymInt(0), headdim_multiple - excess});
 }
 
-// volta_fa::fwd wants a contiguous last dimension on 16-byte boundaries. Fake tensors have no pointer: what is known of
-// one's offset decides.
-Tensor readable(const Tensor &t) {
-    constexpr int64_t alignment = 16;
-    if (t.sym_stride(3) != 1) return t.contiguous();
-    const bool fake = !t.has_storage() || t.key_set().has(c10::DispatchKey::Python);
-    const int64_t start = fake ? t.sym_storage_offset().maybe_as_int().value_or(0) * t.element_size()
-                               : static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % alignment);
-    return start % alignment == 0 ? t : t.clone(at::MemoryFormat::Contiguous);
+// volta_fa::fwd wants a contiguous last dimension.
+Tensor readable(const Tensor &t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
+
+// The mask with all four dimensions.
+OptionalTensor bias(const Call &c) {
+    if (!c.has_mask()) return std::nullopt;
+    Tensor mask = *c.attn_mask;
+    while (mask.dim() < 4) mask = mask.unsqueeze(0);
+    return mask;
 }
 
 Tensor run(const Call &c) {
@@ -163,8 +181,8 @@ Tensor run(const Call &c) {
     const OptionalTensor none;
     const std::optional<c10::SymInt> no_length;
     Tensor out = std::get<0>(fwd_op().call(operand(c.q), operand(k), operand(v), /*cu_seqlens=*/none, none, no_length,
-                                           no_length, /*seqused_k=*/none, /*attn_bias=*/none, /*alibi_slopes=*/none,
-                                           /*sinks=*/none, /*dropout_p=*/0.0, scale, is_causal, /*window_left=*/-1,
+                                           no_length, /*seqused_k=*/none, bias(c), /*alibi_slopes=*/none,
+                                           /*sinks=*/none, c.dropout_p, scale, is_causal, /*window_left=*/-1,
                                            window_right, /*softcap=*/0.0, /*deterministic=*/false, /*generator=*/{}));
     const auto headdim_v = c.v.sym_size(3);
     if (headdim_v % headdim_multiple != 0) out = out.narrow_symint(3, 0, headdim_v);

@@ -7,7 +7,7 @@ use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, Step};
 use crate::problem::Attention;
-use crate::tensor::{self, extent, operand, output, with_aligned_strides};
+use crate::tensor::{self, extent, operand, output, with_aligned_rows};
 use tch::{Kind, Tensor};
 
 /// (out, softmax_lse).
@@ -46,7 +46,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
     let plan = plan::backward(a, deterministic, &launcher.limits()?)?;
     let [q, k, v] = operands(inputs)?;
-    let (dout, out) = (with_aligned_strides(&saved.dout)?, with_aligned_strides(&saved.out)?);
+    let (dout, out) = (with_aligned_rows(&saved.dout)?, with_aligned_rows(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
     let features = Features::new(inputs, a)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
@@ -123,7 +123,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
 }
 
 fn operands(inputs: &Inputs) -> Result<[Tensor; 3]> {
-    Ok([with_aligned_strides(&inputs.q)?, with_aligned_strides(&inputs.k)?, with_aligned_strides(&inputs.v)?])
+    Ok([with_aligned_rows(&inputs.q)?, with_aligned_rows(&inputs.k)?, with_aligned_rows(&inputs.v)?])
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where
