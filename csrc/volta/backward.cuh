@@ -142,13 +142,14 @@ __device__ __forceinline__ void add_global(float* p, float x) {
 }
 
 // The block's own rows of both operands, once, padded with zeros in both directions. Of `rows` rows those
-// from first_row are the block's.
+// from first_row are the block's; the sequence begins at row `origin` of the tensors.
 template <class S>
-__device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, u32 shared, int first_row, int rows) {
+__device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, u32 shared, int origin, int first_row,
+                                         int rows) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
-    Loader x(threadIdx.x, head_base(s, blockIdx.z, blockIdx.y) + first_row * s.row_stride, s.row_stride, p.problem.headdim);
-    Loader y(threadIdx.x, head_base(dp, blockIdx.z, blockIdx.y) + first_row * dp.row_stride, dp.row_stride, p.problem.headdim_v);
+    Loader x(threadIdx.x, head_base(s, blockIdx.z, blockIdx.y) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
+    Loader y(threadIdx.x, head_base(dp, blockIdx.z, blockIdx.y) + (origin + first_row) * dp.row_stride, dp.row_stride, p.problem.headdim_v);
     const u32 to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
     for (int r = 0; r < S::kRows; r += kRowsAtOnce) {
@@ -534,13 +535,13 @@ __device__ __forceinline__ void to_shared(const Accumulator (&c)[M][J][2], float
 
 // ... and from there to the output, whole chunks of the rows and columns that exist.
 template <class S>
-__device__ __forceinline__ void shared_to_output(const Output& out, u32 tile, int first_row, int all_rows, int headdim) {
+__device__ __forceinline__ void shared_to_output(const Output& out, u32 tile, int origin, int first_row, int all_rows, int headdim) {
     constexpr int kLanes = 8;
     unsigned short* base = head_base(out, blockIdx.z, blockIdx.y);
     const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)
         for (int chunk = threadIdx.x % kLanes; chunk < headdim / kChunk; chunk += kLanes)
-            *reinterpret_cast<uint4*>(base + (first_row + row) * out.row_stride + chunk * kChunk) =
+            *reinterpret_cast<uint4*>(base + (origin + first_row + row) * out.row_stride + chunk * kChunk) =
                 load_shared(tile + swizzled<S::kChunks>(row, chunk));
 }
 
@@ -553,13 +554,20 @@ struct QueryRange {
     UnmaskedRows<S::kStep> unmasked;
 
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key)
-        : end(pinned(mask.row_end(first_key, S::kRows))), unmasked(mask, first_key, min(S::kRows, mask.seqlen_k - first_key)) {
+        : end(pinned(kRagged && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, S::kRows))), unmasked(mask, first_key, min(S::kRows, mask.seqlen_k - first_key)) {
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
     }
     // First row of the first step: once a head, so it is not kept.
     static __device__ __forceinline__ int first(const Mask& mask) {
         return mask.row_first(block_index_here() * S::kRows) / S::kStep * S::kStep;
+    }
+    // Rows of Q and dO, for loads. Ragged kernels have no register for seqlen_q: rows behind `end`, which the mask hides,
+    // may as well not exist.
+    __device__ __forceinline__ int rows(const BwdParams& p) const { return kRagged ? end : p.problem.seqlen_q; }
+    // The next step, or, behind the last, one whose statistics may be loaded.
+    __device__ __forceinline__ int next_step(const BwdParams& p, int row) const {
+        return min(row + S::kStep, kRagged ? (end - 1) & -S::kStep : p.seqlen_q_rounded - S::kStep);
     }
 };
 

@@ -13,9 +13,10 @@ constexpr int kRowsAtOnce = THREADS / kLanesPerRow;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) {
     const int head = blockIdx.y, batch = blockIdx.z;
-    const int end = min((static_cast<int>(blockIdx.x) + 1) * BLOCK_ROWS, p.problem.seqlen_q);
-    const float* accum = p.dq_accum + rounded_row(p, batch, head) * p.headdim_rounded;
-    unsigned short* dq = head_base(p.dq, batch, head);
+    const BlockSequence sequence(p.problem, p.lengths, batch);
+    const int end = min((static_cast<int>(blockIdx.x) + 1) * BLOCK_ROWS, sequence.seqlen_q());
+    const float* accum = p.dq_accum + rounded_row(p, sequence, batch, head) * p.headdim_rounded;
+    unsigned short* dq = rows_of(p.dq, batch, head, sequence.first_q());
     const float scale = p.problem.scale;
 
     for (int row = blockIdx.x * BLOCK_ROWS + threadIdx.x / kLanesPerRow; row < end; row += kRowsAtOnce) {

@@ -28,17 +28,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     const int head = blockIdx.y, batch = blockIdx.z;
     const int block_row = blockIdx.x * BLOCK_ROWS;
     const int lane = threadIdx.x % kLanesPerRow;
-    const long long first_row = rounded_row(p, batch, head);
-    const unsigned short* dout = head_base(p.dout, batch, head);
-    const unsigned short* out = head_base(p.out, batch, head);
-    const float* lse = p.softmax_lse + (static_cast<long long>(batch) * p.problem.nheads + head) * p.problem.seqlen_q;
+    const BlockSequence sequence(p.problem, p.lengths, batch);
+    const int all_rows = rounded_rows(p, sequence);
+    if (kRagged && block_row >= all_rows) return;
+    const long long first_row = rounded_row(p, sequence, batch, head);
+    const unsigned short* dout = rows_of(p.dout, batch, head, sequence.first_q());
+    const unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    const float* lse = p.softmax_lse + sequence.lse_row(batch, head);
     float* stats = p.row_stats + first_row * kStatsPerRow;
     const float inverse_scale = 1.f / p.problem.scale;
 
     // All lanes of a warp stay in the loop together, for the shuffles.
     for (int r = threadIdx.x / kLanesPerRow; r < BLOCK_ROWS; r += kRowsAtOnce) {
         const int row = block_row + r;
-        const bool real = row < p.problem.seqlen_q;
+        const bool real = row < sequence.seqlen_q();
         float delta = 0.f;
         if (real) {
 #pragma unroll 2
@@ -47,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
         }
 #pragma unroll
         for (int i = 1; i < kLanesPerRow; i *= 2) delta += __shfl_xor_sync(~0u, delta, i);
-        if (row < p.seqlen_q_rounded && lane < 2) {
+        if (row < all_rows && lane < 2) {
             float* s = stats + stats_offset(row) + lane * kStatsCopyDistance;
             const float row_lse = real ? lse[row] : positive_infinity();
             // lse = +inf says that the row sees no key: whatever delta is (0), its P is 0.
@@ -57,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     }
 
     // The block's rows of the accumulator are contiguous.
-    const int rows = min(BLOCK_ROWS, p.seqlen_q_rounded - block_row);
+    const int rows = min(BLOCK_ROWS, all_rows - block_row);
     float4* accum = reinterpret_cast<float4*>(p.dq_accum + (first_row + block_row) * p.headdim_rounded);
     for (int i = threadIdx.x; i < rows * (p.headdim_rounded / 4); i += THREADS) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }

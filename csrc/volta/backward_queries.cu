@@ -57,14 +57,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     const int gradient_row = 32 * group + (kQueryHalves ? 16 * (share / kColumnSharers) : 0);
     const int gradient_block = share % kColumnSharers;
 
-    const Mask mask = mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z));
+    const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+    if (kRagged && first_row >= sequence.seqlen_q()) return;
+    const Mask mask = mask_of(p.problem, sequence);
     const UnmaskedKeys<S::kStep> unmasked(mask, first_row, S::kRows);
     const int first = mask.key_first(first_row) / S::kStep * S::kStep, end = mask.key_end(first_row, S::kRows);
     const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
 
-    StepTiles<S> tiles(p, p.k, p.v, key_head, first);
-    tiles.load(p.k, p.v, p.problem.seqlen_k - first);
-    load_own<S>(p, p.q, p.dout, shared, first_row, p.problem.seqlen_q);
+    StepTiles<S> tiles(p, p.k, p.v, key_head, sequence.first_k() + first);
+    tiles.load(p.k, p.v, sequence.seqlen_k() - first);
+    load_own<S>(p, p.q, p.dout, shared, sequence.first_q(), first_row, sequence.seqlen_q());
 
     const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
     const u32 step_address = step_operand<S>(shared + S::kStepS, lane, score_key);
@@ -80,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = first_row + score_row + score_own(lane, m, 2 * h);
-            const float* stats = p.row_stats + rounded_row(p, blockIdx.z, blockIdx.y) * kStatsPerRow + stats_offset(row);
-            const bool exists = row < p.seqlen_q_rounded;
+            const float* stats = p.row_stats + rounded_row(p, sequence, blockIdx.z, blockIdx.y) * kStatsPerRow + stats_offset(row);
+            const bool exists = row < rounded_rows(p, sequence);
             lse[m][h] = exists ? stats[0] : negative_infinity();
             delta[m][h] = exists ? stats[kStatsDelta] : 0.f;
         }
@@ -131,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
                 store_packed(packed, m, n, pack_tile(dp[m][n]));
             }
         // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
-        tiles.load(p.k, p.v, p.problem.seqlen_k - S::kStep - key);
+        tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
         sync_sharers(group);
 #pragma unroll 1
         for (int tile = 0; tile < kScoreTiles; tile++)
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
     to_shared<S, kColumnSharers>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
     __syncthreads();
-    shared_to_output<S>(p.dq, shared + S::kOwnS, first_row, p.problem.seqlen_q, p.problem.headdim);
+    shared_to_output<S>(p.dq, shared + S::kOwnS, sequence.first_q(), first_row, sequence.seqlen_q(), p.problem.headdim);
 }
 
 }  // namespace volta

@@ -21,11 +21,13 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     const Lane lane;
     const int warp = threadIdx.x / 32;
     const int first_key = blockIdx.x * S::kRows, warp_key = 32 * warp;
-    const QueryRange<S> range(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)), first_key);
+    const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+    if (kRagged && first_key >= sequence.stored_k()) return;
+    const QueryRange<S> range(mask_of(p.problem, sequence), first_key);
 
-    load_own<S>(p, p.k, p.v, shared, first_key, p.problem.seqlen_k);
-    const int keys_left = pinned(p.problem.seqlen_k - first_key - warp_key - score_own(lane, 0, 0));
-    if (first_key + S::kRows > p.problem.seqlen_k) clear_scores<S>(shared + S::kScores);
+    load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+    const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
+    if (first_key + S::kRows > sequence.seqlen_k()) clear_scores<S>(shared + S::kScores);
 
     const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key), step_operand<S>(shared + S::kStepS, lane, 0));
     const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
@@ -49,15 +51,16 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const int first = QueryRange<S>::first(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)));
+        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+        const int first = QueryRange<S>::first(mask_of(p.problem, sequence));
         if (first >= range.end) break;
-        const long long head_row = rounded_row(p, blockIdx.z, head);
+        const long long head_row = rounded_row(p, sequence, blockIdx.z, head);
         float* stats = pinned(p.row_stats + head_row * kStatsPerRow + stats_lane);
         float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
 
-        StepTiles<S> tiles(p, p.q, p.dout, head, first);
+        StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
         Accumulator s[2][2], dp[2][2];
-        tiles.load(p.q, p.dout, p.problem.seqlen_q - first);
+        tiles.load(p.q, p.dout, range.rows(p) - first);
         load_stats(s, stats + first * kStatsPerRow);
         load_stats(dp, stats + kStatsDelta + first * kStatsPerRow);
         __syncthreads();  // the last head's tile is done with
@@ -101,7 +104,7 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
             __syncwarp();
 
             // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
-            tiles.load(p.q, p.dout, p.problem.seqlen_q - S::kStep - row);
+            tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
             accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
             __syncwarp();
 #pragma unroll
@@ -115,7 +118,7 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
             tiles.store(query_addresses.second());
             DqProduct<S> product;
             if (DQ) product.multiply(dq_operands.first(), dq_operands.second());
-            const int next = min(row + S::kStep, p.seqlen_q_rounded - S::kStep);
+            const int next = range.next_step(p, row);
             load_stats(s, stats + next * kStatsPerRow);
             load_stats(dp, stats + kStatsDelta + next * kStatsPerRow);
             if (DQ) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
@@ -129,8 +132,9 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     to_shared<S, 1>(dk, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
     to_shared<S, 1>(dv, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
     __syncthreads();
-    shared_to_output<S>(p.dk, shared + S::kOwnS, end_key, p.problem.seqlen_k, p.problem.headdim);
-    shared_to_output<S>(p.dv, shared + S::kOwnDp, end_key, p.problem.seqlen_k, p.problem.headdim_v);
+    const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
+    shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim);
+    shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim_v);
 }
 
 }  // namespace volta

@@ -45,11 +45,13 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     const int gradient_key = 32 * key_group;
     const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
     const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
-    const QueryRange<S> range(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)), first_key);
+    const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+    if (kRagged && first_key >= sequence.stored_k()) return;
+    const QueryRange<S> range(mask_of(p.problem, sequence), first_key);
 
-    load_own<S>(p, p.k, p.v, shared, first_key, p.problem.seqlen_k);
-    const int keys_left = pinned(p.problem.seqlen_k - first_key - score_key0 - score_own(lane, 0, 0));
-    if (first_key + S::kRows > p.problem.seqlen_k) clear_scores<S>(shared + S::kScores);
+    load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+    const int keys_left = pinned(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
+    if (first_key + S::kRows > sequence.seqlen_k()) clear_scores<S>(shared + S::kScores);
 
     // What a warp's role changes: K Q^T or V dO^T, then P^T dO or dS^T Q.
     const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
@@ -75,15 +77,16 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const int first = QueryRange<S>::first(mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z)));
+        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+        const int first = QueryRange<S>::first(mask_of(p.problem, sequence));
         if (first >= range.end) break;
-        const long long head_row = rounded_row(p, blockIdx.z, head);
+        const long long head_row = rounded_row(p, sequence, blockIdx.z, head);
         float* stats = pinned(p.row_stats + head_row * kStatsPerRow + (role ? kStatsDelta : 0) + stats_lane);
         float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
 
-        StepTiles<S> tiles(p, p.q, p.dout, head, first);
+        StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
         Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
-        tiles.load(p.q, p.dout, p.problem.seqlen_q - first);
+        tiles.load(p.q, p.dout, range.rows(p) - first);
         load_stats(s, stats + first * kStatsPerRow);
         __syncthreads();  // the last head's tile is done with
         tiles.store(query_addresses.second());
@@ -140,12 +143,12 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
                 wait(kRoleReady + 2 * role + key_group, 64);
 
             // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
-            tiles.load(p.q, p.dout, p.problem.seqlen_q - S::kStep - row);
+            tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
             accumulate<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first());
             __syncthreads();  // dS is complete, and Q and dO are free
 
             tiles.store(query_addresses.second());
-            const int next = min(row + S::kStep, p.seqlen_q_rounded - S::kStep);
+            const int next = range.next_step(p, row);
             load_stats(s, stats + next * kStatsPerRow);
             // Where headdim has fewer units of columns than there are warps, the last warps have none.
             if (DQ && (S::kDqUnitsTotal >= S::kDqColumnWarps || warp < S::kDqUnitsTotal)) {
@@ -162,8 +165,9 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     to_shared<S, kSharers>(gradient, role ? p.signed_scale : 1.f / kProbabilityUnit, shared + (role ? S::kOwnS : S::kOwnDp),
                                 gradient_key, share);
     __syncthreads();
-    shared_to_output<S>(p.dk, shared + S::kOwnS, first_key, p.problem.seqlen_k, p.problem.headdim);
-    shared_to_output<S>(p.dv, shared + S::kOwnDp, first_key, p.problem.seqlen_k, p.problem.headdim_v);
+    const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
+    shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), first_key, end_sequence.stored_k(), p.problem.headdim);
+    shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), first_key, end_sequence.stored_k(), p.problem.headdim_v);
 }
 
 }  // namespace volta

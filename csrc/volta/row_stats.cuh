@@ -9,6 +9,7 @@
 // A row that sees no key, and the padding beyond seqlen_q, hold -inf and 0: their P is exp(-inf) = 0.
 #pragma once
 
+#include "sequence.cuh"
 #include "volta_fa_params.h"
 
 namespace volta {
@@ -24,9 +25,17 @@ __device__ __forceinline__ int stats_offset(int row) {
 }
 constexpr int kStatsCopyDistance = 2;
 
-// First query row of one head of one batch entry, in the arrays of seqlen_q_rounded rows a head.
-__device__ __forceinline__ long long rounded_row(const BwdParams& p, int batch, int head) {
+// First query row of one head of one batch entry, in the arrays of seqlen_q_rounded rows a head. Packed sequences lie one
+// behind the other in the rows of a head, each from a multiple of kRowRounding on.
+constexpr int kRowRounding = 32;
+__device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSequence& sequence, int batch, int head) {
+    if (kRagged && p.lengths.cu_seqlens_q)
+        return static_cast<long long>(head) * p.lengths.scratch_rows + (sequence.first_q() / kRowRounding + batch) * kRowRounding;
     return (static_cast<long long>(batch) * p.problem.nheads + head) * p.seqlen_q_rounded;
+}
+// Its rows there: seqlen_q rounded up.
+__device__ __forceinline__ int rounded_rows(const BwdParams& p, const BlockSequence& sequence) {
+    return kRagged ? (sequence.seqlen_q() + kRowRounding - 1) / kRowRounding * kRowRounding : p.seqlen_q_rounded;
 }
 
 }  // namespace volta

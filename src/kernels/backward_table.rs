@@ -102,28 +102,51 @@ const MAIN: [Variant; 6] = [
     },
 ];
 
+/// One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM have
+/// 1024 threads with two or more 16-byte loads each in flight.
+const PREPARE: Variant = Variant {
+    name: "volta_bwd_prepare",
+    family: VOLTA,
+    pass: Pass::BackwardPrepare,
+    flavor: Flavor::Plain,
+    source: "volta/backward_prepare.cu",
+    headdim: 256,
+    headdim_v: 256,
+    block_rows: 64,
+    step: 0,
+    threads: 256,
+    shared_bytes: 0,
+    blocks_per_sm: 4,
+};
+
+/// As `PREPARE`: any headdim. 34 registers.
+const FINISH: Variant = Variant {
+    name: "volta_bwd_finish",
+    family: VOLTA,
+    pass: Pass::BackwardFinish,
+    flavor: Flavor::Plain,
+    source: "volta/backward_finish.cu",
+    headdim: 256,
+    headdim_v: 256,
+    block_rows: 64,
+    step: 0,
+    threads: 256,
+    shared_bytes: 0,
+    blocks_per_sm: 4,
+};
+
+/// The same kernel for sequences whose lengths are in memory, with the same tiles.
+const fn ragged(plain: Variant, name: &'static str) -> Variant {
+    Variant { name, flavor: Flavor::Ragged, ..plain }
+}
+
 /// The main kernel `main` without its dQ product.
 const fn keys(main: Variant, name: &'static str, source: &'static str) -> Variant {
     Variant { name, pass: Pass::BackwardKeys, source, ..main }
 }
 
 pub const BACKWARD: &[Variant] = &[
-    // One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM
-    // have 1024 threads with two or more 16-byte loads each in flight.
-    Variant {
-        name: "volta_bwd_prepare",
-        family: VOLTA,
-        pass: Pass::BackwardPrepare,
-        flavor: Flavor::Plain,
-        source: "volta/backward_prepare.cu",
-        headdim: 256,
-        headdim_v: 256,
-        block_rows: 64,
-        step: 0,
-        threads: 256,
-        shared_bytes: 0,
-        blocks_per_sm: 4,
-    },
+    PREPARE,
     MAIN[0],
     MAIN[1],
     MAIN[2],
@@ -231,19 +254,13 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 98304,
         blocks_per_sm: 1,
     },
-    // As the first: any headdim. 34 registers.
-    Variant {
-        name: "volta_bwd_finish",
-        family: VOLTA,
-        pass: Pass::BackwardFinish,
-        flavor: Flavor::Plain,
-        source: "volta/backward_finish.cu",
-        headdim: 256,
-        headdim_v: 256,
-        block_rows: 64,
-        step: 0,
-        threads: 256,
-        shared_bytes: 0,
-        blocks_per_sm: 4,
-    },
+    FINISH,
+    ragged(PREPARE, "volta_bwd_ragged_prepare"),
+    ragged(MAIN[0], "volta_bwd_ragged_32"),
+    ragged(MAIN[1], "volta_bwd_ragged_64"),
+    ragged(MAIN[2], "volta_bwd_ragged_96"),
+    ragged(MAIN[3], "volta_bwd_ragged_128"),
+    ragged(MAIN[4], "volta_bwd_ragged_192"),
+    ragged(MAIN[5], "volta_bwd_ragged_256"),
+    ragged(FINISH, "volta_bwd_ragged_finish"),
 ];
