@@ -8,6 +8,8 @@
   release have no code for sm_70.
 - A torch for CUDA 12 requires its own older NVRTC. Ours, which compiles the kernels at build time only, then
   goes into a folder of its own in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
+- The oldest transformers that volta_fa supports goes into a folder of its own (`.venv/transformers-4.57`): the
+  environment has the newest.
 
 Standard library only.
 """
@@ -25,6 +27,7 @@ from check_build_env import TORCH_VERSION, check_python, check_torch
 REQUIREMENTS = Path(__file__).parent / "requirements"
 #: PyTorch's own index of the last CUDA release whose wheels carry sm_70.
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
+OLD_TRANSFORMERS = "transformers-4.57"
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 
@@ -125,6 +128,18 @@ def install_nvrtc(environment: Environment) -> None:
     make_cuda_home(home, home / "wheels" / "nvidia")
 
 
+def install_old_transformers(environment: Environment) -> None:
+    """The oldest transformers that is tested, beside the newest: tests put its folder first on their path."""
+    requirements = REQUIREMENTS / f"{OLD_TRANSFORMERS}.txt"
+    folder = environment.folder / OLD_TRANSFORMERS
+    stamp = folder / requirements.name
+    if stamp.exists() and stamp.read_text() == requirements.read_text():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    environment.pip_install("--target", folder, "--no-deps", "--no-compile", "-r", requirements)
+    shutil.copy(requirements, stamp)
+
+
 def make_cuda_home(home: Path, wheels: Path) -> None:
     """Lay the NVRTC wheels out as a CUDA toolkit is: lib64/ and include/."""
     (home / "lib64").symlink_to(wheels / "cuda_nvrtc" / "lib")
@@ -148,6 +163,7 @@ def main(arguments: list[str]) -> int:
     install_torch(environment)
     environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
     install_nvrtc(environment)
+    install_old_transformers(environment)
     # `python -m volta_fa` and pytest see the checkout's package, with no install step after an edit
     checkout = Path(__file__).resolve().parent.parent / "python"
     (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")

@@ -1,0 +1,611 @@
+"""Hugging Face transformers with attn_implementation="volta_fa", against its "eager": small random models, each with
+every kind of mask that reaches it. Run for the installed transformers, and once more for 4.57 in a process of its own.
+
+Environment:
+- VOLTA_FA_TEST_TRANSFORMERS_4_57: a folder with transformers 4.57 and what it needs, instead of the one that
+  tools/bootstrap.py makes
+"""
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import REPOSITORY, on
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AttentionMaskInterface, masking_utils  # noqa: E402
+
+import volta_fa.transformers  # noqa: E402
+from volta_fa.transformers import MaskRule  # noqa: E402
+
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+FOLDER_4_57 = Path(os.environ.get("VOLTA_FA_TEST_TRANSFORMERS_4_57", Path(sys.prefix) / "transformers-4.57"))
+transformers.logging.set_verbosity_error()
+LAYERS = 2
+BATCH, SEQLEN, DECODER_SEQLEN = 3, 20, 9
+#: fp32, against eager: both sum in fp32, in another order.
+TOLERANCE = {"rtol": 0, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' deprecations, the profiler's advice
+        yield
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+SMALL = dict(vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=128)
+GROUPED = dict(SMALL, num_key_value_heads=2)
+WINDOW = 6
+ENCODER_DECODER = dict(
+    vocab_size=100, d_model=64, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+)  # fmt: skip
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+
+CAUSAL = {
+    "llama": lambda t: (t.LlamaConfig(**GROUPED), t.LlamaForCausalLM),
+    "qwen3": lambda t: (t.Qwen3Config(**GROUPED, head_dim=16), t.Qwen3ForCausalLM),
+    "mistral": lambda t: (t.MistralConfig(**GROUPED, sliding_window=WINDOW), t.MistralForCausalLM),
+    # a headdim that is padded; layers with and without a window
+    "gemma2": lambda t: (
+        t.Gemma2Config(**GROUPED, head_dim=20, sliding_window=WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
+        t.Gemma2ForCausalLM,
+    ),
+    "gemma3": lambda t: (
+        t.Gemma3TextConfig(
+            **GROUPED, head_dim=256, sliding_window=WINDOW, query_pre_attn_scalar=256, layer_types=["sliding_attention", "full_attention"]
+        ),
+        t.Gemma3ForCausalLM,
+    ),
+    "gpt_oss": lambda t: (
+        t.GptOssConfig(**GROUPED, head_dim=16, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
+        t.GptOssForCausalLM,
+    ),
+}
+#: Those of transformers 4.57 that use its attention interface, and all.
+ENCODERS = {
+    "bert": lambda t: (t.BertConfig(**SMALL), t.BertModel),
+    "modernbert": lambda t: (t.ModernBertConfig(**SMALL, **TOKENS, local_attention=2 * WINDOW, global_attn_every_n_layers=2), t.ModernBertModel),
+}
+ENCODERS_DECODERS = {
+    "bart": lambda t: (t.BartConfig(**ENCODER_DECODER, max_position_embeddings=128), t.BartForConditionalGeneration),
+    "t5": lambda t: (
+        t.T5Config(vocab_size=100, d_model=64, d_kv=16, d_ff=64, num_layers=LAYERS, num_heads=4, pad_token_id=0, decoder_start_token_id=0),
+        t.T5ForConditionalGeneration,
+    ),
+}
+OTHERS = {
+    "whisper": lambda t: (
+        t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=16, max_source_positions=32, max_target_positions=32),
+        t.WhisperForConditionalGeneration,
+    ),
+    # headdim 15
+    "vit": lambda t: (
+        t.ViTConfig(hidden_size=60, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32, patch_size=8),
+        t.ViTModel,
+    ),
+}
+WITHOUT_INTERFACE_IN_4_57 = ("bert", "modernbert", "t5")
+
+
+@functools.cache
+def models(name: str):
+    """The model twice, eager and ours, with the same weights."""
+    config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS)[name](transformers)
+    if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
+        pytest.skip("does not use the attention interface in transformers 4.57")
+    eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+def make(config, cls, implementation: str):
+    torch.manual_seed(0)
+    model = cls._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(5)  # the initial weights are so small that any attention would do
+        if name.endswith("sinks"):
+            parameter.data.copy_(torch.linspace(-2, 2, parameter.numel()))
+    return model
+
+
+def padding(kind: str, seqlen: int = SEQLEN):
+    mask = torch.ones(BATCH, seqlen, dtype=torch.long)
+    match kind:
+        case "left":
+            mask[0, :5] = mask[1, :1] = 0
+        case "right":
+            mask[0, -6:] = mask[2, -2:] = 0
+        case "both":
+            mask[0, :3] = mask[0, -2:] = mask[1, -4:] = 0
+        case "holes":
+            mask[0, 4:6] = mask[0, 9] = mask[2, :2] = 0
+    return mask
+
+
+def tokens(batch: int = BATCH, seqlen: int = SEQLEN):
+    return torch.randint(3, 100, (batch, seqlen), generator=torch.Generator().manual_seed(seqlen))
+
+
+# ---- what ran ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Calls:
+    """The calls of volta_fa::fwd in a profile: how many, and how many of them were packed or had a bias."""
+
+    count: int = 0
+    packed: int = 0
+    biased: int = 0
+    theirs: list[str] = field(default_factory=list)
+
+
+def profile(f) -> tuple[object, Calls]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        result = f()
+    calls = Calls()
+    for event in profiler.events():
+        if event.name == "volta_fa::fwd" and (event.cpu_parent is None or event.cpu_parent.name != event.name):
+            q, *rest = event.input_shapes
+            calls.count += 1
+            calls.packed += len(q) == 3
+            calls.biased += any(len(shape) == 4 for shape in rest[2:])
+        if "scaled_dot_product" in event.name or event.name == "aten::softmax":
+            calls.theirs.append(event.name)
+    return result, calls
+
+
+def run(model, **inputs):
+    with torch.no_grad():
+        out = model(**inputs)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def compare(name: str, keep=None, **inputs) -> Calls:
+    """Runs both models and compares what they return where `keep`; what ran in ours."""
+    eager, ours = models(name)
+    expected = run(eager, **inputs)
+    found, calls = profile(lambda: run(ours, **inputs))
+    if keep is not None:
+        expected, found = expected[keep.bool()], found[keep.bool()]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert not calls.theirs or name == "gpt_oss", calls.theirs  # its router has a softmax
+    return calls
+
+
+# ---- logits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
+@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_models(name, kind, use_cache):
+    mask = None if kind == "none" else padding(kind)
+    calls = compare(name, mask, input_ids=tokens(), attention_mask=mask, use_cache=use_cache)
+    assert calls.count == LAYERS
+    # padding at the ends costs no tensor
+    assert calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
+    assert calls.biased == (LAYERS if kind == "holes" else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt_oss"])
+def test_packed_by_position_ids(name):
+    """gpt_oss does not look at position_ids for its masks: see the next test."""
+    batch = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((3, 1, 16), (12, 8, 0), (20, 0, 0))])
+    calls = compare(name, input_ids=tokens(), position_ids=batch, use_cache=False)
+    assert (calls.count, calls.packed, calls.biased) == (LAYERS, LAYERS, 0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_by_cu_seq_lens(name, as_tensor):
+    """What DataCollatorWithFlattening makes. The sequences one by one are the reference."""
+    lengths = (3, 1, 16)
+    ids = tokens(1)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    cu_seq_lens = torch.tensor([0, 3, 4, 20])  # int64, as transformers documents it
+    longest = torch.tensor(16) if as_tensor else 16
+    eager, ours = models(name)
+    expected = torch.cat([run(eager, input_ids=part) for part in ids.split(lengths, 1)], 1)
+    found, calls = profile(
+        lambda: run(
+            ours, input_ids=ids, position_ids=position_ids, use_cache=False,
+            cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=longest, max_length_k=longest,
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert (calls.count, calls.packed) == (LAYERS, LAYERS)
+
+
+@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name, kind):
+    mask = None if kind == "none" else padding(kind)
+    calls = compare(name, mask, input_ids=tokens(), attention_mask=mask)
+    assert calls.count == LAYERS
+    assert calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("name", ENCODERS_DECODERS)
+def test_encoder_decoder(name, kind):
+    mask = None if kind == "none" else padding(kind)
+    decoder_mask = None if kind == "none" else padding("right", DECODER_SEQLEN)
+    calls = compare(
+        name, decoder_mask, input_ids=tokens(), attention_mask=mask,
+        decoder_input_ids=tokens(seqlen=DECODER_SEQLEN), decoder_attention_mask=decoder_mask,
+    )  # fmt: skip
+    assert calls.count == 3 * LAYERS  # in the encoder, in the decoder, and across
+
+
+def test_whisper():
+    features = torch.randn(BATCH, 16, 64, generator=torch.Generator().manual_seed(1))
+    mask = padding("right", DECODER_SEQLEN)
+    for decoder_mask in (None, mask):
+        calls = compare("whisper", decoder_mask, input_features=features, decoder_input_ids=tokens(seqlen=DECODER_SEQLEN), decoder_attention_mask=decoder_mask)
+        assert calls.count == 3 * LAYERS
+
+
+def test_vit():
+    calls = compare("vit", pixel_values=torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+    assert (calls.count, calls.biased) == (LAYERS, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_users_own_mask(name, dtype):
+    """4-D masks go to the layers as they are: here a prefix that sees all of itself."""
+    visible = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril()
+    visible[:7, :7] = True
+    visible = visible.expand(BATCH, 1, -1, -1)
+    additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    eager, ours = models(name)
+    expected = run(eager, input_ids=tokens(), attention_mask=additive)
+    found, calls = profile(lambda: run(ours, input_ids=tokens(), attention_mask=visible if dtype == torch.bool else additive))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert (calls.count, calls.biased) == (LAYERS, LAYERS)
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama"])
+def test_on_kernels(backend, name, kind):
+    """fp16: no further from fp32 than twice eager's own distance."""
+    mask = None if kind == "none" else padding(kind)
+    inputs = {"input_ids": tokens().to(backend.device), "attention_mask": None if mask is None else mask.to(backend.device)}
+    eager, ours = (copy.deepcopy(model).to(backend.device) for model in models(name))
+    exact = run(eager, **inputs)
+    theirs = run(eager.half(), **inputs).float()
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    found = run(ours.half(), **inputs).float()
+    keep = slice(None) if mask is None else mask.bool()
+    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def generate(model, new_tokens=8, **inputs):
+    with torch.no_grad():
+        return model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("how", ["greedy", "beam", "static cache"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generate(name, how):
+    eager, ours = models(name)
+    options = {"greedy": {}, "beam": {"num_beams": 3}, "static cache": {"cache_implementation": "static"}}[how]
+    inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **options}
+    expected = generate(eager, **inputs)
+    found, calls = profile(lambda: generate(ours, **inputs))
+    assert torch.equal(found, expected)
+    assert calls.count == LAYERS * 8
+    one = {"input_ids": tokens(1), **options}
+    assert torch.equal(generate(ours, **one), generate(eager, **one))
+
+
+@pytest.mark.parametrize("how", ["greedy", "beam"])
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+def test_generate_from_an_encoder(name, how):
+    eager, ours = models(name)
+    inputs = {"num_beams": 3} if how == "beam" else {}
+    if name == "whisper":
+        inputs["input_features"] = torch.randn(BATCH, 16, 64, generator=torch.Generator().manual_seed(1))
+    else:
+        inputs.update(input_ids=tokens(), attention_mask=padding("right"))
+    assert torch.equal(generate(ours, **inputs), generate(eager, **inputs))
+
+
+def test_decoding_in_blocks():
+    """More than one query against a filled cache, as in chunked prefill and speculative decoding."""
+    for name in CAUSAL:
+        eager, ours = models(name)
+        ids = tokens()
+        expected = run(eager, input_ids=ids)
+        cache = transformers.DynamicCache(config=ours.config)
+        with torch.no_grad():
+            found = torch.cat([ours(part, past_key_values=cache).logits for part in ids.split((9, 4, 1, 6), 1)], 1)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def losses(model, batches, steps=20, **inputs):
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    history = []
+    for step in range(steps):
+        loss = model(**batches[step % len(batches)], **inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    return torch.tensor(history)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_training(name):
+    """20 steps over padded batches: the losses stay together, and fall."""
+    eager, ours = models(name)
+    batches = []
+    for kind in ("right", "left", "complete"):
+        mask = padding(kind)
+        # what stands on padding is not asked, and neither what padding would say next
+        asked = mask.bool() & F.pad(mask.bool(), (1, -1), value=True)
+        batches.append({"input_ids": tokens(), "attention_mask": mask, "labels": tokens().masked_fill(~asked, -100)})
+    expected = losses(eager, batches)
+    found, calls = profile(lambda: losses(ours, batches))
+    assert expected[-1] < 0.7 * expected[0]
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
+    assert calls.count == 20 * LAYERS
+
+
+def test_training_packed():
+    eager, ours = models("mistral")
+    ids = tokens()
+    batches = [{"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(8), torch.arange(12)]).expand(BATCH, -1)}]
+    expected = losses(eager, batches, use_cache=False)
+    torch.testing.assert_close(losses(ours, batches, use_cache=False), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    _, ours = models("mistral")
+    ids, mask = tokens(), padding("left")
+    batches = [{"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}]
+    expected = losses(ours, batches, steps=3)
+    checkpointed = copy.deepcopy(ours)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert torch.equal(losses(checkpointed, batches, steps=3), expected)
+
+
+def test_gradients_of_sinks_and_position_bias():
+    """Parameters that only attention uses."""
+    for name, parameter, inputs in (
+        ("gpt_oss", "model.layers.0.self_attn.sinks", {"input_ids": tokens(), "attention_mask": padding("left"), "labels": tokens()}),
+        ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", {"input_ids": tokens(), "labels": tokens(seqlen=5)}),
+    ):
+        if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
+            continue
+        gradients = []
+        for model in models(name):
+            model.zero_grad()
+            out = model(**inputs)
+            keep = inputs.get("attention_mask", torch.ones(out.logits.shape[:2])).bool()
+            out.logits[keep].square().mean().backward()
+            gradients.append(model.get_parameter(parameter).grad)
+        assert gradients[0].abs().max() > 0
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_compile(kind):
+    _, ours = models("mistral")
+    mask = None if kind == "none" else padding(kind)
+    expected = run(ours, input_ids=tokens(), attention_mask=mask, use_cache=False)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    found = run(compiled, input_ids=tokens(), attention_mask=mask, use_cache=False)
+    keep = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(found[keep], expected[keep], **TOLERANCE)
+
+
+# ---- the mask function ---------------------------------------------------------------------------------------------
+
+
+def geometry(seqlen_q: int, past: int) -> dict:
+    """The arguments of a mask function that say where the queries are."""
+    if V5:
+        return {"q_length": seqlen_q, "q_offset": past}
+    return {"cache_position": torch.arange(past, past + seqlen_q)}
+
+
+def causal_window(size):
+    return masking_utils.sliding_window_causal_mask_function(size)
+
+
+PATTERNS = {
+    "causal": (masking_utils.causal_mask_function, {}),
+    "window": (causal_window(4), {"local_size": 4}),
+    "wide window": (causal_window(64), {"local_size": 64}),
+}
+if V5:
+    PATTERNS["bidirectional"] = (masking_utils.bidirectional_mask_function, {"allow_is_bidirectional_skip": True})
+    PATTERNS["bidirectional window"] = (
+        masking_utils.sliding_window_bidirectional_mask_function(3), {"allow_is_bidirectional_skip": True, "local_size": 3},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+#                                                 seqlen_q, past, keys, the first key's position
+@pytest.mark.parametrize("seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
+    """It says the same as the tensor that transformers makes for SDPA, wherever there is something to see."""
+    function, options = PATTERNS[pattern]
+    visible = None if kind == "none" else padding(kind, 12).bool()
+    arguments = dict(
+        batch_size=BATCH, kv_length=kv_length, kv_offset=kv_offset, mask_function=function, attention_mask=visible, device="cpu",
+        **geometry(seqlen_q, past), **options,
+    )  # fmt: skip
+    found = volta_fa.transformers.mask(**arguments)
+    arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    expected = masking_utils.sdpa_mask(**arguments).expand(BATCH, 1, seqlen_q, kv_length)
+    if found is None:
+        found = MaskRule(-1, -1 if "bidirectional" in pattern else 0, kv_length)
+    if isinstance(found, MaskRule):
+        if found.cu_seqlens is not None:
+            assert found.cu_seqlens.dtype == torch.int32 and found.max_seqlen == found.cu_seqlens.diff().max()
+            assert found.tokens == BATCH * seqlen_q == found.cu_seqlens[-1]
+        assert (expected[..., found.seqlen_k :] == False).all()  # noqa: E712
+        found, expected = found.as_tensor(BATCH, seqlen_q, torch.device("cpu")), expected[..., : found.seqlen_k]
+    found = found.expand_as(expected)
+    queries = slice(None) if visible is None else visible[:, past : past + seqlen_q]
+    if visible is not None:
+        found, expected = (t.squeeze(1)[queries] for t in (found, expected))
+    assert torch.equal(found, expected)
+
+
+def test_mask_function_makes_no_tensor():
+    """Where a rule does: nothing of seqlen_q x seqlen_k."""
+    function = volta_fa.transformers.mask
+    assert AttentionMaskInterface()["volta_fa"] is function
+    plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
+    assert function(**plain) is None
+    assert function(**plain, attention_mask=padding("complete").bool()) is None
+    assert function(**plain, mask_function=causal_window(4)) == MaskRule(3, 0, SEQLEN)
+    assert function(**plain, mask_function=causal_window(SEQLEN)) is None
+    assert function(**plain, attention_mask=padding("left").bool()).cu_seqlens.tolist() == [0, 5, 20, 21, 40, 60]
+    static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
+    assert function(**static) == MaskRule(-1, 0, SEQLEN)
+
+
+def test_unknown_patterns_stay_tensors():
+    def every_second(batch_idx, head_idx, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (kv_idx % 2 == 0)
+
+    arguments = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
+    for pattern in (every_second, masking_utils.and_masks(masking_utils.causal_mask_function, every_second)):
+        found = volta_fa.transformers.mask(**arguments, mask_function=pattern, use_vmap=True)
+        assert torch.equal(found, masking_utils.sdpa_mask(**arguments, mask_function=pattern, use_vmap=True, allow_is_causal_skip=False))
+    # somebody is going to combine it with another
+    found = volta_fa.transformers.mask(**arguments, allow_is_causal_skip=False)
+    assert found.dtype == torch.bool and found.shape[-2:] == (SEQLEN, SEQLEN)
+
+
+# ---- loading, and what is refused -------------------------------------------------------------------------------------
+
+
+def test_from_pretrained(tmp_path):
+    eager, ours = models("llama")
+    eager.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="volta_fa")
+    assert loaded.config._attn_implementation == "volta_fa"
+    found, calls = profile(lambda: run(loaded, input_ids=tokens()))
+    assert torch.equal(found, run(ours, input_ids=tokens()))
+    assert calls.count == LAYERS
+    loaded.set_attn_implementation("eager")
+    assert profile(lambda: run(loaded, input_ids=tokens()))[1].count == 0
+    loaded.set_attn_implementation("volta_fa")
+    assert profile(lambda: run(loaded, input_ids=tokens()))[1].count == LAYERS
+
+
+def test_models_without_the_attention_interface_are_refused():
+    config = transformers.XLNetConfig(vocab_size=10, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and XLNetModel .* expected 'sdpa', .* or 'eager'"):
+        transformers.XLNetModel._from_config(config, attn_implementation="volta_fa")
+    transformers.XLNetModel._from_config(config, attn_implementation="eager")
+
+
+def test_headdim_above_256_is_refused():
+    config = transformers.LlamaConfig(**GROUPED, head_dim=260)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
+    with pytest.raises(NotImplementedError, match="headdim: LlamaAttention has 260, expected at most 256"):
+        run(model, input_ids=tokens())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "bart", "t5"])
+def test_output_attentions_is_refused(name):
+    _, ours = models(name)
+    inputs = {"decoder_input_ids": tokens()} if name in ENCODERS_DECODERS else {}
+    with pytest.raises(NotImplementedError, match="output_attentions: got True, expected False.*'eager'"):
+        run(ours, input_ids=tokens(), output_attentions=True, **inputs)
+    with pytest.raises(ValueError, match="output_attentions"):
+        ours.config.output_attentions = True
+
+
+def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
+    q, k, v = (torch.randn(batch, 2, seqlen, 8) for _ in range(3))
+    module = SimpleNamespace(is_causal=True)
+    return volta_fa.transformers.attention(module, q, k, v, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])
+def test_arguments_that_nothing_can_do_are_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: SimpleNamespace uses"):
+        call(**{name: torch.ones(1)})
+    call(**{name: None})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 1, 6, 5, dtype=torch.bool), torch.ones(2, 3, 6, 6), torch.ones(2, 6), torch.ones(2, 1, 6, 6, dtype=torch.int64)],
+    ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
+)
+def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
+    with pytest.raises(ValueError, match="attn_bias"):
+        call(mask)
+
+
+def test_a_mask_of_another_batch_is_refused():
+    rule = MaskRule(-1, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32), 6, 12)
+    call(rule)
+    with pytest.raises(ValueError, match="attention_mask: got one for 12 tokens and 6 keys, expected one for 18 tokens and 6 keys"):
+        call(rule, batch=3)
+    with pytest.raises(ValueError, match="attention_mask: got one for .* 7 keys, expected one for .* 6 keys"):
+        call(MaskRule(-1, 0, 7))
+
+
+def test_rules_travel():
+    """As generate() and accelerate treat attention masks."""
+    rule = MaskRule(-1, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32), 6, 12)
+    assert rule.contiguous() is rule
+    assert rule.to("meta").cu_seqlens.device.type == "meta"
+    assert volta_fa.transformers.mask(batch_size=2, kv_length=6, attention_mask=rule) is rule
+
+
+@pytest.mark.skipif(not V5, reason="this is it")
+def test_transformers_4_57():
+    """The same tests with the oldest supported transformers."""
+    if not (FOLDER_4_57 / "transformers").is_dir():
+        pytest.skip(f"no transformers 4.57 in {FOLDER_4_57}: tools/bootstrap.py puts it there")
+    path = [str(FOLDER_4_57), str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    check = "import transformers; assert transformers.__version__.startswith('4.57.'), transformers.__version__"
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
+    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout
