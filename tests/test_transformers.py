@@ -474,18 +474,20 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
     arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     expected = masking_utils.sdpa_mask(**arguments).expand(BATCH, 1, seqlen_q, kv_length)
     if found is None:
-        found = MaskRule(-1, -1 if "bidirectional" in pattern else 0, kv_length)
+        found = MaskRule(expected.shape, "cpu", window_right=-1 if "bidirectional" in pattern else 0)
     if isinstance(found, MaskRule):
-        if found.cu_seqlens is not None:
-            assert found.cu_seqlens.dtype == torch.int32 and found.max_seqlen == found.cu_seqlens.diff().max()
-            assert found.tokens == BATCH * seqlen_q == found.cu_seqlens[-1]
-        assert (expected[..., found.seqlen_k :] == False).all()  # noqa: E712
-        found, expected = found.as_tensor(BATCH, seqlen_q, torch.device("cpu")), expected[..., : found.seqlen_k]
+        assert found.shape == expected.shape
+        found = found.as_tensor()
     found = found.expand_as(expected)
     queries = slice(None) if visible is None else visible[:, past : past + seqlen_q]
     if visible is not None:
         found, expected = (t.squeeze(1)[queries] for t in (found, expected))
     assert torch.equal(found, expected)
+
+
+def contents(rule: MaskRule) -> tuple:
+    assert isinstance(rule, MaskRule)
+    return rule.window_left, rule.window_right, rule.seqlen_k, None if rule.cu_seqlens is None else rule.cu_seqlens.tolist()
 
 
 def test_mask_function_makes_no_tensor():
@@ -495,11 +497,11 @@ def test_mask_function_makes_no_tensor():
     plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
     assert function(**plain) is None
     assert function(**plain, attention_mask=padding("complete").bool()) is None
-    assert function(**plain, mask_function=causal_window(4)) == MaskRule(3, 0, SEQLEN)
+    assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None)
     assert function(**plain, mask_function=causal_window(SEQLEN)) is None
-    assert function(**plain, attention_mask=padding("left").bool()).cu_seqlens.tolist() == [0, 5, 20, 21, 40, 60]
+    assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, [0, 5, 20, 21, 40, 60])
     static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
-    assert function(**static) == MaskRule(-1, 0, SEQLEN)
+    assert contents(function(**static)) == (-1, 0, SEQLEN, None)
 
 
 def test_unknown_patterns_stay_tensors():
@@ -580,20 +582,30 @@ def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
 
 
 def test_a_mask_of_another_batch_is_refused():
-    rule = MaskRule(-1, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32), 6, 12)
+    rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, cu_seqlens=torch.tensor([0, 2, 6, 12], dtype=torch.int32))
     call(rule)
-    with pytest.raises(ValueError, match="attention_mask: got one for 12 tokens and 6 keys, expected one for 18 tokens and 6 keys"):
+    with pytest.raises(ValueError, match=r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)"):
         call(rule, batch=3)
-    with pytest.raises(ValueError, match="attention_mask: got one for .* 7 keys, expected one for .* 6 keys"):
-        call(MaskRule(-1, 0, 7))
+    with pytest.raises(ValueError, match=r"attention_mask: got .*, expected shape \(2, 1, 5, 5\)"):
+        call(rule, seqlen=5)
 
 
-def test_rules_travel():
-    """As generate() and accelerate treat attention masks."""
-    rule = MaskRule(-1, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32), 6, 12)
-    assert rule.contiguous() is rule
-    assert rule.to("meta").cu_seqlens.device.type == "meta"
-    assert volta_fa.transformers.mask(batch_size=2, kv_length=6, attention_mask=rule) is rule
+def test_rules_are_tensors_to_everybody_else():
+    """Some models look into their masks: those get what the rule stands for."""
+    rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32))
+    plain = rule.as_tensor()
+    assert type(plain) is torch.Tensor and plain.dtype == torch.bool
+    assert isinstance(rule, torch.Tensor) and (rule.shape, rule.dtype, rule.dim()) == (plain.shape, plain.dtype, 4)
+    for f in (
+        lambda t: t[:, :, :, :5],
+        lambda t: torch.where(t, 0.0, float("-inf")),
+        lambda t: ~t,
+        lambda t: t & torch.ones(8, dtype=torch.bool),
+        lambda t: torch.zeros(2, 1, 6, 8).masked_fill(t, 1.0),
+        lambda t: t.expand(2, 4, 6, 8).sum(),
+    ):
+        assert type(f(rule)) is torch.Tensor and torch.equal(f(rule), f(plain))
+    assert rule.contiguous() is rule and rule.to("cpu") is rule and rule.detach() is rule
 
 
 @pytest.mark.skipif(not V5, reason="this is it")

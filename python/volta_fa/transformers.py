@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .version import __version__
 
@@ -35,50 +36,70 @@ __all__ = ["NAME", "MaskRule", "attention", "mask"]
 NAME = "volta_fa"
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskRule:
-    """A mask that needs no tensor of seqlen_q x seqlen_k. `mask` makes it, models hand it to their layers as they do
-    with any `attention_mask`, and `attention` obeys it.
+class MaskRule(Tensor):
+    """A mask of shape (batch, 1, seqlen_q, keys), dtype bool, True where visible, that has no memory: a few numbers say
+    it all, and `attention` hands them to the op. A model that does anything else with it than to pass it on gets the
+    tensor that it stands for.
 
     window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
         o = seqlen_k - seqlen_q; -1 is no limit.
-    seqlen_k: so many keys exist. More of them are the empty end of a static cache.
-    cu_seqlens: int32, where the sequences begin in the (batch * seqlen) tokens, and at the end that product; None if
+    seqlen_k: so many of the keys exist. The rest is the empty end of a static cache.
+    cu_seqlens: int32, where the sequences begin among the batch * seqlen_q tokens, and at the end that product; None if
         each entry of the batch is one sequence. A run of padding is a sequence too: nobody looks at what comes out of
         it, and so the tokens can stay where they are.
     max_seqlen: of these sequences.
-    tokens: batch * seqlen.
     """
 
     window_left: int
     window_right: int
     seqlen_k: int
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
-    tokens: int = 0
+    cu_seqlens: Tensor | None
+    max_seqlen: int
 
-    # What transformers and accelerate do with the attention masks that they pass on.
-    ndim = 0
-
-    def contiguous(self) -> MaskRule:
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, int, int, int],
+        device: torch.device | str,
+        window_left: int = -1,
+        window_right: int = -1,
+        seqlen_k: int | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> MaskRule:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        self.window_left, self.window_right = window_left, window_right
+        self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = 0 if cu_seqlens is None else int(cu_seqlens.diff().max())
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> MaskRule:
-        return self if self.cu_seqlens is None else dataclasses.replace(self, cu_seqlens=self.cu_seqlens.to(*args, **kwargs))
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # gradient checkpointing
+            return args[0]
+        args, kwargs = tree_map_only(cls, cls.as_tensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
-    def as_tensor(self, batch: int, seqlen_q: int, device: torch.device) -> Tensor:
-        """bool, broadcasts to (batch, 1, seqlen_q, seqlen_k); True where visible."""
-        i = torch.arange(seqlen_q, device=device)[:, None] + self.seqlen_k - seqlen_q
-        j = torch.arange(self.seqlen_k, device=device)
-        visible = torch.ones(1, 1, seqlen_q, self.seqlen_k, dtype=torch.bool, device=device)
+    def __repr__(self, **_: Any) -> str:
+        return (
+            f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
+            f"seqlen_k={self.seqlen_k}, cu_seqlens={self.cu_seqlens})"
+        )
+
+    def as_tensor(self) -> Tensor:
+        batch, _, seqlen_q, keys = self.shape
+        i = torch.arange(seqlen_q, device=self.device)[:, None] + self.seqlen_k - seqlen_q
+        j = torch.arange(keys, device=self.device)
+        visible = (j < self.seqlen_k).expand(batch, 1, seqlen_q, keys)
         if self.window_left >= 0:
             visible = visible & (j >= i - self.window_left)
         if self.window_right >= 0:
             visible = visible & (j <= i + self.window_right)
         if self.cu_seqlens is not None:
-            tokens = torch.arange(self.tokens, dtype=torch.int32, device=device)
-            sequence = torch.bucketize(tokens, self.cu_seqlens.to(device), right=True).view(batch, 1, seqlen_q)
-            visible = visible & (sequence[..., :, None] == sequence[..., None, :])
+            tokens = torch.arange(batch * seqlen_q, dtype=torch.int32, device=self.device)
+            sequence = torch.bucketize(tokens, self.cu_seqlens, right=True).view(batch, 1, seqlen_q)
+            same = sequence[..., :, None] == sequence[..., None, :]
+            visible = visible & F.pad(same, (0, keys - seqlen_q))
         return visible
 
 
@@ -94,11 +115,11 @@ def mask(
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: Tensor | MaskRule | None = None,
+    attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
-) -> Tensor | MaskRule | None:
+) -> Tensor | None:
     """The mask function: transformers calls it once a forward (for each kind of layer) and hands what it returns to
     `attention` in every layer.
 
@@ -106,17 +127,15 @@ def mask(
 
     Returns None where at most causality limits what is visible; a `MaskRule` for windows, packed sequences, padding
     at the ends, and a static cache that is being filled; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
-    seqlen_k), True where visible: for padding before cached keys or in the middle, for patterns that are not
+    keys), True where visible: for padding among cached keys or in the middle, for patterns that are not
     transformers' own, and while tracing, which forbids a look at the values.
     """
-    if isinstance(attention_mask, MaskRule):  # generate() has made it, and the model asks again
-        return attention_mask
     try:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise _NeedsTensor
         pattern = _pattern(mask_function)
-        # transformers forbids it where it combines masks, and where compiled code expects a tensor at every step.
-        # For packed sequences it always does, because SDPA has no other way.
+        # transformers forbids it where compiled code expects a tensor at every step. For packed sequences it always
+        # does, because SDPA has no other way.
         allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
         if not allowed and pattern.sequences is None:
             raise _NeedsTensor
@@ -181,21 +200,25 @@ def _pattern(function: Callable) -> _Pattern:
 
 
 def _queries(
-    q_length: int | None = None, q_offset: int | Tensor = 0, cache_position: Tensor | None = None, **_: Any
-) -> tuple[int, int]:
-    """The number of queries and the position of the first."""
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.device | str, int, int]:
+    """Where the queries are, how many, and the position of the first."""
     if cache_position is None:
-        return q_length, int(q_offset)
+        return device, q_length, int(q_offset)
     # transformers 4.57 names all positions
     first, last = cache_position[[0, -1]].tolist()
     if last - first != len(cache_position) - 1:
         raise _NeedsTensor
-    return len(cache_position), first
+    return cache_position.device, len(cache_position), first
 
 
 def _rule(
-    pattern: _Pattern, batch: int, kv_length: int, kv_offset: int, not_padding: Tensor | None, seqlen_q: int, q_offset: int
-) -> Tensor | MaskRule | None:
+    pattern: _Pattern, batch: int, kv_length: int, kv_offset: int, not_padding: Tensor | None, device: torch.device | str, seqlen_q: int, q_offset: int
+) -> Tensor | None:
     left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
     if left >= 0 or right >= 0:
         # The op aligns the last query with the last key, and causality hides what comes after it.
@@ -213,27 +236,28 @@ def _rule(
             raise _NeedsTensor
         begins = _changes(pattern.sequences.expand(batch, -1))
     elif not_padding is not None:
-        not_padding = F.pad(not_padding, (0, max(0, kv_offset + seqlen_k - not_padding.shape[1])))
-        not_padding = not_padding[:, kv_offset : kv_offset + seqlen_k].expand(batch, -1)
+        not_padding = F.pad(not_padding, (0, max(0, kv_offset + kv_length - not_padding.shape[1])))
+        visible = not_padding[:, kv_offset : kv_offset + kv_length].expand(batch, -1)
+        not_padding = visible[:, :seqlen_k]
         changes = _changes(not_padding)
         runs = (changes & not_padding).sum(1)
         complete, broken = torch.stack([not_padding.all(), (runs > 1).any()]).tolist()  # one wait for the GPU
         if not complete:
             if seqlen_q == seqlen_k and not broken:
                 begins = changes
-            elif left < 0 and (right < 0 or seqlen_q == 1):
-                return not_padding[:, None, None, :]
+            elif left < 0 and (right < 0 or seqlen_q == 1) and seqlen_k == kv_length:
+                return visible[:, None, None, :]
             else:
                 raise _NeedsTensor
 
+    cu_seqlens = None
     if begins is not None:
-        tokens = batch * seqlen_q
-        cu_seqlens = F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=tokens)
-        if len(cu_seqlens) > batch + 1:
-            return MaskRule(left, right, seqlen_k, cu_seqlens, int(cu_seqlens.diff().max()), tokens)
-    if left < 0 and right == pattern.window_right and seqlen_k == kv_length:
+        cu_seqlens = F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=batch * seqlen_q)
+        if len(cu_seqlens) == batch + 1:
+            cu_seqlens = None
+    if cu_seqlens is None and left < 0 and right == pattern.window_right and seqlen_k == kv_length:
         return None
-    return MaskRule(left, right, seqlen_k)
+    return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens)
 
 
 def _changes(values: Tensor) -> Tensor:
@@ -260,7 +284,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | MaskRule | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -291,30 +315,36 @@ def attention(
     NotImplementedError for what is lacking, output_attentions among it, and ValueError for wrong arguments.
     """
     _refuse(module, query, value, kwargs)
+    batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
+    rule = attention_mask if isinstance(attention_mask, MaskRule) else None
+    if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
+        # its cu_seqlens are on the GPU, where to check them would be to wait
+        raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
     packed = cu_seq_lens_q is not None
-    if isinstance(attention_mask, MaskRule):
-        rule, bias = attention_mask, None
-    elif attention_mask is None or packed:
-        rule, bias = _implied_rule(module, key.shape[2], sliding_window, is_causal), None
-    else:
-        # transformers 4.57 makes some of them longer than the keys
-        rule, bias = MaskRule(-1, -1, key.shape[2]), attention_mask[..., : key.shape[2]]
-    batch, seqlen_q = query.shape[0], query.shape[2]
-    _check_belongs(rule, batch * seqlen_q, key.shape[2])
+    if rule is not None and position_bias is not None and not packed and rule.cu_seqlens is not None:
+        rule, attention_mask = None, rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
 
-    if position_bias is not None:
-        if packed:
-            raise NotImplementedError("volta_fa: position_bias: got it with cu_seq_lens_q, expected sequences that are not packed")
+    window_left = window_right = -1
+    bias, sequences = None, {}
+    if rule is not None:
+        window_left, window_right, keys = rule.window_left, rule.window_right, rule.seqlen_k
         if rule.cu_seqlens is not None:
-            rule, bias = MaskRule(-1, -1, rule.seqlen_k), rule.as_tensor(batch, seqlen_q, query.device)
-        bias = _sum_of_biases(bias, position_bias[..., : rule.seqlen_k])
-
-    q, k, v = (_padded(t.transpose(1, 2)) for t in (query, key[:, :, : rule.seqlen_k], value[:, :, : rule.seqlen_k]))
-    sequences = {}
+            sequences = _sequences(rule.cu_seqlens, rule.cu_seqlens, rule.max_seqlen, rule.max_seqlen)
+    elif attention_mask is None or packed:
+        if sliding_window is not None:
+            window_left = window_right = sliding_window - 1
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            window_right = 0
+    else:
+        bias = attention_mask[..., :keys]  # transformers 4.57 makes some of them longer
     if packed:
         sequences = _sequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    elif rule.cu_seqlens is not None:
-        sequences = _sequences(rule.cu_seqlens, rule.cu_seqlens, rule.max_seqlen, rule.max_seqlen)
+    if position_bias is not None:
+        if packed:
+            raise NotImplementedError("volta_fa: position_bias: got it together with cu_seq_lens_q, expected one of them")
+        bias = _sum_of_biases(bias, position_bias[..., :keys])
+
+    q, k, v = (_padded(t.transpose(1, 2)) for t in (query, key[:, :, :keys], value[:, :, :keys]))
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(
@@ -326,8 +356,8 @@ def attention(
         sinks=s_aux,
         dropout_p=dropout,
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window_left=rule.window_left,
-        window_right=rule.window_right,
+        window_left=window_left,
+        window_right=window_right,
         softcap=softcap or 0.0,
         deterministic=bool(deterministic),
     )
@@ -345,23 +375,6 @@ def _refuse(module: torch.nn.Module, query: Tensor, value: Tensor, kwargs: dict[
     headdim = max(query.shape[-1], value.shape[-1])
     if headdim > _MAX_HEADDIM:
         raise NotImplementedError(f"volta_fa: headdim: {type(module).__name__} has {headdim}, expected at most {_MAX_HEADDIM}")
-
-
-def _implied_rule(module: torch.nn.Module, seqlen_k: int, sliding_window: int | None, is_causal: bool | None) -> MaskRule:
-    """What a layer without a mask means."""
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    reach = -1 if sliding_window is None else sliding_window - 1
-    return MaskRule(reach, 0 if is_causal else reach, seqlen_k)
-
-
-def _check_belongs(rule: MaskRule, tokens: int, seqlen_k: int) -> None:
-    """The values of cu_seqlens are on the GPU, where checking them would mean waiting."""
-    if seqlen_k < rule.seqlen_k or (rule.cu_seqlens is not None and rule.tokens != tokens):
-        raise ValueError(
-            f"volta_fa: attention_mask: got one for {rule.tokens or tokens} tokens and {rule.seqlen_k} keys, "
-            f"expected one for {tokens} tokens and {seqlen_k} keys"
-        )
 
 
 def _sum_of_biases(bias: Tensor | None, position_bias: Tensor) -> Tensor:
