@@ -131,6 +131,8 @@ def padding(kind: str, seqlen: int = SEQLEN):
     match kind:
         case "left":
             mask[0, :5] = mask[1, :1] = 0
+        case "empty":  # an entry without tokens
+            mask[0] = mask[1, -3:] = 0
         case "right":
             mask[0, -6:] = mask[2, -2:] = 0
         case "both":
@@ -243,14 +245,15 @@ def test_encoders(name, kind):
     assert calls.packed == (LAYERS if kind in ("left", "right", "both") else 0)
 
 
+@pytest.mark.parametrize("seqlen", [DECODER_SEQLEN, SEQLEN])  # as long as what the encoder read: not the same tokens
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("name", ENCODERS_DECODERS)
-def test_encoder_decoder(name, kind):
+def test_encoder_decoder(name, kind, seqlen):
     mask = None if kind == "none" else padding(kind)
-    decoder_mask = None if kind == "none" else padding("right", DECODER_SEQLEN)
+    decoder_mask = None if kind == "none" else padding("right", seqlen)
     calls = compare(
         name, decoder_mask, input_ids=tokens(), attention_mask=mask,
-        decoder_input_ids=tokens(seqlen=DECODER_SEQLEN), decoder_attention_mask=decoder_mask,
+        decoder_input_ids=tokens(seqlen=seqlen), decoder_attention_mask=decoder_mask,
     )  # fmt: skip
     assert calls.count == 3 * LAYERS  # in the encoder, in the decoder, and across
 
@@ -284,12 +287,12 @@ def test_users_own_mask(name, dtype):
 
 
 @on("sim", "cuda")
-@pytest.mark.parametrize("kind", ["none", "left"])
-@pytest.mark.parametrize("name", ["llama"])
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
 def test_on_kernels(backend, name, kind):
-    """fp16: no further from fp32 than twice eager's own distance."""
-    mask = None if kind == "none" else padding(kind)
-    inputs = {"input_ids": tokens().to(backend.device), "attention_mask": None if mask is None else mask.to(backend.device)}
+    """fp16, against eager in fp32: no further away than twice eager in fp16 is."""
+    mask = None if kind == "none" else padding(kind).to(backend.device)
+    inputs = {"input_ids": tokens().to(backend.device), "attention_mask": mask}
     eager, ours = (copy.deepcopy(model).to(backend.device) for model in models(name))
     exact = run(eager, **inputs)
     theirs = run(eager.half(), **inputs).float()
@@ -418,6 +421,29 @@ def test_gradients_of_sinks_and_position_bias():
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
+def test_dropout():
+    """In training only, and drawn from PyTorch's generator."""
+    config, cls = CAUSAL["llama"](transformers)
+    config.attention_dropout = 0.3
+    model = make(config, cls, "volta_fa").train()
+    first, again, other = (torch.manual_seed(seed) and run(model, input_ids=tokens()) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, atol=0.1)
+    torch.testing.assert_close(run(model.eval(), input_ids=tokens()), run(models("llama")[1], input_ids=tokens()))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_autocast(name):
+    """Masks and sinks in fp32 beside queries in bf16."""
+    inputs = {"input_ids": tokens(), "attention_mask": padding("left")}
+    eager, ours = models(name)
+    exact = run(eager, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, found = run(eager, **inputs), run(ours, **inputs)
+    keep = padding("left").bool()
+    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+
+
 # ---- compiling -----------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +484,7 @@ if V5:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes"])
+@pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
 #                                                 seqlen_q, past, keys, the first key's position
 @pytest.mark.parametrize("seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)])
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -487,7 +513,8 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
 
 def contents(rule: MaskRule) -> tuple:
     assert isinstance(rule, MaskRule)
-    return rule.window_left, rule.window_right, rule.seqlen_k, None if rule.cu_seqlens is None else rule.cu_seqlens.tolist()
+    cu_seqlens = [None if t is None else t.tolist() for t in (rule.cu_seqlens_q, rule.cu_seqlens_k)]
+    return rule.window_left, rule.window_right, rule.seqlen_k, *cu_seqlens
 
 
 def test_mask_function_makes_no_tensor():
@@ -495,13 +522,14 @@ def test_mask_function_makes_no_tensor():
     function = volta_fa.transformers.mask
     assert AttentionMaskInterface()["volta_fa"] is function
     plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
+    LEFT = [0, 5, 20, 21, 40, 60]
     assert function(**plain) is None
     assert function(**plain, attention_mask=padding("complete").bool()) is None
-    assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None)
+    assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None, None)
     assert function(**plain, mask_function=causal_window(SEQLEN)) is None
-    assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, [0, 5, 20, 21, 40, 60])
+    assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, LEFT, LEFT)
     static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
-    assert contents(function(**static)) == (-1, 0, SEQLEN, None)
+    assert contents(function(**static)) == (-1, 0, SEQLEN, None, None)
 
 
 def test_unknown_patterns_stay_tensors():
@@ -558,6 +586,10 @@ def test_output_attentions_is_refused(name):
         ours.config.output_attentions = True
 
 
+#: of a batch of 2 with 6 tokens each
+SEQUENCES = {f"cu_seqlens_{t}": torch.tensor([0, 2, 6, 12], dtype=torch.int32) for t in "qk"}
+
+
 def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
     q, k, v = (torch.randn(batch, 2, seqlen, 8) for _ in range(3))
     module = SimpleNamespace(is_causal=True)
@@ -582,7 +614,7 @@ def test_masks_of_the_wrong_shape_or_dtype_are_refused(mask):
 
 
 def test_a_mask_of_another_batch_is_refused():
-    rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, cu_seqlens=torch.tensor([0, 2, 6, 12], dtype=torch.int32))
+    rule = MaskRule((2, 1, 6, 6), "cpu", -1, 0, **SEQUENCES)
     call(rule)
     with pytest.raises(ValueError, match=r"attention_mask: got MaskRule\(shape=\(2, 1, 6, 6\).*, expected shape \(3, 1, 6, 6\)"):
         call(rule, batch=3)
@@ -592,7 +624,7 @@ def test_a_mask_of_another_batch_is_refused():
 
 def test_rules_are_tensors_to_everybody_else():
     """Some models look into their masks: those get what the rule stands for."""
-    rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, torch.tensor([0, 2, 6, 12], dtype=torch.int32))
+    rule = MaskRule((2, 1, 6, 8), "cpu", 3, 0, 6, **SEQUENCES)
     plain = rule.as_tensor()
     assert type(plain) is torch.Tensor and plain.dtype == torch.bool
     assert isinstance(rule, torch.Tensor) and (rule.shape, rule.dtype, rule.dim()) == (plain.shape, plain.dtype, 4)

@@ -44,17 +44,19 @@ class MaskRule(Tensor):
     window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
         o = seqlen_k - seqlen_q; -1 is no limit.
     seqlen_k: so many of the keys exist. The rest is the empty end of a static cache.
-    cu_seqlens: int32, where the sequences begin among the batch * seqlen_q tokens, and at the end that product; None if
-        each entry of the batch is one sequence. A run of padding is a sequence too: nobody looks at what comes out of
-        it, and so the tokens can stay where they are.
-    max_seqlen: of these sequences.
+    cu_seqlens_q, cu_seqlens_k: int32, where the sequences begin among the batch * seqlen_q queries and the batch *
+        seqlen_k keys, and at the end their number; None if each entry of the batch is one sequence. A run of padding is
+        a sequence too, so that the tokens can stay where they are.
+    max_seqlen_q, max_seqlen_k: the longest of them.
     """
 
     window_left: int
     window_right: int
     seqlen_k: int
-    cu_seqlens: Tensor | None
-    max_seqlen: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
 
     @staticmethod
     def __new__(
@@ -64,13 +66,16 @@ class MaskRule(Tensor):
         window_left: int = -1,
         window_right: int = -1,
         seqlen_k: int | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
     ) -> MaskRule:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
-        self.cu_seqlens = cu_seqlens
-        self.max_seqlen = 0 if cu_seqlens is None else int(cu_seqlens.diff().max())
+        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
+        self.max_seqlen_q = self.max_seqlen_k = 0
+        if cu_seqlens_q is not None:
+            self.max_seqlen_q, self.max_seqlen_k = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]).tolist()
         return self
 
     @classmethod
@@ -83,7 +88,7 @@ class MaskRule(Tensor):
     def __repr__(self, **_: Any) -> str:
         return (
             f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
-            f"seqlen_k={self.seqlen_k}, cu_seqlens={self.cu_seqlens})"
+            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k})"
         )
 
     def as_tensor(self) -> Tensor:
@@ -95,11 +100,13 @@ class MaskRule(Tensor):
             visible = visible & (j >= i - self.window_left)
         if self.window_right >= 0:
             visible = visible & (j <= i + self.window_right)
-        if self.cu_seqlens is not None:
-            tokens = torch.arange(batch * seqlen_q, dtype=torch.int32, device=self.device)
-            sequence = torch.bucketize(tokens, self.cu_seqlens, right=True).view(batch, 1, seqlen_q)
-            same = sequence[..., :, None] == sequence[..., None, :]
-            visible = visible & F.pad(same, (0, keys - seqlen_q))
+        if self.cu_seqlens_q is not None:
+            sequence_q, sequence_k = (
+                torch.bucketize(torch.arange(batch * length, dtype=torch.int32, device=self.device), cu_seqlens, right=True).view(batch, 1, length)
+                for length, cu_seqlens in ((seqlen_q, self.cu_seqlens_q), (self.seqlen_k, self.cu_seqlens_k))
+            )
+            same = sequence_q[..., :, None] == sequence_k[..., None, :]
+            visible = visible & F.pad(same, (0, keys - self.seqlen_k))
         return visible
 
 
@@ -217,7 +224,14 @@ def _queries(
 
 
 def _rule(
-    pattern: _Pattern, batch: int, kv_length: int, kv_offset: int, not_padding: Tensor | None, device: torch.device | str, seqlen_q: int, q_offset: int
+    pattern: _Pattern,
+    batch: int,
+    kv_length: int,
+    kv_offset: int,
+    padding_mask: Tensor | None,
+    device: torch.device | str,
+    seqlen_q: int,
+    q_offset: int,
 ) -> Tensor | None:
     left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
     if left >= 0 or right >= 0:
@@ -230,39 +244,50 @@ def _rule(
         if right >= seqlen_q - 1 and right > 0:
             right = -1
 
-    begins = None  # (batch, seqlen): tokens with which a sequence begins
+    cu_seqlens_q = cu_seqlens_k = None
     if pattern.sequences is not None:
-        if seqlen_q != seqlen_k or not_padding is not None:
+        if seqlen_q != seqlen_k or padding_mask is not None:
             raise _NeedsTensor
-        begins = _changes(pattern.sequences.expand(batch, -1))
-    elif not_padding is not None:
-        not_padding = F.pad(not_padding, (0, max(0, kv_offset + kv_length - not_padding.shape[1])))
-        visible = not_padding[:, kv_offset : kv_offset + kv_length].expand(batch, -1)
-        not_padding = visible[:, :seqlen_k]
-        changes = _changes(not_padding)
-        runs = (changes & not_padding).sum(1)
-        complete, broken = torch.stack([not_padding.all(), (runs > 1).any()]).tolist()  # one wait for the GPU
-        if not complete:
-            if seqlen_q == seqlen_k and not broken:
-                begins = changes
-            elif left < 0 and (right < 0 or seqlen_q == 1) and seqlen_k == kv_length:
-                return visible[:, None, None, :]
-            else:
-                raise _NeedsTensor
+        cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_changes(pattern.sequences.expand(batch, -1)))
+    elif padding_mask is not None:
+        padding_mask = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1])))
+        padding_mask = padding_mask[:, kv_offset : kv_offset + seqlen_k].expand(batch, -1)
+        changes = _changes(padding_mask)
+        begins = changes & padding_mask  # of runs of tokens
+        complete, broken = torch.stack([padding_mask.all(), (begins.sum(1) > 1).any()]).tolist()  # one wait for the GPU
+        unlimited = left < 0 and (right < 0 or seqlen_q == 1)
+        if complete:
+            pass
+        elif unlimited and (broken or seqlen_q == 1):
+            # with one query, the memory that this takes is nothing beside the copy of a cache
+            return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
+        elif broken:
+            raise _NeedsTensor
+        elif unlimited:
+            # All queries belong to the tokens among the keys. They need not be the same tokens: cross-attention.
+            cu_seqlens_k = _cu_seqlens(changes)
+            begins[:, 0] |= ~padding_mask.any(1)
+            cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
+        elif seqlen_q == seqlen_k:
+            cu_seqlens_q = cu_seqlens_k = _cu_seqlens(changes)
+        else:
+            raise _NeedsTensor
 
-    cu_seqlens = None
-    if begins is not None:
-        cu_seqlens = F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=batch * seqlen_q)
-        if len(cu_seqlens) == batch + 1:
-            cu_seqlens = None
-    if cu_seqlens is None and left < 0 and right == pattern.window_right and seqlen_k == kv_length:
-        return None
-    return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens)
+    one_each = cu_seqlens_q is None or len(cu_seqlens_q) == batch + 1
+    if not one_each:
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
+    if left >= 0 or right != pattern.window_right or seqlen_k != kv_length:
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k)
+    return None
 
 
 def _changes(values: Tensor) -> Tensor:
     """(batch, seqlen): where a row begins or its value changes."""
     return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+
+
+def _cu_seqlens(begins: Tensor) -> Tensor:
+    return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())
 
 
 # ---- the attention function ------------------------------------------------------------------------------------------
@@ -321,15 +346,15 @@ def attention(
         # its cu_seqlens are on the GPU, where to check them would be to wait
         raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
     packed = cu_seq_lens_q is not None
-    if rule is not None and position_bias is not None and not packed and rule.cu_seqlens is not None:
+    if rule is not None and position_bias is not None and not packed and rule.cu_seqlens_q is not None:
         rule, attention_mask = None, rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
 
     window_left = window_right = -1
     bias, sequences = None, {}
     if rule is not None:
         window_left, window_right, keys = rule.window_left, rule.window_right, rule.seqlen_k
-        if rule.cu_seqlens is not None:
-            sequences = _sequences(rule.cu_seqlens, rule.cu_seqlens, rule.max_seqlen, rule.max_seqlen)
+        if rule.cu_seqlens_q is not None:
+            sequences = _sequences(rule.cu_seqlens_q, rule.cu_seqlens_k, rule.max_seqlen_q, rule.max_seqlen_k)
     elif attention_mask is None or packed:
         if sliding_window is not None:
             window_left = window_right = sliding_window - 1
