@@ -35,6 +35,16 @@ switched on at import by
 `python -m volta_fa --help` lists the command line's commands.
 """
 
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
 from .library import library_path, load
 from .sdpa import _enable_from_environment, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
@@ -44,7 +54,15 @@ __all__ = [
     "__version__",
     "disable_sdpa",
     "enable_sdpa",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "info",
+    "install_flash_attn_shim",
     "kernel_family",
     "library_path",
     "sdpa_enabled",

@@ -1,0 +1,67 @@
+"""Between padded batches, (batch, seqlen, ...), and their tokens without the padding, (total, ...).
+
+flash-attn's `flash_attn.bert_padding` has functions of these names, arguments and results.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """The rows of input, (rows, ...), at indices, int64 (total): a copy, (total, ...). Differentiable."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros, (first_axis_dim, ...), with values, (total, ...), in the rows at indices, int64 (total). Differentiable."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of a padded batch.
+
+    hidden_states: (batch, seqlen, ...).
+    attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
+    unused_mask: (batch, seqlen), like attention_mask: 1 for tokens that get their place without being used.
+
+    Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens,
+    int32 (batch + 1); the longest sequence's length, an int; and how many tokens of each sequence attention_mask has,
+    int32 (batch).
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tokens of a padded batch whose rows are sequences one after the other.
+
+    hidden_states: (batch, seqlen, ...).
+    attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; the rest of it 0.
+
+    Returns the tokens, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32
+    (sequences + 1); and the longest sequence's length, an int.
+    """
+    tokens = attention_mask_in_length.sum(-1, keepdim=True)
+    kept = torch.arange(attention_mask_in_length.shape[-1], device=tokens.device) < tokens
+    return _keep(hidden_states, kept, attention_mask_in_length[attention_mask_in_length != 0])
+
+
+def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, seqlens.max().item()
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of `unpad_input`: (batch, seqlen, ...) with the tokens of hidden_states, (total, ...), at indices, and
+    0 elsewhere."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,0 +1,398 @@
+"""flash-attn 2's functions on `torch.ops.volta_fa.fwd`: the same signatures, defaults and results.
+
+Masks are aligned bottom-right, a query that sees no key gets out 0 and softmax_lse +inf, and gradients come from
+autograd. docs/flash-attn.md says where these functions do more or less than flash-attn's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .rotary import apply_rotary
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Attention of a batch of sequences of one length.
+
+    q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
+        most 256; what is not a multiple of 8 is padded, at the cost of a copy.
+    k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
+    v: (batch, seqlen_k, nheads_k, headdim_v).
+    dropout_p: probability of dropping an element of softmax's result, in [0, 1).
+    softmax_scale: headdim ** -0.5 unless given.
+    causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+    window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
+        i + seqlen_k - seqlen_q + right; a negative number is no limit. Tensors of one element are taken too.
+    softcap: scores x become softcap * tanh(x / softcap); 0 is off. Not together with dropout.
+    alibi_slopes: float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted from
+        the scores.
+    deterministic: gradients equal to the bit, run to run.
+    return_attn_probs: for tests, see below.
+
+    Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_attn_probs=True out, softmax_lse
+    (float32, (batch, nheads, seqlen_q)) and S_dmask. S_dmask is empty without dropout. With dropout it has softmax's
+    result, (batch, nheads, seqlen_q, seqlen_k) in q's dtype, negative where it was dropped; that takes the memory
+    that the kernels do without.
+
+    Raises ValueError, naming the argument, for wrong ones, and NotImplementedError for what this build lacks.
+    """
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_func` of k and v in one tensor, whose gradient is one tensor too.
+
+    kv: (batch, seqlen_k, 2, nheads_k, headdim).
+    """
+    k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_func` of q, k and v in one tensor, whose gradient is one tensor too.
+
+    qkv: (batch, seqlen, 3, nheads, headdim).
+    """
+    q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Attention of sequences of different lengths, packed one after the other.
+
+    q: (total_q, nheads, headdim), k: (total_k, nheads_k, headdim), v: (total_k, nheads_k, headdim_v).
+    cu_seqlens_q, cu_seqlens_k: int32, (batch + 1), on q's device: where each sequence begins, from 0, and at the end
+        total_q and total_k. Sequences may be empty.
+    max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element are taken too.
+    block_table: not implemented: a paged k and v.
+
+    The other arguments are `flash_attn_func`'s; what they say of positions, and of a batch, is meant for each sequence.
+
+    Returns out, (total_q, nheads, headdim_v); with return_attn_probs=True out, softmax_lse (float32,
+    (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
+    """
+    if block_table is not None:
+        raise NotImplementedError("volta_fa: block_table: paged keys and values are not implemented; pass contiguous k and v")
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` of k and v in one tensor, whose gradient is one tensor too.
+
+    kv: (total_k, 2, nheads_k, headdim).
+    """
+    k, v = _unbind("kv", kv, "total_k", 2)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is one tensor too.
+
+    qkv: (total, 3, nheads, headdim).
+    """
+    q, k, v = _unbind("qkv", qkv, "total", 3)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Inference with a cache of keys and values, to which k and v are appended first, in place. No gradients.
+
+    q: (batch, seqlen_q, nheads, headdim).
+    k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim).
+    k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there.
+    rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): k is rotated by its positions from cache_seqlens on, q
+        likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
+    cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included; without
+        it, all seqlen_cache.
+    cache_batch_idx: int32 (batch): the cache's entry of each entry of q; reading it costs a copy of these entries.
+    cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
+    block_table: not implemented: a paged cache.
+    rotary_interleaved: rotate dimensions 0 and 1, 2 and 3 ..., instead of the first half and the second.
+    num_splits: without effect.
+
+    The other arguments are `flash_attn_func`'s, for the keys that exist.
+
+    Returns out, (batch, seqlen_q, nheads, headdim), and with return_softmax_lse=True also softmax_lse (float32,
+    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones.
+    """
+    if block_table is not None:
+        raise NotImplementedError("volta_fa: block_table: paged caches are not implemented; pass contiguous k_cache and v_cache")
+    batch = q.shape[0]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k is not None:
+        if v is None or cache_seqlens is None:
+            raise ValueError(f"volta_fa: {'v' if v is None else 'cache_seqlens'}: got None, expected a value: k is given")
+        if rotary_cos is not None:
+            tables = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": cache_seqlens, "interleaved": rotary_interleaved}
+            k = apply_rotary(k, **tables)
+            if causal or _bound(window_size[0]) >= 0 or _bound(window_size[1]) >= 0:
+                q = apply_rotary(q, **tables)
+            else:
+                q = apply_rotary(q.flatten(1, 2)[:, None], **tables).view_as(q)
+        entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        positions = cache_seqlens[:, None] + torch.arange(k.shape[1], device=q.device)
+        k_cache[entries[:, None], positions] = k
+        v_cache[entries[:, None], positions] = v
+        cache_seqlens = cache_seqlens + k.shape[1]
+    elif rotary_cos is not None:
+        raise ValueError("volta_fa: rotary_cos: got a tensor, expected None: k is not given")
+    if cache_batch_idx is not None:
+        k_cache, v_cache = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
+    attn_bias = None
+    if cache_leftpad is not None:
+        exists = torch.arange(k_cache.shape[1], device=q.device) >= cache_leftpad[:, None]
+        attn_bias = exists[:, None, None, :]
+    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, softmax_lse, _ = _fwd(q, k_cache, v_cache, seqused_k=cache_seqlens, attn_bias=attn_bias, **options)
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    packed: tuple[Tensor, Tensor, int, int] | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """What all functions for training share; packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= {"dropout_p": dropout_p, "deterministic": deterministic}
+    if packed is not None:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
+        options |= {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": _number(max_seqlen_q),
+            "max_seqlen_k": _number(max_seqlen_k),
+        }
+    out, softmax_lse, rng_state = _fwd(q, k, v, **options)
+    if not return_attn_probs:
+        return out
+    return out, softmax_lse, _s_dmask(q, k, softmax_lse, rng_state, **options) if dropout_p > 0 else q.new_empty(0)
+
+
+def _options(
+    q: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None
+) -> dict[str, Any]:
+    """The op's names for what every function has."""
+    return {
+        "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of headdim before padding
+        "is_causal": causal,
+        "window_left": _bound(window_size[0]),
+        "window_right": _bound(window_size[1]),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op, for every headdim and any strides."""
+    out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(_operand(q), _operand(k), _operand(v), **options)
+    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]], softmax_lse, rng_state
+
+
+def _operand(t: Tensor) -> Tensor:
+    if t.shape[-1] % 8:
+        return F.pad(t, (0, -t.shape[-1] % 8))
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
+    """The tensors in dimension -3. Unbinding them at once makes their gradient one stack; a slice for each would fill
+    and add as many tensors of the whole size."""
+    expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
+    if packed.dim() != len(expected) or packed.shape[-3] != count:
+        raise ValueError(f"volta_fa: {name}: got shape {tuple(packed.shape)}, expected ({', '.join(expected)})")
+    return packed.unbind(-3)
+
+
+def _number(value: int | Tensor) -> int:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _bound(value: int | Tensor) -> int:
+    """flash-attn takes any negative number as no limit, the op -1."""
+    return max(-1, _number(value))
+
+
+@torch.no_grad()
+def _s_dmask(
+    q: Tensor,
+    k: Tensor,
+    softmax_lse: Tensor,
+    rng_state: Tensor,
+    *,
+    dropout_p: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    **_: Any,
+) -> Tensor:
+    """softmax's result, negative where dropped. softcap is not among the options here: it excludes dropout."""
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    if cu_seqlens_q is None:
+        batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        sequences = zip(q, k, softmax_lse)
+    else:
+        batch = len(cu_seqlens_q) - 1
+        lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        sequences = zip(q.split(lengths_q), k.split(lengths_k), softmax_lse.split(lengths_q, dim=-1))
+    keep = torch.ops.volta_fa._dropout_mask(rng_state.cpu(), batch, nheads, max_seqlen_q, max_seqlen_k, dropout_p).to(q.device)
+    result = q.new_zeros(keep.shape)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for b, (q_b, k_b, lse_b) in enumerate(sequences):
+        seqlen_q, seqlen_k = len(q_b), len(k_b)
+        scores = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
+        i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+        ahead = torch.arange(seqlen_k, device=q.device) - i
+        if alibi_slopes is not None:
+            scores -= alibi_slopes.expand(batch, nheads)[b, :, None, None] * ahead.abs()
+        hidden = torch.zeros_like(ahead, dtype=torch.bool)
+        if window_left >= 0:
+            hidden |= ahead < -window_left
+        if is_causal or window_right >= 0:
+            hidden |= ahead > (0 if is_causal else window_right)
+        p = (scores - lse_b[..., None]).exp().masked_fill(hidden, 0.0)
+        result[b, :, :seqlen_q, :seqlen_k] = torch.where(keep[b, :, :seqlen_q, :seqlen_k], p, -p)
+    return result

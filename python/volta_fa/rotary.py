@@ -1,0 +1,256 @@
+"""Rotary position embeddings in plain PyTorch, with the interface of flash-attn's `flash_attn.layers.rotary`.
+
+A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin:
+dimensions 2 i and 2 i + 1 are a pair where `interleaved`, else i and i + rotary_dim / 2. What lies beyond rotary_dim
+stays as it is. Computed in float32, or in x's dtype if that is wider.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Rotate x, without a gradient of its own for `inplace`.
+
+    x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
+    cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
+    seqlen_offsets: the position of each sequence's first token, int or int (batch). Positions of such a tensor that
+        lie beyond the table leave x as it is.
+    cu_seqlens: (batch + 1), where each sequence begins; max_seqlen: the longest one's length.
+    conjugate: rotate backwards.
+
+    Returns x's like; with `inplace` x itself. Raises ValueError for shapes that do not fit.
+    """
+    cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if conjugate:
+        sin = -sin
+    rotary_dim = 2 * cos.shape[-1]
+    pairs = x[..., :rotary_dim].to(torch.promote_types(x.dtype, torch.float32))
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    x0, x1 = pairs.unbind(-1)
+    rotated = torch.stack((x0 * cos - x1 * sin, x0 * sin + x1 * cos), dim=-1 if interleaved else -2).flatten(-2)
+    if inplace:
+        x[..., :rotary_dim] = rotated
+        return x
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+
+
+def _rows(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[Tensor, Tensor]:
+    """The row of the tables for every token, broadcast over heads."""
+    rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
+    if x.dim() != rank:
+        raise ValueError(f"volta_fa: x: got shape {tuple(x.shape)}, expected {layout}")
+    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"volta_fa: sin: got shape {tuple(sin.shape)}, expected cos' shape {tuple(cos.shape)}")
+    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.shape != (batch,):
+        raise ValueError(f"volta_fa: seqlen_offsets: got shape {tuple(seqlen_offsets.shape)}, expected ({batch},)")
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    if longest is None:
+        raise ValueError("volta_fa: max_seqlen: got None, expected the longest sequence's length: cu_seqlens is given")
+    needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
+    if cos.shape[0] < needed:
+        raise ValueError(f"volta_fa: cos: got {cos.shape[0]} positions, expected at least {needed}")
+
+    if cu_seqlens is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+        positions = positions + (seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
+    else:
+        tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        positions = tokens - cu_seqlens[sequence]
+        positions = positions + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
+    cos, sin = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (cos, sin))
+    if isinstance(seqlen_offsets, Tensor):
+        inside = (positions < cos.shape[0])[..., None]
+        positions = positions.clamp(max=cos.shape[0] - 1)
+        cos, sin = torch.where(inside, cos[positions], 1.0), torch.where(inside, sin[positions], 0.0)
+    else:
+        cos, sin = cos[positions], sin[positions]
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates parts of x, each (index into x, cos, sin), in place or in a copy; the gradient is rotated backwards.
+
+    As in flash-attn, x is not marked as changed: that would refuse views that unbind or chunk made, and leaves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], inplace: bool, options: dict[str, Any]) -> Tensor:
+        ctx.parts, ctx.options = parts, options
+        return _rotate_parts(x if inplace else x.clone(), parts, **options)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotate_parts(dout.clone(), ctx.parts, conjugate=True, **ctx.options), None, None, None
+
+
+def _rotate_parts(x: Tensor, parts: list[tuple[Any, Tensor, Tensor]], **options: Any) -> Tensor:
+    for index, cos, sin in parts:
+        apply_rotary(x[index], cos, sin, inplace=True, **options)
+    return x
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """`apply_rotary` with x's gradient, also where `inplace`; cos and sin get none."""
+    options = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    return _Rotate.apply(x, [(..., cos, sin)], inplace, options)
+
+
+apply_rotary_emb_func = apply_rotary_emb  # its name before flash-attn 2.0
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate q and k inside of qkv, in place.
+
+    qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim).
+    cos_k, sin_k: k's tables, if they are not q's.
+    seqlen_offsets: as in `apply_rotary`.
+
+    Returns qkv. Raises ValueError for shapes that do not fit.
+    """
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k = (slice(None), slice(None), 0), (slice(None), slice(None), 1)
+    elif qkv.dim() == 4 and num_heads_q is not None and qkv.shape[2] >= num_heads_q and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        q, k = (slice(None), slice(None), slice(num_heads_q)), (slice(None), slice(None), slice(num_heads_q, end))
+    else:
+        raise ValueError(
+            f"volta_fa: qkv: got shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}, expected "
+            "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)"
+        )
+    parts = [(q, cos, sin), (k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
+    return _Rotate.apply(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Rotate k inside of kv, (batch, seqlen, 2, nheads_k, headdim), in place, and return kv. Raises ValueError for
+    shapes that do not fit."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"volta_fa: kv: got shape {tuple(kv.shape)}, expected (batch, seqlen, 2, nheads_k, headdim)")
+    k = (slice(None), slice(None), 0)
+    return _Rotate.apply(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embeddings whose tables grow with the sequences that come.
+
+    dim: rotary_dim, even.
+    base: pair i turns by base ** (-2 i / dim) from one position to the next.
+    interleaved: see this module's text.
+    scale_base: xPos: q is also multiplied, and k divided, by powers that decay with the distance between them.
+    device: of the buffers.
+    """
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device: Any = None
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None if scale_base is None else (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim + 0.4) / 1.4
+        self.register_buffer("scale", scale, persistent=False)
+        # Subclasses, transformers' ModernBERT for one, read these.
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        """Tables for positions below seqlen."""
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and (cached.device, cached.dtype) == (device, dtype)
+            and not (self.training and cached.is_inference())  # autograd cannot save those
+        ):
+            return
+        # float32 until the end, even if the module was cast: half precision cannot count positions above 2048.
+        inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq()
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq.to(device)
+        cos, sin = angles.cos(), angles.sin()
+        self._seq_len_cached = seqlen
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = self.scale.to(device, torch.float32) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached, self._sin_cached = (cos * power).to(dtype), (sin * power).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / power).to(dtype), (sin / power).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate q and k in place.
+
+        qkv: as in `apply_rotary_emb_qkv_`; with kv, q alone, (batch, seqlen, nheads, headdim).
+        kv: (batch, seqlen, 2, nheads_k, headdim).
+        seqlen_offset: the first token's position, int or int (batch); with the latter max_seqlen, the number of
+            positions, is needed.
+
+        Returns qkv, or q and kv.
+        """
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
+        cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
+        k_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        return apply_rotary_emb(qkv, cos, sin, inplace=True, **options), apply_rotary_emb_kv_(kv, *k_tables, **options)

@@ -1,0 +1,3 @@
+from volta_fa.rotary import apply_rotary
+
+__all__ = ["apply_rotary"]
