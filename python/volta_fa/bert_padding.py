@@ -13,13 +13,14 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of input, (rows, ...), at indices, int64 (total): a copy, (total, ...). Differentiable."""
+    """The rows of input, (rows, ...), at indices, (total): a copy, (total, ...). Differentiable."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros, (first_axis_dim, ...), with values, (total, ...), in the rows at indices, int64 (total). Differentiable."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    """Zeros, (first_axis_dim, ...), with values, (total, ...), in the rows at indices, (total). Differentiable."""
+    # transformers gives int32 when it decodes, and index_copy takes int64 only
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(

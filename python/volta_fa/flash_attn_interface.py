@@ -378,7 +378,7 @@ def _s_dmask(
         batch = len(cu_seqlens_q) - 1
         lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         sequences = zip(q.split(lengths_q), k.split(lengths_k), softmax_lse.split(lengths_q, dim=-1))
-    keep = torch.ops.volta_fa._dropout_mask(rng_state.cpu(), batch, nheads, max_seqlen_q, max_seqlen_k, dropout_p).to(q.device)
+    keep = torch.ops.volta_fa._dropout_mask(rng_state, batch, nheads, max_seqlen_q, max_seqlen_k, dropout_p)
     result = q.new_zeros(keep.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     for b, (q_b, k_b, lse_b) in enumerate(sequences):
@@ -387,7 +387,7 @@ def _s_dmask(
         i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         ahead = torch.arange(seqlen_k, device=q.device) - i
         if alibi_slopes is not None:
-            scores -= alibi_slopes.expand(batch, nheads)[b, :, None, None] * ahead.abs()
+            scores -= alibi_slopes.to(wide).expand(batch, nheads)[b, :, None, None] * ahead.abs()
         hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if window_left >= 0:
             hidden |= ahead < -window_left

@@ -1,0 +1,508 @@
+"""flash-attn 2's functions: signatures, what they pass to the op and give back, and their padding and packing."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reference
+import volta_fa
+from conftest import on
+from volta_fa import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
+
+# ---- what is right ---------------------------------------------------------------------------------------------
+
+
+def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, keep=None, dropout_p=0.0):
+    """One sequence, (seqlen, nheads, headdim), in fp64 and differentiable. Returns out, softmax_lse and probabilities."""
+    nheads = q.shape[1]
+    q, k, v = q.double(), *(t.double().repeat_interleave(nheads // t.shape[1], dim=1) for t in (k, v))
+    x = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    if slopes is not None:
+        i, j = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q), torch.arange(len(k), device=q.device)
+        x = x - slopes[:, None, None].double() * (i - j).abs()
+    left, right = map(int, window_size)
+    seen = reference.visible(len(q), len(k), is_causal=causal, window_left=left, window_right=right, device=q.device)
+    x = x.masked_fill(~seen, -math.inf)
+    lse = x.logsumexp(-1)
+    lse = lse.masked_fill(~seen.any(-1), math.inf)  # no key: +inf, so that p is 0
+    p = torch.exp(x - lse[..., None])
+    dropped = p if keep is None else p * keep / (1 - dropout_p)
+    return torch.einsum("hij,jhd->ihd", dropped, v), lse, p
+
+
+def close(backend, found, expected):
+    tolerance = {torch.float64: (1e-10, 1e-10), torch.float32: (2e-5, 2e-5), torch.float16: (2e-2, 5e-3)}[backend.dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance[0], atol=tolerance[1])
+
+
+def close_lse(found, expected):
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-4)
+
+
+def slopes_of(backend, *shape):
+    return backend.randn(*shape).abs().float()
+
+
+def leaf(backend, *shape):
+    return backend.randn(*shape).requires_grad_()
+
+
+def check_gradients(backend, found, expected, leaves):
+    """The same random gradient into both; the leaves' gradients agree."""
+    dout = backend.randn(*found.shape)
+    got = torch.autograd.grad(found, leaves, dout)
+    want = torch.autograd.grad(expected, leaves, dout.to(expected.dtype))
+    for g, w, t in zip(got, want, leaves):
+        assert g.shape == t.shape and g.dtype == t.dtype
+        close(backend, g, w)
+
+
+def dense(q, k, v, slopes=None, keep=None, **options):
+    """`attention` of every entry of a batch, stacked."""
+    entries = [
+        attention(q[b], k[b], v[b], slopes=None if slopes is None else slopes.expand(len(q), -1)[b], keep=None if keep is None else keep[b], **options)
+        for b in range(len(q))
+    ]
+    return (torch.stack(t) for t in zip(*entries))
+
+
+def packed(q, k, v, lengths_q, lengths_k, slopes=None, keep=None, **options):
+    """`attention` of every sequence; out (total_q, nheads, headdim_v), softmax_lse (nheads, total_q)."""
+    entries = [
+        attention(
+            *parts,
+            slopes=None if slopes is None else slopes.expand(len(lengths_q), -1)[b],
+            keep=None if keep is None else keep[b, :, : lengths_q[b], : lengths_k[b]],
+            **options,
+        )
+        for b, parts in enumerate(zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)))
+    ]
+    outs, lses, ps = zip(*entries)
+    return torch.cat(outs), torch.cat(lses, dim=-1), ps
+
+
+def cu(lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+
+
+# ---- the interface ---------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
+    "flash_attn_varlen_func": f"q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, {OPTIONS}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_flash_attns(name):
+    """Of release 2.8.3, as inspect.signature shows them without annotations."""
+    signature = inspect.signature(getattr(volta_fa, name))
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+# ---- dense -----------------------------------------------------------------------------------------------------
+
+DENSE = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"softmax_scale": 0.3},
+    "left": {"window_size": (3, -1)},
+    "right": {"window_size": (-1, 2)},
+    "window": {"window_size": (2, 1)},
+    "causal_window": {"causal": True, "window_size": (4, 4)},
+    "tensors": {"window_size": (torch.tensor(2), torch.tensor(-1))},
+    "negative": {"window_size": (-7, 0)},
+    "softcap": {"softcap": 1.5, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@BACKENDS
+def test_dense(backend, name):
+    q, k, v = leaf(backend, 2, 9, 4, 32), leaf(backend, 2, 13, 2, 32), leaf(backend, 2, 13, 2, 32)
+    options = DENSE[name]
+    out, lse, s_dmask = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    expected, expected_lse, _ = dense(q, k, v, **options)
+    assert out.dtype == q.dtype
+    close(backend, out, expected)
+    close_lse(lse, expected_lse)
+    assert s_dmask.shape == (0,) and s_dmask.dtype == q.dtype
+    assert torch.equal(flash_attn_func(q, k, v, **options), out), "a tensor without return_attn_probs"
+    check_gradients(backend, out, expected, (q, k, v))
+
+
+@BACKENDS
+def test_rows_without_a_key(backend):
+    """More queries than keys, and causal: the first see none."""
+    q, k, v = (leaf(backend, 1, n, 2, 16) for n in (7, 3, 3))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (out[:, :4] == 0).all() and (lse[..., :4] == math.inf).all() and lse[..., 4:].isfinite().all()
+    check_gradients(backend, out, next(dense(q, k, v, causal=True)), (q, k, v))
+
+
+@pytest.mark.parametrize("headdim, headdim_v", [(1, 1), (20, 20), (59, 59), (24, 40), (36, 16), (111, 250)])
+@BACKENDS
+def test_headdims(backend, headdim, headdim_v):
+    """Any headdim up to 256, and another one for v; the scale is that of the headdim before padding."""
+    q, k, v = leaf(backend, 2, 5, 2, headdim), leaf(backend, 2, 6, 1, headdim), leaf(backend, 2, 6, 1, headdim_v)
+    out = flash_attn_func(q, k, v, causal=True)
+    expected, *_ = dense(q, k, v, causal=True)
+    assert out.shape == (2, 5, 2, headdim_v)
+    close(backend, out, expected)
+    check_gradients(backend, out, expected, (q, k, v))
+
+
+@BACKENDS
+def test_strides(backend):
+    """A last dimension that is not contiguous is copied, as flash-attn does; other strides are taken as they are."""
+    q, k, v = backend.randn(2, 16, 5, 2).transpose(1, 3), backend.randn(2, 2, 7, 16).transpose(1, 2), backend.randn(2, 7, 2, 16)
+    assert q.shape == (2, 2, 5, 16)
+    q = q.transpose(1, 2)
+    assert q.stride(-1) != 1
+    close(backend, flash_attn_func(q, k, v), next(dense(q, k, v)))
+
+
+@pytest.mark.parametrize("headdim", [16, 12])
+@BACKENDS
+def test_dense_packed_tensors(backend, headdim):
+    """k and v, or q, k and v in one tensor: the same result, and one gradient."""
+    options = {"causal": True, "window_size": (5, 0), "softmax_scale": 0.2}
+    q, kv, qkv = leaf(backend, 2, 5, 4, headdim), leaf(backend, 2, 8, 2, 2, headdim), leaf(backend, 2, 8, 3, 2, headdim)
+    out = flash_attn_kvpacked_func(q, kv, **options)
+    assert torch.equal(out, flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], **options))
+    check_gradients(backend, out, next(dense(q, kv[:, :, 0], kv[:, :, 1], **options)), (q, kv))
+
+    parts = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    out, lse, s_dmask = flash_attn_qkvpacked_func(qkv, return_attn_probs=True, **options)
+    assert torch.equal(out, flash_attn_func(*parts, **options)) and lse.shape == (2, 2, 8) and s_dmask.numel() == 0
+    check_gradients(backend, out, next(dense(*parts, **options)), (qkv,))
+
+
+@on("cpu-fp64")
+def test_gradients_reach_the_tensor_behind_a_view(backend):
+    """As a model makes them: one projection, viewed as (batch, seqlen, 3, nheads, headdim)."""
+    x, weight = leaf(backend, 2, 6, 24), leaf(backend, 72, 24)
+    qkv = (x @ weight.T).view(2, 6, 3, 3, 8)
+    out = flash_attn_qkvpacked_func(qkv, causal=True)
+    want = (x.double() @ weight.double().T).view(2, 6, 3, 3, 8)
+    check_gradients(backend, out, next(dense(*want.unbind(2), causal=True)), (x, weight))
+
+
+@pytest.mark.parametrize("per_entry", [False, True], ids=["nheads", "batch_nheads"])
+@BACKENDS
+def test_alibi(backend, per_entry):
+    q, k, v = leaf(backend, 2, 9, 4, 16), leaf(backend, 2, 12, 2, 16), leaf(backend, 2, 12, 2, 16)
+    slopes = slopes_of(backend, *(2,) * per_entry, 4)
+    for options in ({}, {"causal": True}, {"window_size": (3, 2), "softcap": 2.0}):
+        out = flash_attn_func(q, k, v, alibi_slopes=slopes, **options)
+        expected, *_ = dense(q, k, v, slopes=slopes, **options)
+        close(backend, out, expected)
+        check_gradients(backend, out, expected, (q, k, v))
+
+
+@pytest.mark.parametrize("headdim", [16, 20])
+@BACKENDS
+def test_dropout(backend, headdim):
+    """S_dmask has softmax's result with the sign of what was dropped: with it the reference drops the same."""
+    q, k, v = leaf(backend, 2, 33, 4, headdim), leaf(backend, 2, 40, 2, headdim), leaf(backend, 2, 40, 2, headdim)
+    slopes = slopes_of(backend, 4)
+    for options in ({}, {"causal": True, "window_size": (11, -1)}, {"alibi_slopes": slopes}):
+        torch.manual_seed(3)
+        out, lse, s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True, **options)
+        rest = {"slopes" if name == "alibi_slopes" else name: value for name, value in options.items()}
+        keep = ~s_dmask.signbit()
+        expected, expected_lse, p = dense(q, k, v, keep=keep, dropout_p=0.3, **rest)
+        assert s_dmask.shape == (2, 4, 33, 40) and s_dmask.dtype == q.dtype
+        close(backend, s_dmask.abs(), p)
+        close(backend, out, expected)
+        close_lse(lse, expected_lse)
+        check_gradients(backend, out, expected, (q, k, v))
+        share = (s_dmask < 0).sum() / (p > 0).sum()
+        assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / (p > 0).sum()), share
+
+        torch.manual_seed(3)
+        assert torch.equal(out, flash_attn_func(q, k, v, dropout_p=0.3, **options)), "the same seed"
+        assert not torch.equal(out, flash_attn_func(q, k, v, dropout_p=0.3, **options)), "another mask"
+
+
+class Calls(TorchDispatchMode):
+    """The keyword arguments of volta_fa::fwd and bwd, call by call."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "volta_fa":
+            self.options.append((function._opname, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@on("cpu-fp32")
+def test_deterministic_reaches_the_op(backend, deterministic):
+    q, cu_seqlens = leaf(backend, 6, 1, 8), cu([6])
+    with Calls() as calls:
+        flash_attn_func(q[None], q[None], q[None], deterministic=deterministic).sum().backward()
+        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 6, 6, deterministic=deterministic).sum().backward()
+    assert [name for name, _ in calls.options] == ["fwd", "bwd"] * 2
+    assert [options.get("deterministic", False) for _, options in calls.options] == [deterministic] * 4
+
+
+@on("cpu-fp32")
+def test_torch_compile(backend):
+    """One graph, forward and backward, for every function that trains."""
+    q, kv = leaf(backend, 2, 6, 2, 12), leaf(backend, 2, 6, 2, 2, 12)
+    compiled = torch.compile(flash_attn_kvpacked_func, backend="aot_eager", fullgraph=True)
+    out, expected = compiled(q, kv, causal=True, window_size=(3, 0)), flash_attn_kvpacked_func(q, kv, causal=True, window_size=(3, 0))
+    close(backend, out, expected)
+    check_gradients(backend, out, expected, (q, kv))
+
+
+# ---- packed sequences ------------------------------------------------------------------------------------------
+
+LENGTHS = [5, 0, 17, 1, 8], [7, 3, 17, 0, 6]  # without queries, without keys, more queries than keys
+
+VARLEN = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (4, 1), "softmax_scale": 0.2},
+    "causal_tensors": {"causal": True, "window_size": (torch.tensor(6), torch.tensor(6))},
+    "softcap": {"softcap": 2.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("headdim, headdim_v", [(16, 16), (20, 36)])
+@pytest.mark.parametrize("name", VARLEN)
+@BACKENDS
+def test_varlen(backend, name, headdim, headdim_v):
+    lengths_q, lengths_k = LENGTHS
+    q = leaf(backend, sum(lengths_q), 4, headdim)
+    k, v = leaf(backend, sum(lengths_k), 2, headdim), leaf(backend, sum(lengths_k), 2, headdim_v)
+    arguments = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
+    out, lse, s_dmask = flash_attn_varlen_func(q, k, v, *arguments, return_attn_probs=True, **VARLEN[name])
+    expected, expected_lse, _ = packed(q, k, v, lengths_q, lengths_k, **VARLEN[name])
+    assert out.shape == (sum(lengths_q), 4, headdim_v) and out.dtype == q.dtype
+    assert lse.shape == (4, sum(lengths_q)) and s_dmask.shape == (0,)
+    close(backend, out, expected)
+    close_lse(lse, expected_lse)
+    check_gradients(backend, out, expected, (q, k, v))
+
+
+@BACKENDS
+def test_varlen_packed_tensors(backend):
+    """One gradient for kv and for qkv; max_seqlen may be larger than needed, and a tensor of one element."""
+    lengths_q, lengths_k = LENGTHS
+    options = {"causal": True, "softmax_scale": 0.4}
+    cu_q, cu_k = cu(lengths_q, backend.device), cu(lengths_k, backend.device)
+    q, kv, qkv = leaf(backend, sum(lengths_q), 4, 12), leaf(backend, sum(lengths_k), 2, 2, 12), leaf(backend, sum(lengths_q), 3, 2, 12)
+    out = flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, torch.tensor(17), torch.tensor(40), **options)
+    expected, *_ = packed(q, kv[:, 0], kv[:, 1], lengths_q, lengths_k, **options)
+    close(backend, out, expected)
+    check_gradients(backend, out, expected, (q, kv))
+
+    out, lse, _ = flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor(17), return_attn_probs=True, **options)
+    expected, expected_lse, _ = packed(*qkv.unbind(1), lengths_q, lengths_q, **options)
+    close(backend, out, expected)
+    close_lse(lse, expected_lse)
+    check_gradients(backend, out, expected, (qkv,))
+
+
+@pytest.mark.parametrize("per_sequence", [False, True], ids=["nheads", "batch_nheads"])
+@BACKENDS
+def test_varlen_dropout_and_alibi(backend, per_sequence):
+    lengths_q, lengths_k = LENGTHS
+    q, k, v = leaf(backend, sum(lengths_q), 4, 16), leaf(backend, sum(lengths_k), 2, 16), leaf(backend, sum(lengths_k), 2, 16)
+    arguments = cu(lengths_q, backend.device), cu(lengths_k, backend.device), 17, 19
+    slopes = slopes_of(backend, *(5,) * per_sequence, 4)
+    out, _, s_dmask = flash_attn_varlen_func(q, k, v, *arguments, dropout_p=0.25, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    assert s_dmask.shape == (5, 4, 17, 19)
+    keep = ~s_dmask.signbit()
+    expected, _, ps = packed(q, k, v, lengths_q, lengths_k, causal=True, slopes=slopes, keep=keep, dropout_p=0.25)
+    close(backend, out, expected)
+    check_gradients(backend, out, expected, (q, k, v))
+    for b, p in enumerate(ps):
+        close(backend, s_dmask[b, :, : lengths_q[b], : lengths_k[b]].abs(), p)
+        assert (s_dmask[b, :, lengths_q[b] :] == 0).all() and (s_dmask[b, :, :, lengths_k[b] :] == 0).all()
+    assert 0.1 < (s_dmask < 0).sum() / (s_dmask != 0).sum() < 0.4
+
+
+@BACKENDS
+def test_many_short_sequences(backend):
+    """More than ten thousand in a call."""
+    lengths = [(i * 7) % 4 for i in range(10_050)]
+    q, k, v = (backend.randn(sum(lengths), 1, 8) for _ in range(3))
+    cu_seqlens = cu(lengths, backend.device)
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True)
+    for b in (0, 1, 5_001, 10_049):
+        part = slice(cu_seqlens[b], cu_seqlens[b + 1])
+        close(backend, out[part], attention(q[part], k[part], v[part], causal=True)[0])
+
+
+# ---- wrong arguments -------------------------------------------------------------------------------------------
+
+
+def refused(error, message, function, *arguments, **options):
+    with pytest.raises(error, match=message) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value).split("\nException raised from")[0], "one line"
+
+
+@on("cpu-fp32")
+def test_errors(backend):
+    q, qkv = backend.randn(2, 5, 2, 16), backend.randn(2, 5, 3, 2, 16)
+    refused(ValueError, r"softcap: got 1 together with dropout_p 0.1", flash_attn_func, q, q, q, softcap=1.0, dropout_p=0.1)
+    refused(ValueError, r"dropout_p: got 1,", flash_attn_func, q, q, q, dropout_p=1.0)
+    refused(ValueError, r"dropout_p: got -0.5,", flash_attn_func, q, q, q, dropout_p=-0.5)
+    refused(ValueError, r"alibi_slopes: got shape \(3\)", flash_attn_func, q, q, q, alibi_slopes=torch.ones(3))
+    refused(ValueError, r"alibi_slopes: got dtype torch.float64", flash_attn_func, q, q, q, alibi_slopes=torch.ones(2).double())
+    refused(ValueError, r"headdim 264", flash_attn_func, *(backend.randn(1, 3, 1, 257) for _ in range(3)))
+    refused(ValueError, r"k: got headdim", flash_attn_func, q, backend.randn(2, 5, 2, 32), q)
+    refused(ValueError, r"nheads 2.* multiple of nheads_k 3", flash_attn_func, q, *(backend.randn(2, 5, 3, 16) for _ in range(2)))
+    refused(ValueError, r"qkv: got shape \(2, 5, 2, 16\), expected \(batch, seqlen, 3, nheads, headdim\)", flash_attn_qkvpacked_func, q)
+    refused(ValueError, r"kv: got shape \(2, 5, 3, 2, 16\), expected \(batch, seqlen_k, 2, nheads_k, headdim\)", flash_attn_kvpacked_func, q, qkv)
+
+
+@on("cpu-fp32")
+def test_varlen_errors(backend):
+    q, qkv, cu_seqlens = backend.randn(10, 2, 16), backend.randn(10, 3, 2, 16), cu([4, 6])
+    varlen = flash_attn_varlen_func
+    refused(NotImplementedError, r"block_table", varlen, q, q, q, cu_seqlens, cu_seqlens, 6, 6, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    refused(ValueError, r"max_seqlen_q: got 5", varlen, q, q, q, cu_seqlens, cu_seqlens, 5, 6)
+    refused(ValueError, r"max_seqlen_k: got 5", varlen, q, q, q, cu_seqlens, cu_seqlens, 6, torch.tensor(5))
+    refused(ValueError, r"cu_seqlens_k: got dtype torch.int64", varlen, q, q, q, cu_seqlens, cu_seqlens.long(), 6, 6)
+    refused(ValueError, r"cu_seqlens_q: ", varlen, q, q, q, cu([4, 5]), cu_seqlens, 6, 6)
+    refused(ValueError, r"cu_seqlens_k: ", varlen, q, q, q, cu_seqlens, cu_seqlens + 1, 6, 6)
+    refused(ValueError, r"cu_seqlens_q: ", varlen, q, q, q, torch.tensor([0, 7, 6, 10], dtype=torch.int32), cu([4, 3, 3]), 7, 6)
+    refused(ValueError, r"rank 4", varlen, q[None], q, q, cu_seqlens, cu_seqlens, 6, 6)
+    refused(ValueError, r"qkv: got shape \(10, 2, 16\), expected \(total, 3, nheads", flash_attn_varlen_qkvpacked_func, q, cu_seqlens, 6)
+    refused(ValueError, r"kv: got shape \(10, 3, 2, 16\), expected \(total_k, 2, nheads_k", flash_attn_varlen_kvpacked_func, q, qkv, cu_seqlens, cu_seqlens, 6, 6)
+
+
+# ---- with a cache ----------------------------------------------------------------------------------------------
+
+
+def cached(q, k_cache, v_cache, seqlens, leftpad=None, **options):
+    """`attention` of every entry's keys that exist."""
+    entries = []
+    for b in range(len(q)):
+        part = slice(0 if leftpad is None else leftpad[b], seqlens[b])
+        entries.append(attention(q[b], k_cache[b, part], v_cache[b, part], **options)[:2])
+    return (torch.stack(t) for t in zip(*entries))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, -1)}, {"causal": True, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("headdim", [16, 12])
+@BACKENDS
+def test_kvcache(backend, headdim, options):
+    """Lengths as an int, as a tensor, and none; out is the same as without a cache."""
+    q = leaf(backend, 3, 4, 4, headdim)
+    k_cache, v_cache = backend.randn(3, 20, 2, headdim), backend.randn(3, 20, 2, headdim)
+    lengths = torch.tensor([20, 5, 11], dtype=torch.int32, device=backend.device)
+    for cache_seqlens, seqlens in ((None, [20] * 3), (7, [7] * 3), (lengths, lengths.tolist())):
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, return_softmax_lse=True, **options)
+        expected, expected_lse = cached(q, k_cache, v_cache, seqlens, **options)
+        assert not out.requires_grad
+        close(backend, out, expected)
+        close_lse(lse, expected_lse)
+        assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options))
+
+
+@BACKENDS
+def test_kvcache_appends_in_place(backend):
+    q, k, v = backend.randn(2, 3, 4, 16), backend.randn(2, 3, 2, 16), backend.randn(2, 3, 2, 16)
+    k_cache, v_cache = backend.randn(4, 12, 2, 16), backend.randn(4, 12, 2, 16)
+    before = k_cache.clone(), v_cache.clone()
+    lengths, index = torch.tensor([2, 9], dtype=torch.int32, device=backend.device), torch.tensor([3, 1], dtype=torch.int32, device=backend.device)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=index, causal=True)
+    for b, (entry, length) in enumerate([(3, 2), (1, 9)]):
+        for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
+            old[entry, length : length + 3] = new[b]
+            assert torch.equal(cache[entry], old[entry])
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1]), "nothing else changes"
+    assert lengths.tolist() == [2, 9]
+    close(backend, out, next(cached(q, k_cache[[3, 1]], v_cache[[3, 1]], [5, 12], causal=True)))
+
+
+@BACKENDS
+def test_kvcache_leftpad(backend):
+    """Keys before it do not exist; positions, windows and slopes count as if they did."""
+    q, k_cache, v_cache = backend.randn(2, 2, 2, 16), backend.randn(2, 12, 2, 16), backend.randn(2, 12, 2, 16)
+    leftpad = torch.tensor([4, 0], dtype=torch.int32, device=backend.device)
+    slopes = slopes_of(backend, 2)
+    for options in ({"causal": True}, {"window_size": (3, 0)}):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=10, cache_leftpad=leftpad, alibi_slopes=slopes, **options)
+        close(backend, out, next(cached(q, k_cache, v_cache, [10, 10], leftpad=[4, 0], slopes=slopes, **options)))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@BACKENDS
+def test_kvcache_rotary(backend, causal, interleaved):
+    """k is rotated by its positions, q likewise if they matter, and else by one position."""
+    q, k, v = backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
+    k_cache, v_cache = backend.randn(2, 12, 2, 32), backend.randn(2, 12, 2, 32)
+    angles = backend.randn(12, 8).float() * 3
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    lengths = [2, 7]
+
+    def turn(x, position):
+        x = x.double().clone()
+        first, second = (slice(0, 16, 2), slice(1, 16, 2)) if interleaved else (slice(0, 8), slice(8, 16))
+        turned = torch.complex(x[..., first], x[..., second]) * torch.complex(cos[position].double(), sin[position].double())
+        x[..., first], x[..., second] = turned.real, turned.imag
+        return x.to(q.dtype)
+
+    want_k, want_v, want_q = k_cache.clone(), v_cache.clone(), q.clone()
+    for b, length in enumerate(lengths):
+        for i in range(3):
+            want_k[b, length + i], want_v[b, length + i] = turn(k[b, i], length + i), v[b, i]
+            want_q[b, i] = turn(q[b, i], length + i if causal else length)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=backend.device)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=causal, rotary_interleaved=interleaved)
+    close(backend, k_cache, want_k)
+    assert torch.equal(v_cache, want_v)
+    close(backend, out, next(cached(want_q, want_k, want_v, [5, 10], causal=causal)))
+
+
+@on("cpu-fp32")
+def test_kvcache_errors(backend):
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    table = torch.ones(8, 8)
+    call = flash_attn_with_kvcache
+    refused(NotImplementedError, r"block_table", call, q, cache, cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    refused(ValueError, r"cache_seqlens: got None", call, q, cache, cache, q, q)
+    refused(ValueError, r"v: got None", call, q, cache, cache, q, cache_seqlens=1)
+    refused(ValueError, r"rotary_cos: got a tensor, expected None: k is not given", call, q, cache, cache, rotary_cos=table, rotary_sin=table)

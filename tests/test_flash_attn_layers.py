@@ -1,0 +1,280 @@
+"""Padding and unpadding, and rotary embeddings, with flash-attn's interfaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from volta_fa.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input, unpad_input_for_concatenated_sequences
+from volta_fa.rotary import RotaryEmbedding, apply_rotary, apply_rotary_emb, apply_rotary_emb_func, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+
+# ---- padding ---------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("unused", [False, True])
+def test_unpad_input(dtype, unused):
+    x = torch.randn(4, 4, 2, 3)
+    unused_mask = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0] * 4]) if unused else None
+    kept = MASK if unused_mask is None else MASK + unused_mask
+    places = [(b, i) for b in range(4) for i in range(4) if kept[b, i]]
+    tokens, indices, cu_seqlens, max_seqlen, used = unpad_input(x, MASK.to(dtype), unused_mask if unused_mask is None else unused_mask.to(dtype))
+    assert torch.equal(tokens, torch.stack([x[place] for place in places]))
+    assert indices.dtype == torch.int64 and indices.tolist() == [4 * b + i for b, i in places]
+    lengths = [sum(place[0] == b for place in places) for b in range(4)]
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [sum(lengths[:b]) for b in range(5)]
+    assert type(max_seqlen) is int and max_seqlen == max(lengths)
+    assert used.dtype == torch.int32 and used.tolist() == MASK.sum(1).tolist()
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3)])
+def test_pad_input_is_the_inverse(shape):
+    x = torch.randn(4, 4, *shape, dtype=torch.float64).requires_grad_()
+    tokens, indices, *_ = unpad_input(x, MASK)
+    padded = pad_input(tokens, indices, 4, 4)
+    mask = MASK.view(4, 4, *[1] * len(shape))
+    assert padded.shape == x.shape and torch.equal(padded, x * mask)
+    weights = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad(padded, x, weights)
+    assert torch.equal(gradient, weights * mask)
+
+
+def test_unpad_concatenated_sequences():
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [0] * 6])
+    x = torch.randn(4, 6, 5)
+    tokens, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(tokens, torch.cat([x[0, :5], x[1, :5], x[2]]))
+    assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16]
+    assert type(max_seqlen) is int and max_seqlen == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_index_functions(dtype):
+    x, indices = torch.randn(6, 2, 3, dtype=torch.float64).requires_grad_(), torch.tensor([4, 0, 5], dtype=dtype)
+    assert torch.equal(index_first_axis(x, indices), x[[4, 0, 5]])
+    assert torch.autograd.gradcheck(index_first_axis, (x, indices))
+    values = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
+    rows = index_put_first_axis(values, indices, 7)
+    assert torch.equal(rows[indices], values) and rows.shape == (7, 2) and (rows[[1, 2, 3, 6]] == 0).all()
+    assert torch.autograd.gradcheck(index_put_first_axis, (values, indices, 7))
+
+
+# ---- rotary ----------------------------------------------------------------------------------------------------
+
+
+def tables(positions, pairs, dtype=torch.float64):
+    angles = torch.randn(positions, pairs, dtype=torch.float64) * 3
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turned(x, cos, sin, positions, interleaved=False):
+    """x (tokens, nheads, headdim) at positions: pairs are complex numbers, the tables' rows factors of length 1."""
+    n = cos.shape[1]
+    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
+    result = x.detach().double().clone()
+    for t, position in enumerate(positions):
+        if position >= len(cos):
+            continue
+        product = torch.complex(result[t, :, first], result[t, :, second]) * torch.complex(cos[position].double(), sin[position].double())
+        result[t, :, first], result[t, :, second] = product.real, product.imag
+    return result
+
+
+LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("rotary_dim", [16, 10], ids=["whole", "part"])
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
+@pytest.mark.parametrize("offsets", [0, 3, torch.tensor([5, 0, 2]), torch.tensor([9, 0, 2], dtype=torch.int32)], ids=str)
+def test_apply_rotary_emb(interleaved, rotary_dim, inplace, offsets):
+    """Offset 9 leads beyond the table: those tokens stay as they are."""
+    x, (cos, sin) = torch.randn(3, 7, 2, 16, dtype=torch.float64).requires_grad_(), tables(12, rotary_dim // 2)
+    starts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 3
+    positions = [range(start, start + 7) for start in starts]
+    want = torch.stack([turned(x[b], cos, sin, positions[b], interleaved) for b in range(3)])
+    before = x.detach().clone()
+    out = apply_rotary_emb(x, cos, sin, interleaved=interleaved, inplace=inplace, seqlen_offsets=offsets)
+    torch.testing.assert_close(out, want)
+    assert torch.equal(x, want if inplace else before) or (inplace and torch.allclose(x, want))
+    assert (out.data_ptr() == x.data_ptr()) == inplace
+    # a rotation's gradient is the rotation backwards
+    dout = torch.randn_like(want)
+    given = dout.clone()
+    (dx,) = torch.autograd.grad(out, x, dout)
+    torch.testing.assert_close(dx, torch.stack([turned(dout[b], cos, -sin, positions[b], interleaved) for b in range(3)]))
+    assert torch.equal(dout, given), "a gradient is not ours to change"
+
+
+@LAYOUTS
+@pytest.mark.parametrize("offsets", [0, 2, torch.tensor([3, 1, 0, 6])], ids=str)
+def test_apply_rotary_emb_of_packed_sequences(interleaved, offsets):
+    lengths, (cos, sin) = [4, 0, 5, 1], tables(9, 8)
+    x = torch.randn(10, 2, 16, dtype=torch.float64).requires_grad_()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    starts = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 4
+    positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
+    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=5)
+    torch.testing.assert_close(out, turned(x, cos, sin, positions, interleaved))
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, x, dout)[0], turned(dout, cos, -sin, positions, interleaved))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
+def test_apply_rotary_backwards(interleaved, inplace):
+    """The function without a gradient, and its inverse: transformers' ModernBERT calls it."""
+    x, (cos, sin) = torch.randn(2, 5, 3, 8, dtype=torch.float64), tables(5, 4)
+    want = x.clone()
+    there = apply_rotary(x, cos, sin, interleaved=interleaved, inplace=inplace)
+    assert not torch.allclose(there, want) and (there is x) == inplace
+    torch.testing.assert_close(apply_rotary(there, cos, sin, interleaved=interleaved, conjugate=True), want)
+
+
+def test_half_precision_is_rounded_once():
+    x, (cos, sin) = torch.randn(2, 5, 3, 8).half(), tables(5, 4, torch.float16)
+    want = torch.stack([turned(entry, cos, sin, range(5)) for entry in x])
+    out = apply_rotary_emb_func(x, cos, sin)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-6)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("form", ["five", "four"])
+@pytest.mark.parametrize("own_tables", [False, True], ids=["shared", "own"])
+def test_apply_rotary_emb_qkv(interleaved, form, own_tables):
+    cos, sin = tables(9, 4)
+    cos_k, sin_k = tables(9, 4) if own_tables else (None, None)
+    qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64) if form == "five" else torch.randn(2, 6, 4 + 2 * 2, 8, dtype=torch.float64)
+    q, k = (qkv[:, :, 0], qkv[:, :, 1]) if form == "five" else (qkv[:, :, :4], qkv[:, :, 4:6])
+
+    def want(q, k, sign=1):
+        turn = lambda x, c, s: torch.stack([turned(e, c, sign * s, range(2, 8), interleaved) for e in x])  # noqa: E731
+        return turn(q, cos, sin), turn(k, *((cos_k, sin_k) if own_tables else (cos, sin)))
+
+    expected = qkv.clone()
+    want_q, want_k = want(q, k)
+    if form == "five":
+        expected[:, :, 0], expected[:, :, 1] = want_q, want_k
+    else:
+        expected[:, :, :4], expected[:, :, 4:6] = want_q, want_k
+    leaf = qkv.clone().requires_grad_()
+    options = {"interleaved": interleaved, "seqlen_offsets": 2, "num_heads_q": 4 if form == "four" else None}
+    out = apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, **options)
+    torch.testing.assert_close(out, expected)
+    assert out.data_ptr() == leaf.data_ptr()
+    dout = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, leaf, dout)
+    back = dout.clone()
+    if form == "five":
+        back[:, :, 0], back[:, :, 1] = want(dout[:, :, 0], dout[:, :, 1], -1)
+    else:
+        back[:, :, :4], back[:, :, 4:6] = want(dout[:, :, :4], dout[:, :, 4:6], -1)
+    torch.testing.assert_close(gradient, back)
+
+
+@LAYOUTS
+def test_apply_rotary_emb_kv(interleaved):
+    kv, (cos, sin), offsets = torch.randn(2, 6, 2, 3, 8, dtype=torch.float64), tables(9, 4), torch.tensor([3, 1])
+    expected = kv.clone()
+    for b in range(2):
+        expected[b, :, 0] = turned(kv[b, :, 0], cos, sin, range(offsets[b], offsets[b] + 6), interleaved)
+    out = apply_rotary_emb_kv_(kv, cos, sin, interleaved, offsets)
+    torch.testing.assert_close(out, expected)
+    assert out.data_ptr() == kv.data_ptr()
+
+
+def angle_tables(dim, base, positions):
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return angles.cos(), angles.sin()
+
+
+@LAYOUTS
+def test_rotary_embedding(interleaved):
+    rotary = RotaryEmbedding(8, base=500.0, interleaved=interleaved)
+    assert not rotary.state_dict(), "what can be computed is not saved"
+    qkv = torch.randn(2, 6, 3, 2, 16)
+    cos, sin = angle_tables(8, 500.0, 10)
+    for offset in (0, 4, 1):  # the tables grow, and stay
+        want = qkv.double().clone()
+        for b in range(2):
+            for part in range(2):
+                want[b, :, part] = turned(qkv[b, :, part], cos, sin, range(offset, offset + 6), interleaved)
+        torch.testing.assert_close(rotary(qkv.clone(), seqlen_offset=offset).double(), want, rtol=1e-5, atol=1e-5)
+    assert len(rotary._cos_cached) == 10
+
+    q, kv = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 2, 2, 16)
+    offsets = torch.tensor([0, 3])
+    new_q, new_kv = rotary(q.clone(), kv.clone(), seqlen_offset=offsets, max_seqlen=9)
+    for b in range(2):
+        positions = range(offsets[b], offsets[b] + 6)
+        torch.testing.assert_close(new_q[b].double(), turned(q[b], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(new_kv[b, :, 0].double(), turned(kv[b, :, 0], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
+    assert torch.equal(new_kv[:, :, 1], kv[:, :, 1])
+
+    gqa = torch.randn(1, 5, 4 + 2 + 2, 16)
+    out = rotary(gqa.clone(), num_heads_q=4)
+    torch.testing.assert_close(out[0, :, :6].double(), turned(gqa[0, :, :6], cos, sin, range(5), interleaved), rtol=1e-5, atol=1e-5)
+    assert torch.equal(out[:, :, 6:], gqa[:, :, 6:])
+
+
+def test_rotary_embedding_of_a_module_in_half_precision():
+    """Tables are computed in float32 whatever the module was cast to, and given in the input's dtype."""
+    rotary, whole = RotaryEmbedding(8).half(), RotaryEmbedding(8)
+    x = torch.randn(1, 3000, 3, 1, 8)
+    out = rotary(x.half())
+    assert out.dtype == torch.float16 and rotary._cos_cached.dtype == torch.float16
+    torch.testing.assert_close(out.float(), whole(x.clone()), rtol=1e-2, atol=1e-2)
+
+
+def test_rotary_embedding_trains_after_inference_mode():
+    rotary = RotaryEmbedding(8).train()
+    with torch.inference_mode():
+        rotary(torch.randn(1, 4, 3, 1, 8))
+    x = torch.randn(1, 4, 3, 1, 8).requires_grad_()
+    rotary(x * 1).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_xpos():
+    """Scores decay with the distance, and depend on nothing else: q's powers are k's inverse."""
+    rotary = RotaryEmbedding(8, scale_base=4.0)
+    q, k = torch.randn(8).expand(1, 12, 1, 8), torch.randn(8).expand(1, 12, 1, 8)
+    new_q, kv = rotary(q.clone(), torch.stack((k, k), dim=2))
+    scores = torch.einsum("id,jd->ij", new_q[0, :, 0].double(), kv[0, :, 0, 0].double())
+    for distance in range(-3, 12):
+        band = scores.diagonal(-distance)
+        torch.testing.assert_close(band, band[:1].expand_as(band), rtol=1e-4, atol=1e-4)
+    power = ((torch.arange(0, 8, 2) + 3.2) / 11.2).double()  # (2 i + 0.4 dim) / (1.4 dim)
+    cos, sin = angle_tables(8, 10000.0, 12)
+    factor = (power[None] ** ((torch.arange(12) - 6)[:, None] / 4)).repeat(1, 2)
+    torch.testing.assert_close(new_q[0, :, 0].double(), turned(q[0], cos, sin, range(12))[:, 0] * factor, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        (r"x: got shape \(5, 2, 8\), expected \(batch, seqlen", lambda x, c: apply_rotary_emb(x[0], c, c)),
+        (r"x: got shape \(2, 5, 2, 8\), expected \(total", lambda x, c: apply_rotary_emb(x, c, c, cu_seqlens=torch.tensor([0, 10]), max_seqlen=5)),
+        (r"max_seqlen: got None", lambda x, c: apply_rotary_emb(x[0], c, c, cu_seqlens=torch.tensor([0, 5]))),
+        (r"cos: got shape \(6, 5\)", lambda x, c: apply_rotary_emb(x, torch.ones(6, 5), torch.ones(6, 5))),
+        (r"sin: got shape \(6, 3\), expected cos' shape \(6, 4\)", lambda x, c: apply_rotary_emb(x, c, c[:, :3])),
+        (r"cos: got 6 positions, expected at least 7", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=2)),
+        (r"cos: got 4 positions, expected at least 5", lambda x, c: apply_rotary_emb(x, c[:4], c[:4], seqlen_offsets=torch.zeros(2, dtype=torch.int32))),
+        (r"seqlen_offsets: got shape \(3,\), expected \(2,\)", lambda x, c: apply_rotary_emb(x, c, c, seqlen_offsets=torch.zeros(3, dtype=torch.int32))),
+        (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=None", lambda x, c: apply_rotary_emb_qkv_(x, c, c)),
+        (r"qkv: got shape \(2, 5, 2, 8\) with num_heads_q=1", lambda x, c: apply_rotary_emb_qkv_(x, c, c, num_heads_q=1)),
+        (r"kv: got shape \(2, 5, 2, 8\)", lambda x, c: apply_rotary_emb_kv_(x, c, c)),
+    ],
+)
+def test_rotary_errors(message, call):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(2, 5, 2, 8), torch.ones(6, 4))
