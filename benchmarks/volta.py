@@ -13,6 +13,7 @@ the pass: backward's includes the row statistics, the zeroing and the conversion
     spill_instructions           accesses to local memory in the code of all kernels of the pass
     excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
     loop_bytes                   code of the main loop, from its first to its last instruction
+The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient.
 Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
 in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
 """
@@ -44,6 +45,8 @@ from .shapes import Shape
 #: Tensor peak of a V100 SXM2: 80 SMs x 512 FMA a clock at 1.53 GHz.
 PEAK_TFLOPS = 125.3
 FORWARD, BACKWARD = "forward", "backward"
+#: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.
+FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,14 @@ class Case:
     direction: str
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
+    feature: str = ""  # one of FEATURES
 
     def __str__(self) -> str:
         s = self.shape
         heads = f"H={s.nheads}" if s.nheads == s.nheads_k else f"H={s.nheads} on {s.nheads_k}"
         headdim = f"D={s.headdim}" if s.headdim == s.headdim_v else f"D={s.headdim}/{s.headdim_v}"
         parts = [self.direction, headdim, f"N={s.seqlen_q}", heads]
-        return " ".join(parts + ["causal"] * s.causal + ["(B,H,S,D) views"] * self.heads_first)
+        return " ".join(parts + ["causal"] * s.causal + ["(B,H,S,D) views"] * self.heads_first + [self.feature] * bool(self.feature))
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def cases() -> list[Case]:
             add(2048, d, heads_first=True)
         add(1024, 64, nheads=16)
         add(512, 128, nheads=8)
+        found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in FEATURES]
     return found
 
 
@@ -182,13 +187,36 @@ def _launch(case: Case, settings: str) -> list[dict]:
         # normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
         out = _aligned(dout.shape, dout.dtype).zero_()
         softmax_lse = _aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
+    options = {"is_causal": s.causal, **_options(case)}
+    if case.feature == "packed":
+        q, k, v = (t[0] for t in (q, k, v))
     with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         if case.direction == FORWARD:
-            torch.ops.volta_fa.fwd(q, k, v, is_causal=s.causal)
+            torch.ops.volta_fa.fwd(q, k, v, **options)
         else:
-            torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, is_causal=s.causal)
+            if case.feature == "packed":
+                dout, out, softmax_lse = dout[0], out[0], softmax_lse[0]
+            if case.feature == "dropout":
+                options["rng_state"] = torch.zeros(2, dtype=torch.int64)
+            torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, **options)
         return json.loads(torch.ops.volta_fa._sim_report())
+
+
+def _options(case: Case) -> dict:
+    """The op's arguments for the case's feature. No time depends on the values."""
+    s = case.shape
+    if case.feature == "packed":
+        ends = torch.tensor([0, s.seqlen_q], dtype=torch.int32)
+        return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": s.seqlen_q, "max_seqlen_k": s.seqlen_k}
+    return {
+        "": {},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": torch.ones(s.nheads)},
+        "bias": {"attn_bias": _aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()},
+        "sinks": {"sinks": torch.zeros(s.nheads)},
+        "dropout": {"dropout_p": 0.1},
+    }[case.feature]
 
 
 @contextmanager
@@ -302,7 +330,7 @@ def _peer_grid(rows: Sequence[Row]) -> Grid:
 
 def _same_case(case: Case, peer: Peer) -> bool:
     s = case.shape
-    plain = s.nheads == s.nheads_k and s.headdim == s.headdim_v == peer.headdim and not case.heads_first
+    plain = s.nheads == s.nheads_k and s.headdim == s.headdim_v == peer.headdim and not case.heads_first and not case.feature
     return plain and (case.direction, s.seqlen_q, s.causal) == (peer.direction, peer.seqlen, peer.causal)
 
 
@@ -339,7 +367,7 @@ def _on_curve(case: Case, direction: str, headdim: int, causal: bool) -> bool:
     """Plain cases at powers of two, with the pass' usual number of heads."""
     s = case.shape
     usual = 32 if direction == FORWARD else 40
-    plain = s.nheads == s.nheads_k == usual and s.headdim_v == s.headdim and not case.heads_first
+    plain = s.nheads == s.nheads_k == usual and s.headdim_v == s.headdim and not case.heads_first and not case.feature
     power_of_two = s.seqlen_q & (s.seqlen_q - 1) == 0
     return plain and power_of_two and (case.direction, s.headdim, s.causal) == (direction, headdim, causal)
 
