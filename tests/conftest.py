@@ -2,7 +2,8 @@
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
 - `sim`: the kernels' sm_70 machine code in the simulator, on fp16 CPU tensors, in both warp orders;
-- `cuda`: the kernels on the GPU of this machine (newer than Volta: their PTX), fp16.
+- `cuda`: the kernels on the GPU of this machine (newer than Volta: their PTX), fp16;
+- `sim-bf16`, `cuda-bf16`: the same, on bf16 tensors.
 
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 import reference
+from cases import Case  # noqa: F401  for the tests
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -56,6 +58,7 @@ torch.set_num_threads(1)
 CPU_DTYPES = {"cpu-fp32": torch.float32, "cpu-fp64": torch.float64, "cpu-bf16": torch.bfloat16, "cpu-fp16": torch.float16}
 CPU = list(CPU_DTYPES)
 KERNELS = ["sim", "cuda"]
+BF16_KERNELS = ["sim-bf16", "cuda-bf16"]
 ALL = CPU + KERNELS
 # Warp instructions before the next warp runs: one warp far ahead, and all in step. A result that depends on it
 # is a race.
@@ -79,8 +82,9 @@ def _unavailable(backend: str) -> str | None:
 
 def need(backend: str):
     """Skip the test where this machine or build cannot run the backend; fail if it was required."""
-    reason = _unavailable(backend)
-    if reason and backend in os.environ.get("VOLTA_FA_TEST_REQUIRE", "").split(","):
+    machine = backend.removesuffix("-bf16")
+    reason = _unavailable(machine)
+    if reason and machine in os.environ.get("VOLTA_FA_TEST_REQUIRE", "").split(","):
         pytest.fail(f"{backend} was required, but {reason}")
     if reason:
         pytest.skip(reason)
@@ -105,59 +109,8 @@ def on_cases(*pairs: tuple[list[str], list]):
 
 
 def _param(backend: str, *rest, name: str | None = None):
-    marks = [pytest.mark.cuda] if backend == "cuda" else []
+    marks = [pytest.mark.cuda] if backend.startswith("cuda") else []
     return pytest.param(backend, *rest, id=name or backend, marks=marks)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention problem."""
-
-    seqlen_q: int
-    seqlen_k: int
-    headdim: int
-    headdim_v: int | None = None
-    batch: int = 2
-    nheads: int = 2
-    nheads_k: int | None = None
-    is_causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    softmax_scale: float | None = None
-    spread: float = 1.0  # standard deviation of q, k and v
-
-    def __str__(self):
-        parts = [f"b{self.batch}", f"q{self.seqlen_q}", f"k{self.seqlen_k}", f"h{self.nheads}", f"d{self.headdim}"]
-        if self.nheads_k is not None:
-            parts[3] += f"on{self.nheads_k}"
-        if self.headdim_v is not None:
-            parts[4] += f"v{self.headdim_v}"
-        if self.is_causal:
-            parts.append("causal")
-        if self.window_left >= 0 or self.window_right >= 0:
-            parts.append(f"window{self.window_left}:{self.window_right}")
-        if self.softmax_scale is not None:
-            parts.append(f"scale{self.softmax_scale:g}")
-        if self.spread != 1.0:
-            parts.append(f"spread{self.spread:g}")
-        return "_".join(parts)
-
-    @property
-    def options(self) -> dict:
-        """The op's keyword arguments; the reference takes the same."""
-        o = {"is_causal": self.is_causal, "window_left": self.window_left, "window_right": self.window_right}
-        if self.softmax_scale is not None:
-            o["softmax_scale"] = self.softmax_scale
-        return o
-
-    def inputs(self, backend: Backend) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and dout."""
-        hk = self.nheads if self.nheads_k is None else self.nheads_k
-        dv = self.headdim if self.headdim_v is None else self.headdim_v
-        q = backend.randn(self.batch, self.seqlen_q, self.nheads, self.headdim, spread=self.spread)
-        k = backend.randn(self.batch, self.seqlen_k, hk, self.headdim, spread=self.spread)
-        v = backend.randn(self.batch, self.seqlen_k, hk, dv, spread=self.spread)
-        return q, k, v, backend.randn(self.batch, self.seqlen_q, self.nheads, dv)
 
 
 @dataclass
@@ -171,47 +124,73 @@ class Backend:
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self):
-        self.device = "cuda" if self.name == "cuda" else "cpu"
-        self.dtype = CPU_DTYPES.get(self.name, torch.float16)
+        self.device = "cuda" if self.machine == "cuda" else "cpu"
+        self.dtype = torch.bfloat16 if self.name.endswith("bf16") else CPU_DTYPES.get(self.name, torch.float16)
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     @property
+    def machine(self) -> str:
+        """`sim`, `cuda`, or one of the CPU backend."""
+        return self.name.removesuffix("-bf16") if self.name in BF16_KERNELS else self.name
+
+    @property
     def kernels(self) -> bool:
-        return self.name in KERNELS
+        return self.machine in KERNELS
 
     def randn(self, *shape: int, spread: float = 1.0) -> Tensor:
         t = torch.randn(*shape, generator=self.generator, device=self.device, dtype=torch.float32)
         return (t * spread).to(self.dtype)
 
+    def ints(self, values) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
     def forward(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
-        """out and softmax_lse. Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
-        runs = [torch.ops.volta_fa.fwd(q, k, v, **options)[:2] for _ in self._runs(q, v)]
+        """out and softmax_lse."""
+        return self.forward_and_state(q, k, v, **options)[:2]
+
+    def forward_and_state(self, q, k, v, **options) -> tuple[Tensor, Tensor, Tensor]:
+        """What fwd returns. Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+
+        def run():
+            # runs of one problem draw the same numbers
+            options["generator"] = torch.Generator(self.device).manual_seed(self.seed)
+            return torch.ops.volta_fa.fwd(q, k, v, **options)
+
+        runs = [run() for _ in self._runs(q, v)]
         for other in runs[1:]:
-            for name, a, b in zip(("out", "softmax_lse"), runs[0], other):
+            for name, a, b in zip(("out", "softmax_lse", "rng_state"), runs[0], other):
                 assert_same_bits(name, a, b)
         return runs[0]
 
-    def backward(self, dout, q, k, v, out, softmax_lse, **options) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(dq, dk, dv) of each run. Kernels sum dq by atomics, in any order, unless asked to be deterministic; all else
-        must agree to the bit."""
-        runs = [
-            torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, **options)[:3] for _ in self._runs(q, k, v)
-        ]
+    def backward(self, dout, q, k, v, out, softmax_lse, **options) -> list[tuple[Tensor, ...]]:
+        """`reference.gradient_names` of each run. Kernels sum dq and that of a bias by atomics, in any order, unless
+        asked to be deterministic; all else must agree to the bit."""
+        names = reference.gradient_names(**options)
+        ordered = set() if options.get("deterministic") else {"dq", "dattn_bias"}
+
+        def run():
+            found = torch.ops.volta_fa.bwd(
+                dout, q, k, v, out, softmax_lse, attn_bias_requires_grad="dattn_bias" in names, **options
+            )
+            found = dict(zip(("dq", "dk", "dv", "dattn_bias", "dsinks"), found))
+            assert all(t.shape == (0,) for name, t in found.items() if name not in names)
+            return tuple(found[name] for name in names)
+
+        runs = [run() for _ in self._runs(q, k, v)]
         for other in runs[1:]:
-            assert_same_bits("dk", runs[0][1], other[1])
-            assert_same_bits("dv", runs[0][2], other[2])
-            if options.get("deterministic"):
-                assert_same_bits("dq", runs[0][0], other[0])
+            for name, a, b in zip(names, runs[0], other):
+                if name not in ordered:
+                    assert_same_bits(name, a, b)
         return runs
 
     def _runs(self, *like: Tensor):
-        if self.name == "sim":
+        if self.machine == "sim":
             self.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
             for quantum in WARP_ORDERS:
                 self.monkeypatch.setenv("VOLTA_FA_SIM_QUANTUM", str(quantum))
                 yield  # the simulator itself fills outputs and scratch with NaN
             self.monkeypatch.delenv("VOLTA_FA_SIMULATE")
-        elif self.name == "cuda":
+        elif self.machine == "cuda":
             for _ in range(2):
                 poison_cuda(*like)
                 yield
@@ -230,7 +209,7 @@ def poison_cuda(*like: Tensor):
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor):
-    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     different = (a.contiguous().view(ints) != b.contiguous().view(ints)).sum().item()
     assert different == 0, f"{name}: {different} of {a.numel()} elements differ between two runs: a race"
 
@@ -272,30 +251,85 @@ def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget:
 
 
 def check(backend: Backend, q, k, v, dout=None, deterministic=False, **options):
-    """Forward, and with `dout` backward, against the fp64 reference. Returns what the ops gave."""
-    ref = reference.forward(q, k, v, **options)
-    out, lse = backend.forward(q, k, v, **options)
-    assert out.shape == (*q.shape[:3], v.shape[3]) and out.dtype == q.dtype and out.is_contiguous()
-    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
-    within(backend, "out", out, ref.out, reference.forward_budget(ref, q, k, v, **options))
-    error, tolerance = reference.max_error(lse, ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
-    assert error <= tolerance, f"softmax_lse: max error {error:.3g}, allowed {tolerance:.3g}"
-    masked = ref.softmax_lse.isinf()
-    assert (out.transpose(1, 2)[masked] == 0).all(), "fully masked rows must be exactly 0"
+    """Forward, and with `dout` backward, against the fp64 reference. Returns what the ops gave.
+
+    Entries of different lengths are compared apart, each with a budget of its own."""
+    out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
+    assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()
+    rows, nheads = q.shape[:-2], q.shape[-2]
+    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
+    groups = reference.groups(q, k, rng_state=rng_state, **options)
+    refs = []
+    for group in groups:
+        inputs, found = (group.queries(q), group.keys(k), group.keys(v)), group.queries(out)
+        ref = reference.forward(*inputs, **group.options)
+        refs.append(ref)
+        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **group.options))
+        error, tolerance = reference.max_error(group.lse(lse), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
+        assert error <= tolerance, f"softmax_lse: max error {error:.3g}, allowed {tolerance:.3g}"
+        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
     if dout is None:
         return out, lse
-    refs = reference.backward(dout, q, k, v, **options)
-    budgets = reference.gradient_budgets(ref, refs, dout, q, k, v, **options)
-    for gradients in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options):
-        for name, t, g, r, b in zip(("dq", "dk", "dv"), (q, k, v), gradients, refs, budgets):
+    if rng_state.numel():
+        options["rng_state"] = rng_state
+    runs = backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    for gradients in runs:
+        for name, t, g in zip(reference.gradient_names(**options), (q, k, v), gradients):
             assert g.shape == t.shape and g.dtype == t.dtype, name
-            within(backend, name, g, r, b)
-        assert (gradients[0].transpose(1, 2)[masked] == 0).all(), "fully masked rows must have a zero gradient"
-    return out, lse, *gradients
+        unused = reference.unused_keys(groups, k)
+        for name, g in zip(("dk", "dv"), gradients[1:]):
+            assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys that no entry has"
+    check_gradients(backend, groups, refs, runs, dout, q, k, v, options)
+    return out, lse, *runs[-1]
+
+
+def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options):
+    names = reference.gradient_names(**options)
+    # what all entries add to: (reference, eager, sums)
+    total = {}
+    for name in names[3:]:
+        like = options[name[1:]]
+        total[name] = [torch.zeros_like(like, dtype=torch.float64), torch.zeros_like(like, dtype=torch.float64), 0.0]
+    for group, ref in zip(groups, refs):
+        inputs = (group.queries(dout), group.queries(q), group.keys(k), group.keys(v))
+        exact = dict(zip(names, reference.backward(*inputs, **group.options)))
+        eager = dict(zip(names, reference.eager_gradients(*inputs, **group.options)))
+        sums = dict(zip(names, reference.gradient_sums(ref, *inputs, **group.options)))
+        for name, rows in (("dq", group.queries), ("dk", group.keys), ("dv", group.keys)):
+            budget = reference.Budget.of(eager[name], exact[name], reference.GRADIENT_FACTOR, sums[name])
+            for gradients in runs:
+                within(backend, name, rows(gradients[names.index(name)]), exact[name], budget)
+        for gradients in runs:
+            masked_dq = group.queries(gradients[0]).transpose(1, 2)[ref.masked]
+            assert (masked_dq == 0).all(), "fully masked rows must have a zero gradient"
+        for name in names[3:]:
+            for whole, part in zip(total[name], (exact[name], eager[name].double())):
+                group.add_to_bias(whole, part) if name == "dattn_bias" else whole.add_(part)
+            total[name][2] += sums[name]
+    for name, (exact, eager, sums) in total.items():
+        like = options[name[1:]]
+        budget = reference.Budget.of(eager.to(like.dtype), exact, reference.GRADIENT_FACTOR, sums)
+        for gradients in runs:
+            found = gradients[names.index(name)]
+            assert found.shape == like.shape and found.dtype == like.dtype, name
+            within(backend, name, found, exact, budget)
+
+
+def repeat(name: str, case: Case, deterministic: bool = False):
+    """Run one problem; a failure is followed by the line that repeats it."""
+    need(name)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        backend = Backend(name, seed_of(repr(case)), monkeypatch)
+        try:
+            tensors, options = case.problem(backend)
+            check(backend, *tensors, deterministic=deterministic, **options)
+        except Exception:
+            print(f'to repeat: cd tests && python -c "from conftest import *; repeat({name!r}, {case!r}, {deterministic})"')
+            raise
 
 
 def pytest_terminal_summary(terminalreporter):
     if _worst:
         terminalreporter.section("worst errors, as a share of what is allowed")
         for (backend, what, kind), (share, test) in sorted(_worst.items()):
-            terminalreporter.write_line(f"{backend:9} {what:4} {kind:8} {share:6.1%}  {test}")
+            terminalreporter.write_line(f"{backend:9} {what:10} {kind:8} {share:6.1%}  {test}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from conftest import ALL, CPU, KERNELS, Backend, Case, assert_same_bits, check, need, on, on_cases, seed_of, within
+from conftest import ALL, KERNELS, Case, assert_same_bits, check, on, on_cases, repeat, within
 
 HEADDIMS = [8, 40, 64, 72, 96, 104, 128, 136, 192, 256]
 SEQLENS = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
@@ -464,39 +464,26 @@ def problems(draw, most_keys):
     )
 
 
-def _random_problem(name, case):
-    """Run one problem; on failure the message is a test that repeats it."""
-    need(name)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        backend = Backend(name, seed_of(str(case)), monkeypatch)
-        try:
-            q, k, v, dout = case.inputs(backend)
-            check(backend, q, k, v, dout, **case.options)
-        except Exception:
-            print(f"to repeat: cd tests && python -c \"import test_forward_backward as t; t._random_problem('{name}', t.{case!r})\"")
-            raise
-
-
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(problems(200))
 def test_random_problems_cpu(case):
-    _random_problem("cpu-fp32", case)
+    repeat("cpu-fp32", case)
 
 
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(problems(60))
 def test_random_problems_cpu_fp64(case):
-    _random_problem("cpu-fp64", case)
+    repeat("cpu-fp64", case)
 
 
 @hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(problems(70))
 def test_random_problems_sim(case):
-    _random_problem("sim", case)
+    repeat("sim", case)
 
 
 @pytest.mark.cuda
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(problems(300))
 def test_random_problems_cuda(case):
-    _random_problem("cuda", case)
+    repeat("cuda", case)

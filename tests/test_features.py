@@ -1,0 +1,461 @@
+"""Packed sequences, seqused_k, softcap, ALiBi, bias, sinks and dropout: against the fp64 reference, on every backend."""
+
+import dataclasses
+import math
+import random
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import reference
+from cases import random_case
+from conftest import ALL, BF16_KERNELS, KERNELS, Case, assert_same_bits, check, on, on_cases, repeat
+
+op = torch.ops.volta_fa
+
+BASE = Case(67, 93, 64, nheads=4, nheads_k=2)
+LENGTHS = ((17, 33), (1, 1), (113, 70), (0, 5), (5, 0), (0, 0), (64, 64), (33, 130))
+PACKED = Case(headdim=64, nheads=2, nheads_k=1, lengths=LENGTHS)
+
+
+def changed(case: Case, **fields) -> Case:
+    return dataclasses.replace(case, **fields)
+
+
+# what a feature changes in a case
+FEATURES = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi": "bh"},
+    "bias": {"bias": "bhqk:own"},
+    "sinks": {"sinks": "fp32"},
+    "dropout": {"dropout_p": 0.25},
+}
+
+
+def singles():
+    for base in (BASE, PACKED):
+        for fields in FEATURES.values():
+            for mask in ({}, {"is_causal": True}, {"window_left": 20, "window_right": 3}):
+                yield changed(base, **fields, **mask)
+    yield changed(BASE, alibi="h")
+    yield changed(BASE, sinks="own")
+    yield changed(BASE, softcap=50.0)
+    # scores far beyond the cap: a flat softmax, and gradients of almost 0
+    yield changed(BASE, softcap=2.0, spread=8.0)
+    yield changed(BASE, dropout_p=0.9)
+    yield changed(BASE, dropout_p=1e-3, is_causal=True)
+
+
+def pairs():
+    names = list(FEATURES)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            if {a, b} != {"softcap", "dropout"}:
+                yield changed(BASE, **FEATURES[a], **FEATURES[b], is_causal=True, batch=1)
+                yield changed(PACKED, **FEATURES[a], **FEATURES[b], lengths=LENGTHS[:4])
+    yield changed(BASE, softcap=5.0, alibi="bh", bias="hqk:fp32", sinks="own", is_causal=True, used=(93, 40))
+    yield changed(PACKED, dropout_p=0.2, alibi="h", bias="bqk:own", sinks="fp32", window_left=30)
+
+
+def sizes():
+    """Every headdim, with one of all lengths and features in turn."""
+    lengths = [(q, k) for q in (1, 17, 113) for k in (1, 33, 255)]
+    features = list(FEATURES.values())
+    for i, d in enumerate((8, 32, 40, 64, 72, 96, 128, 160, 192, 256)):
+        for j in range(2):
+            fields = features[(i + 2 * j) % len(features)]
+            yield Case(*lengths[(4 * i + 5 * j) % 9], d, batch=1, is_causal=j == 0, nheads=2, nheads_k=1, **fields)
+        yield Case(headdim=d, lengths=LENGTHS[:3], is_causal=i % 2 == 0, nheads=2, nheads_k=2 - i % 2)
+    yield Case(40, 50, 192, 128, nheads=2, **FEATURES["bias"])
+    yield Case(40, 50, 64, 96, nheads=6, nheads_k=2, **FEATURES["sinks"])
+    yield Case(40, 50, 128, 64, nheads=5, nheads_k=1, **FEATURES["dropout"])
+
+
+def biases():
+    """Broadcast in each dimension, in each type; row strides that are no multiple of anything."""
+    for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
+        yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
+    for dims in ("bhqk", "bk", "q"):
+        yield Case(45, 69, 64, nheads=2, bias=f"{dims}:own", is_causal=True)
+        yield Case(45, 69, 64, nheads=2, bias=f"{dims}:bool")
+    yield Case(45, 72, 128, nheads=2, bias="hqk:own")  # readable as it is
+    yield Case(45, 72, 40, nheads=2, bias="qk:fp32", window_left=10)
+    yield changed(PACKED, bias="hqk:fp32")
+    yield changed(PACKED, bias="bk:bool", spare=3)
+    yield changed(PACKED, bias="bhqk:fp32", spare=1)
+
+
+def lengths():
+    yield PACKED
+    yield changed(PACKED, is_causal=True)
+    yield changed(PACKED, window_left=9, window_right=4, spare=50)
+    yield changed(PACKED, lengths=((0, 0), (0, 0), (3, 4)), sinks="fp32")
+    yield changed(PACKED, lengths=((300, 5), (2, 260)), is_causal=True, nheads_k=2)
+    yield changed(PACKED, lengths=((1, 90), (1, 3), (1, 0), (1, 64)), sinks="own")
+    yield changed(PACKED, lengths=((90, 1), (70, 0), (3, 1)), is_causal=True)
+    yield changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), is_causal=True)
+    yield changed(PACKED, used=(30, 1, 0, 0, 0, 0, 64, 129), alibi="bh", sinks="fp32")
+    yield changed(BASE, used=(93, 1))
+    yield changed(BASE, used=(0, 64), is_causal=True)
+    yield changed(BASE, used=(31, 92), window_left=7, bias="bhqk:own")
+    yield Case(1, 300, 128, batch=4, nheads=8, nheads_k=2, used=(300, 7, 0, 129), alibi="h")
+    yield Case(200, 230, 64, nheads=1, used=(65, 190), dropout_p=0.3)
+
+
+SINGLES, PAIRS, SIZES, BIASES, RAGGED = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
+
+
+@on_cases(
+    (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *RAGGED, *BIASES]),
+    (["cpu-fp32", *KERNELS], [*PAIRS, *SIZES]),
+    (["cpu-bf16", *BF16_KERNELS], [*SINGLES[::4], *RAGGED[::4], *BIASES[::6], Case(60, 70, 128, is_causal=True)]),
+)
+def test_problem(backend, case):
+    tensors, options = case.problem(backend)
+    check(backend, *tensors, **options)
+
+
+# ---- rows without a key -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sinks", ["", "fp32"], ids=["plain", "sinks"])
+@pytest.mark.parametrize("hidden_by", ["mask", "bool", "bias", "seqused_k"])
+@on(*ALL)
+def test_rows_without_a_key(backend, hidden_by, sinks):
+    """out and dq are exactly 0; softmax_lse is +inf, or the sink."""
+    case = Case(70, 40, 64, nheads=2, sinks=sinks, is_causal=hidden_by == "mask")
+    tensors, options = case.problem(backend)
+    rows, entries = slice(0, 30), slice(None)
+    if hidden_by == "bool":
+        options["attn_bias"] = torch.ones(2, 1, 70, 40, dtype=torch.bool, device=backend.device)
+        options["attn_bias"][:, :, :30] = False
+    elif hidden_by == "bias":
+        options["attn_bias"] = torch.zeros(1, 2, 70, 1, device=backend.device)
+        options["attn_bias"][:, :, :30] = -math.inf
+    elif hidden_by == "seqused_k":
+        options["seqused_k"] = backend.ints([0, 40])
+        rows, entries = slice(None), slice(0, 1)
+    out, lse, dq, *_ = check(backend, *tensors, **options)
+    assert (out[entries, rows] == 0).all() and (dq[entries, rows] == 0).all()
+    expected = options["sinks"][None, :, None] if sinks else torch.tensor(math.inf, device=backend.device)
+    assert (lse[entries, :, rows] == expected.float()).all()
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+@on("cpu-fp32", "cpu-fp64", *KERNELS)
+def test_infinite_sink(backend, value):
+    """-inf is no sink at all; +inf takes everything."""
+    case = Case(20, 30, 64, nheads=2)
+    (q, k, v, dout), _ = case.problem(backend)
+    sinks = torch.tensor([value, 0.5], device=backend.device)
+    out, lse = backend.forward(q, k, v, sinks=sinks)
+    plain, plain_lse = backend.forward(q, k, v)
+    if value < 0:
+        torch.testing.assert_close(out[:, :, 0], plain[:, :, 0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse[:, 0], plain_lse[:, 0])
+        [(*_, dsinks), *_] = backend.backward(dout, q, k, v, out, lse, sinks=sinks)
+        assert dsinks[0] == 0 and dsinks[1] != 0
+    else:
+        assert (out[:, :, 0] == 0).all() and (lse[:, 0] == math.inf).all()
+    assert torch.equal(lse[:, 1].isfinite(), torch.ones_like(lse[:, 1], dtype=torch.bool))
+
+
+@on(*ALL)
+def test_no_key_at_all(backend):
+    """Every sequence without keys: nothing to launch, and a sink still has its row."""
+    case = Case(headdim=64, nheads=2, lengths=((3, 0), (2, 0)), sinks="fp32", bias="hqk:fp32", spare=1)
+    tensors, options = case.problem(backend)
+    check(backend, *tensors, **options)
+
+
+# ---- packed -------------------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32", *KERNELS)
+def test_packed_is_each_sequence_alone(backend):
+    """Neighbours of a sequence, NaN in all their rows, do not touch it."""
+    case = changed(PACKED, is_causal=True)
+    (q, k, v, dout), options = case.problem(backend)
+    out, lse = backend.forward(q, k, v, **options)
+    [(dq, dk, dv), *_] = backend.backward(dout, q, k, v, out, lse, **options)
+    cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
+    rows, keys = slice(cu_q[2], cu_q[3]), slice(cu_k[2], cu_k[3])
+
+    def poisoned(t, keep):
+        spoilt = torch.full_like(t, math.nan)
+        spoilt[keep] = t[keep]
+        return spoilt
+
+    q, dout, k, v = poisoned(q, rows), poisoned(dout, rows), poisoned(k, keys), poisoned(v, keys)
+    other_out, other_lse = backend.forward(q, k, v, **options)
+    assert torch.equal(other_out[rows], out[rows]) and torch.equal(other_lse[:, rows], lse[:, rows])
+    [(other_dq, other_dk, other_dv), *_] = backend.backward(
+        dout, q, k, v, other_out, other_lse, deterministic=True, **options
+    )
+    torch.testing.assert_close(other_dq[rows], dq[rows], rtol=1e-2, atol=1e-2)
+    assert torch.equal(other_dk[keys], dk[keys]) and torch.equal(other_dv[keys], dv[keys])
+
+
+@on("cpu-fp32", *KERNELS)
+def test_unused_keys_are_not_read(backend):
+    case = Case(50, 90, 64, used=(70, 3), is_causal=True)
+    (q, k, v, dout), options = case.problem(backend)
+    k[0, 70:], v[0, 70:], k[1, 3:], v[1, 3:] = (math.nan,) * 4
+    out, lse, *gradients = check(backend, q, k, v, dout, **options)
+    assert all(t.isfinite().all() for t in (out, *gradients))
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "slices"])
+@on("cpu-fp32", *KERNELS)
+def test_packed_layouts(backend, layout):
+    """A strided view gives, to the bit, what its contiguous copy gives."""
+    case = Case(headdim=64, nheads=2, lengths=((20, 20), (33, 33)), is_causal=True)
+    (q, k, v, dout), options = case.problem(backend)
+    expected = backend.forward(q, k, v, **options)
+    gradients = backend.backward(dout, q, k, v, *expected, deterministic=True, **options)[0]
+    if layout == "heads_first":
+        q, k, v, dout = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v, dout))
+    else:
+        q, k, v = torch.stack([q, k, v], 1).unbind(1)
+    found = backend.forward(q, k, v, **options)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+    for a, b in zip(backend.backward(dout, q, k, v, *found, deterministic=True, **options)[0], gradients):
+        assert torch.equal(a, b)
+
+
+MANY = {"cpu-fp32": 1000, "sim": 60, "cuda": 10_000}
+
+
+@on(*MANY)
+def test_many_short_sequences(backend):
+    chosen = random.Random(7)
+    alike = [(chosen.randrange(0, 17), chosen.randrange(0, 17)) for _ in range(12)]
+    lengths = tuple(chosen.choice(alike) for _ in range(MANY[backend.name]))
+    tensors, options = Case(headdim=32, nheads=2, nheads_k=1, lengths=lengths, is_causal=True).problem(backend)
+    check(backend, *tensors, **options)
+
+
+# ---- deterministic ------------------------------------------------------------------------------------------------
+
+DETERMINISTIC = [
+    changed(BASE, bias="k:fp32", sinks="fp32", is_causal=True),
+    changed(BASE, bias="hqk:own", dropout_p=0.2, alibi="h"),
+    changed(BASE, bias="-:fp32", softcap=3.0, headdim=128),
+    changed(PACKED, bias="hqk:fp32", sinks="own", is_causal=True),
+    changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 130), dropout_p=0.2),
+]
+
+
+@on_cases((KERNELS, DETERMINISTIC))
+def test_deterministic(backend, case):
+    """All gradients agree to the bit, run to run and in both warp orders (`Backend.backward` compares)."""
+    tensors, options = case.problem(backend)
+    check(backend, *tensors, deterministic=True, **options)
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------------
+
+
+def kept_by_op(backend, options, batch, nheads, seqlen_q, seqlen_k):
+    """The mask of one call, seen through its results: v is the identity, so out is P * kept / (1 - p)."""
+    size = 256
+    q = torch.zeros(batch, seqlen_q, nheads, 8, dtype=backend.dtype, device=backend.device)
+    k = torch.zeros(batch, seqlen_k, nheads, 8, dtype=backend.dtype, device=backend.device)
+    v = torch.zeros(batch, seqlen_k, nheads, size, dtype=backend.dtype, device=backend.device)
+    v[:, torch.arange(seqlen_k), :, torch.arange(seqlen_k)] = 1.0
+    out, _, rng_state = backend.forward_and_state(q, k, v, **options)
+    return (out[..., :seqlen_k].transpose(1, 2) != 0), rng_state, (q, k, v, out)
+
+
+@on(*ALL)
+def test_dropout_mask(backend):
+    """Forward and backward drop what `_dropout_mask` says, whatever their tiles are."""
+    p, shape = 0.3, (2, 2, 75, 101)
+    found, rng_state, (q, k, v, out) = kept_by_op(backend, {"dropout_p": p}, *shape)
+    mask = op._dropout_mask(rng_state, *shape, p)
+    assert torch.equal(found, mask)
+    # dv of a row is what P * kept / (1 - p) of its column says of dout: one column of dout for each query row
+    lse = torch.full((2, 2, 75), math.log(101), dtype=torch.float32, device=backend.device)
+    dout = torch.zeros_like(out)
+    dout[:, torch.arange(75), :, torch.arange(75)] = 1.0
+    [(_, _, dv), *_] = backend.backward(dout, q, k, v, out, lse, dropout_p=p, rng_state=rng_state)
+    # dv (batch, key, head, row)
+    assert torch.equal(dv[..., :75].permute(0, 2, 3, 1) != 0, mask)
+
+
+@on("cpu-fp32", *KERNELS)
+def test_dropout_of_packed_sequences(backend):
+    """Random numbers follow the sequence and the position inside it, not where it lies."""
+    tensors, options = changed(PACKED, dropout_p=0.4).problem(backend)
+    out, _, rng_state = backend.forward_and_state(*tensors[:3], **options)
+    group = next(g for g in reference.groups(*tensors[:2], rng_state=rng_state, **options) if g.q_rows.shape[1] == 113)
+    mask = op._dropout_mask(rng_state, len(LENGTHS), 2, 113, 70, 0.4)
+    assert torch.equal(group.options["kept"][0], mask[group.entries.item()])
+
+
+@pytest.mark.parametrize("p", [0.01, 0.17, 0.5, 0.9])
+def test_drop_rate(p):
+    """Within five standard deviations, on the whole and along each dimension."""
+    shape = (3, 4, 200, 300)
+    mask = op._dropout_mask(torch.tensor([2**62 + 12345, 77]), *shape, p)
+    for dims in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
+        rate = 1 - mask.double().mean(dims)
+        count = math.prod(shape[d] for d in dims)
+        assert ((rate - p).abs() < 5 * math.sqrt(p * (1 - p) / count)).all(), dims
+
+
+def test_drop_rate_of_seeds():
+    """Neighbouring seeds, offsets, rows and columns are independent: their masks agree as often as chance has it."""
+    masks = [op._dropout_mask(torch.tensor(s), 1, 2, 150, 200, 0.5) for s in ([5, 9], [6, 9], [5, 10], [5 + 2**32, 9])]
+    masks += [masks[0].roll(1, 2), masks[0].roll(1, 3), masks[0].roll(1, 1)]
+    for i, a in enumerate(masks):
+        for b in masks[i + 1 :]:
+            assert abs((a == b).double().mean().item() - 0.5) < 5 * math.sqrt(0.25 / a.numel())
+
+
+@on("cpu-fp32", *KERNELS)
+def test_dropout_leaves_softmax_lse_alone(backend):
+    q, k, v, _ = BASE.inputs(backend)
+    _, plain = backend.forward(q, k, v)
+    out, lse = backend.forward(q, k, v, dropout_p=0.5)
+    torch.testing.assert_close(lse, plain, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(out, backend.forward(q, k, v)[0])
+
+
+@on("cpu-fp32", "cuda")
+def test_dropout_follows_the_generators(backend):
+    q, k, v, _ = BASE.inputs(backend)
+
+    def drawn(**generator):
+        out, _, state = op.fwd(q, k, v, dropout_p=0.5, **generator)
+        return out, state.tolist()
+
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    torch.manual_seed(3)
+    again = drawn()
+    assert first[1] == again[1] != second[1] and torch.equal(first[0], again[0]) and not torch.equal(first[0], second[0])
+    own = [torch.Generator(backend.device).manual_seed(11) for _ in range(2)]
+    assert drawn(generator=own[0])[1] == drawn(generator=own[1])[1] != drawn(generator=own[0])[1]
+    assert op.fwd(q, k, v)[2].shape == (0,)
+
+
+# Known answers of Random123's kat_vectors, philox4x32 with 7 rounds: (counter, key, result)
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+]
+
+
+@pytest.mark.parametrize("counter,key,result", KNOWN)
+def test_the_reference_is_philox(counter, key, result):
+    c, k, r = ([int(word, 16) for word in words.split()] for words in (counter, key, result))
+    columns = (4 * c[0] + torch.arange(4)).view(4)
+    found = reference.philox(k[0] | k[1] << 32, c[3], columns, torch.tensor(c[1]), torch.tensor(c[2]))
+    assert found.tolist() == r
+
+
+@pytest.mark.parametrize("seed,offset", [(0, 0), (1, 2), (2**63 - 1, 2**63 - 1), (0xDEADBEEF12345678 - 2**64, 2**40 + 3)])
+def test_the_library_is_philox(seed, offset):
+    shape, p = (3, 5, 19, 41), 0.37
+    state = torch.tensor([seed, offset])
+    assert torch.equal(op._dropout_mask(state, *shape, p), reference.kept(state, torch.arange(3), *shape[1:], p))
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+GRADCHECK = [
+    Case(6, 7, 8, nheads=2, nheads_k=1, batch=1),
+    Case(6, 7, 8, nheads=2, batch=2, bias="hqk:own", is_causal=True),
+    Case(6, 7, 8, nheads=2, batch=2, bias="bk:own", sinks="own"),
+    Case(7, 5, 8, nheads=2, batch=1, sinks="own", is_causal=True),
+    Case(6, 7, 8, nheads=2, batch=1, softcap=1.5, bias="q:own"),
+    Case(6, 7, 8, nheads=2, batch=2, alibi="bh", softcap=2.0, sinks="own", window_left=3),
+    Case(6, 7, 8, nheads=2, batch=2, used=(7, 3)),
+    Case(headdim=8, nheads=2, nheads_k=1, lengths=((3, 4), (0, 2), (5, 1)), bias="bhqk:own", sinks="own", alibi="h"),
+]
+
+
+@pytest.mark.parametrize("case", GRADCHECK, ids=str)
+@on("cpu-fp64")
+def test_gradcheck(backend, case):
+    (q, k, v, _), options = case.problem(backend)
+    leaves = {"q": q, "k": k, "v": v, **{n: options.pop(n) for n in ("attn_bias", "sinks") if n in options}}
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    assert torch.autograd.gradcheck(lambda *t: op.fwd(**dict(zip(leaves, t)), **options)[0], list(leaves.values()))
+
+
+@on("cpu-fp64")
+def test_gradcheck_of_dropout(backend):
+    """A generator of the same seed for each call makes it a function."""
+    q, k, v, _ = (t.requires_grad_() for t in Case(6, 7, 8).inputs(backend))
+
+    def out(*t):
+        return op.fwd(*t, dropout_p=0.3, generator=torch.Generator().manual_seed(1))[0]
+
+    assert torch.autograd.gradcheck(out, (q, k, v))
+
+
+@on(*ALL)
+def test_autograd(backend):
+    """The gradients that autograd hands out are those of bwd, and only of what asked for one."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    (q, k, v, dout), options = changed(BASE, bias="hqk:fp32", sinks="fp32", dropout_p=0.2).problem(backend)
+    bias, sinks = options.pop("attn_bias").requires_grad_(), options.pop("sinks").requires_grad_()
+    torch.manual_seed(1)
+    out, lse, rng_state = op.fwd(q, k, v, attn_bias=bias, sinks=sinks, **options)
+    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), dout)
+    found = op.bwd(
+        dout, q, k, v, out.detach(), lse, rng_state=rng_state, attn_bias=bias.detach(), sinks=sinks.detach(),
+        attn_bias_requires_grad=True, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(dbias, found[3], rtol=1e-3, atol=1e-3)
+    assert_same_bits("dsinks", dsinks, found[4])
+    q.requires_grad_()
+    out = op.fwd(q, k, v, attn_bias=bias.detach(), **options)[0]
+    out.backward(dout)
+    assert q.grad is not None and k.grad is None
+
+
+# ---- random combinations ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def combinations(draw, most, headdims=(8, 32, 40, 64, 128)):
+    return random_case(lambda options: draw(st.sampled_from(options)), lambda: draw(st.integers(0, most)), headdims)
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(combinations(120), st.booleans())
+def test_random_combinations_cpu(case, deterministic):
+    repeat("cpu-fp32", case, deterministic)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(combinations(50))
+def test_random_combinations_cpu_fp64(case):
+    repeat("cpu-fp64", case)
+
+
+@hypothesis.settings(max_examples=15, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(combinations(45), st.booleans())
+def test_random_combinations_sim(case, deterministic):
+    repeat("sim", case, deterministic)
+
+
+@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(combinations(35))
+def test_random_combinations_sim_bf16(case):
+    repeat("sim-bf16", case)
+
+
+@pytest.mark.cuda
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(combinations(300, (8, 32, 40, 64, 96, 128, 192, 256)), st.booleans())
+def test_random_combinations_cuda(case, deterministic):
+    repeat("cuda", case, deterministic)
