@@ -40,7 +40,8 @@ fn accepted_problem() {
 fn wrong_tensors() {
     use ErrorKind::Value;
     refused(Value, &["q", "torch.float32", "torch.float16"], |q, _, _, _| q.dtype = DType::Float);
-    refused(Value, &["k", "torch.bfloat16", "torch.float16"], |_, k, _, _| k.dtype = DType::BFloat16);
+    refused(Value, &["k: got dtype torch.bfloat16", "torch.float16, that of q"], |_, k, _, _| k.dtype = DType::BFloat16);
+    refused(Value, &["k", "torch.int32", "torch.float16 or torch.bfloat16"], |_, k, _, _| k.dtype = DType::Int32);
     refused(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
     refused(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
     refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
@@ -68,22 +69,172 @@ fn wrong_scalars() {
     refused(Value, &["softmax_scale", "inf"], |_, _, _, o| o.softmax_scale = Some(f64::INFINITY));
     refused(Value, &["window_left", "-2"], |_, _, _, o| o.window_left = -2);
     refused(Value, &["window_right", "-7"], |_, _, _, o| o.window_right = -7);
-    refused(Value, &["cu_seqlens_q", "torch.float16", "torch.int32"], |q, _, _, o| o.cu_seqlens_q = Some(q.clone()));
+}
+
+fn vector(dtype: DType, sizes: &[i64]) -> TensorDesc {
+    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![1; sizes.len()] }
+}
+
+fn ints(n: i64) -> Option<TensorDesc> {
+    Some(vector(DType::Int32, &[n]))
+}
+
+fn packed(sizes: [i64; 3]) -> TensorDesc {
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![sizes[1] * sizes[2], sizes[2], 1] }
+}
+
+fn packed_options() -> Options {
+    Options { cu_seqlens_q: ints(4), cu_seqlens_k: ints(4), max_seqlen_q: Some(7), max_seqlen_k: Some(9), ..options() }
+}
+
+/// As [`refused`], from a valid packed call.
+fn packed_refused(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
+    let (mut q, mut k, mut v, mut o) = (packed([10, 6, 64]), packed([20, 3, 64]), packed([20, 3, 32]), packed_options());
+    validate(&q, &k, &v, &o, Backend::Kernels).expect("valid before the change");
+    change(&mut q, &mut k, &mut v, &mut o);
+    let e = validate(&q, &k, &v, &o, Backend::Kernels).expect_err("must be refused");
+    assert_eq!(e.kind, ErrorKind::Value, "{e}");
+    for w in words {
+        assert!(e.message.contains(w), "`{}` does not say `{w}`", e.message);
+    }
 }
 
 #[test]
-fn features_to_come_are_refused_by_name() {
-    use ErrorKind::Unsupported;
-    let int = TensorDesc { dtype: DType::Int32, device: Device::Cuda(0), sizes: vec![3], strides: vec![1] };
-    refused(Unsupported, &["cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_q = Some(int.clone()));
-    refused(Unsupported, &["cu_seqlens_k"], |_, _, _, o| o.cu_seqlens_k = Some(int.clone()));
-    refused(Unsupported, &["seqused_k"], |_, _, _, o| o.seqused_k = Some(int.clone()));
-    refused(Unsupported, &["attn_bias"], |q, _, _, o| o.attn_bias = Some(q.clone()));
-    refused(Unsupported, &["alibi_slopes"], |q, _, _, o| o.alibi_slopes = Some(q.clone()));
-    refused(Unsupported, &["sinks"], |q, _, _, o| o.sinks = Some(q.clone()));
-    refused(Unsupported, &["dropout_p"], |_, _, _, o| o.dropout_p = 0.1);
-    refused(Unsupported, &["softcap"], |_, _, _, o| o.softcap = 30.0);
-    refused(Unsupported, &["max_seqlen_q"], |_, _, _, o| o.max_seqlen_q = Some(10));
+fn accepted_packed_problem() {
+    let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
+    assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (3, 7, 9, 6, 3, 64, 32));
+    assert_eq!(a.packed, Some(Packed { total_q: 10, total_k: 20 }));
+    assert_eq!((a.query_shape(32), a.lse_shape()), (vec![10, 6, 32], vec![6, 10]));
+    assert!(a.is_ragged() && !a.is_empty());
+}
+
+#[test]
+fn wrong_packed_arguments() {
+    packed_refused(&["cu_seqlens_k: got None", "cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_k = None);
+    packed_refused(&["cu_seqlens_q: got None"], |_, _, _, o| o.cu_seqlens_q = None);
+    packed_refused(&["cu_seqlens_q: got dtype torch.int64", "torch.int32"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int64, &[4])));
+    packed_refused(&["cu_seqlens_q: got shape (4, 1)", "(batch + 1,)"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int32, &[4, 1])));
+    packed_refused(&["cu_seqlens_q: got shape (0)"], |_, _, _, o| o.cu_seqlens_q = ints(0));
+    packed_refused(&["cu_seqlens_k: got shape (5)", "here (4,)"], |_, _, _, o| o.cu_seqlens_k = ints(5));
+    packed_refused(&["cu_seqlens_k: got stride 2", "contiguous"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().strides[0] = 2);
+    packed_refused(&["cu_seqlens_k: got device cpu", "cuda:0"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().device = Device::Cpu);
+    packed_refused(&["max_seqlen_q: got None", "longest sequence"], |_, _, _, o| o.max_seqlen_q = None);
+    packed_refused(&["max_seqlen_k: got None"], |_, _, _, o| o.max_seqlen_k = None);
+    packed_refused(&["max_seqlen_k: got -1", "0 to"], |_, _, _, o| o.max_seqlen_k = Some(-1));
+    packed_refused(&["q: got a tensor of rank 4", "rank 3"], |q, _, _, _| *q = tensor([2, 5, 6, 64]));
+    packed_refused(&["v: got total 19", "total 20"], |_, _, v, _| *v = packed([19, 3, 32]));
+    packed_refused(&["k: got headdim 32", "headdim 64"], |_, k, _, _| *k = packed([20, 3, 32]));
+    packed_refused(&["seqused_k: got shape (4)", "here (3,)"], |_, _, _, o| o.seqused_k = ints(4));
+    packed_refused(&["attn_bias: got shape (3, 6, 10, 20)", "(3, 6, 7, 9)"], |_, _, _, o| {
+        o.attn_bias = Some(vector(DType::Half, &[3, 6, 10, 20]))
+    });
+    refused(ErrorKind::Value, &["max_seqlen_q: got 10", "None"], |_, _, _, o| o.max_seqlen_q = Some(10));
+    refused(ErrorKind::Value, &["max_seqlen_k: got 12", "None"], |_, _, _, o| o.max_seqlen_k = Some(12));
+    refused(ErrorKind::Value, &["q: got a tensor of rank 3", "cu_seqlens_q"], |q, _, _, _| *q = packed([10, 6, 64]));
+}
+
+#[test]
+fn wrong_features() {
+    let wrong = |words: &[&str], change: &dyn Fn(&mut Options)| refused(ErrorKind::Value, words, |_, _, _, o| change(o));
+    wrong(&["seqused_k: got dtype torch.int64", "torch.int32"], &|o| o.seqused_k = Some(vector(DType::Int64, &[2])));
+    wrong(&["seqused_k: got shape (3)", "(2,)"], &|o| o.seqused_k = ints(3));
+    wrong(&["alibi_slopes: got dtype torch.float16", "torch.float32"], &|o| o.alibi_slopes = Some(vector(DType::Half, &[6])));
+    wrong(&["alibi_slopes: got shape (3)", "(6,) or (2, 6)"], &|o| o.alibi_slopes = Some(vector(DType::Float, &[3])));
+    wrong(&["alibi_slopes: got shape (1, 6)"], &|o| o.alibi_slopes = Some(vector(DType::Float, &[1, 6])));
+    wrong(&["sinks: got dtype torch.bfloat16", "torch.float16 (q's) or torch.float32"], &|o| o.sinks = Some(vector(DType::BFloat16, &[6])));
+    wrong(&["sinks: got shape (2, 6)", "(6,)"], &|o| o.sinks = Some(vector(DType::Float, &[2, 6])));
+    wrong(&["attn_bias: got dtype torch.float64", "torch.bool"], &|o| o.attn_bias = Some(vector(DType::Double, &[2, 6, 10, 12])));
+    wrong(&["attn_bias: got shape (10, 12)", "(2, 6, 10, 12)"], &|o| o.attn_bias = Some(vector(DType::Half, &[10, 12])));
+    wrong(&["attn_bias: got shape (2, 6, 10, 11)", "(2, 6, 10, 12)"], &|o| o.attn_bias = Some(vector(DType::Half, &[2, 6, 10, 11])));
+    wrong(&["attn_bias: got shape (2, 3, 10, 12)"], &|o| o.attn_bias = Some(vector(DType::Half, &[2, 3, 10, 12])));
+    wrong(&["softcap: got 30 together with dropout_p 0.1"], &|o| (o.softcap, o.dropout_p) = (30.0, 0.1));
+    let elsewhere = |t: TensorDesc| Some(TensorDesc { device: Device::Cuda(1), ..t });
+    wrong(&["alibi_slopes: got device cuda:1", "cuda:0"], &|o| o.alibi_slopes = elsewhere(vector(DType::Float, &[6])));
+    wrong(&["sinks: got device cuda:1", "cuda:0"], &|o| o.sinks = elsewhere(vector(DType::Float, &[6])));
+    wrong(&["attn_bias: got device cuda:1", "cuda:0"], &|o| o.attn_bias = elsewhere(vector(DType::Half, &[1, 1, 1, 1])));
+    wrong(&["seqused_k: got device cuda:1", "cuda:0"], &|o| o.seqused_k = elsewhere(vector(DType::Int32, &[2])));
+}
+
+#[test]
+fn accepted_features() {
+    let accepted = |change: &dyn Fn(&mut Options)| {
+        let mut o = options();
+        change(&mut o);
+        validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap().features
+    };
+    assert_eq!(accepted(&|_| ()), Features::default());
+    assert!(!accepted(&|_| ()).change_scores());
+    for sizes in [[2, 6, 10, 12], [1, 1, 1, 1], [1, 6, 1, 12], [2, 1, 10, 1]] {
+        for dtype in [DType::Bool, DType::Half, DType::Float] {
+            assert!(accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes))).attn_bias);
+        }
+    }
+    for sizes in [&[6][..], &[2, 6]] {
+        assert!(accepted(&|o| o.alibi_slopes = Some(vector(DType::Float, sizes))).alibi);
+    }
+    for dtype in [DType::Half, DType::Float] {
+        assert!(accepted(&|o| o.sinks = Some(vector(dtype, &[6]))).sinks);
+    }
+    assert_eq!(accepted(&|o| o.dropout_p = 0.5).dropout_p, 0.5);
+    assert_eq!(accepted(&|o| o.softcap = 30.0).softcap, 30.0);
+    let used = accepted(&|o| o.seqused_k = ints(2));
+    assert!(used.seqused_k && !used.change_scores());
+}
+
+#[test]
+fn wrong_lengths() {
+    let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
+    let (q, k) = ([0, 7, 7, 10], [0, 9, 11, 20]);
+    let refused = |words: &[&str], q: &[i32], k: &[i32], used: Option<&[i32]>| {
+        let e = validate_lengths(&a, Some(q), Some(k), used).unwrap_err();
+        assert_eq!(e.kind, ErrorKind::Value);
+        assert!(words.iter().all(|w| e.message.contains(w)), "{e}");
+    };
+    validate_lengths(&a, Some(&q), Some(&k), None).unwrap();
+    validate_lengths(&a, Some(&q), Some(&k), Some(&[9, 0, 5])).unwrap();
+    refused(&["cu_seqlens_q: got 1 as its first", "expected 0"], &[1, 7, 7, 10], &k, None);
+    refused(&["cu_seqlens_k: got -1 as its first"], &q, &[-1, 9, 11, 20], None);
+    refused(&["cu_seqlens_q: got 6 after 7 (entry 2)", "never descend"], &[0, 7, 6, 10], &k, None);
+    refused(&["cu_seqlens_k: got 21 as its last", "20, the number of rows"], &q, &[0, 9, 12, 21], None);
+    refused(&["cu_seqlens_q: got 9 as its last", "10, the number of rows"], &[0, 7, 7, 9], &k, None);
+    refused(&["max_seqlen_q: got 7", "at least 8", "sequence 0"], &[0, 8, 8, 10], &k, None);
+    refused(&["max_seqlen_k: got 9", "at least 11", "sequence 2"], &q, &[0, 9, 9, 20], None);
+    refused(&["seqused_k: got 3 (entry 1)", "0 to 2"], &q, &k, Some(&[9, 3, 9]));
+    refused(&["seqused_k: got -1 (entry 0)"], &q, &k, Some(&[-1, 1, 1]));
+
+    let o = Options { seqused_k: ints(2), ..options() };
+    let dense = validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
+    validate_lengths(&dense, None, None, Some(&[12, 0])).unwrap();
+    assert!(validate_lengths(&dense, None, None, Some(&[12, 13])).unwrap_err().message.contains("0 to 12"));
+}
+
+#[test]
+fn rng_state_belongs_to_dropout() {
+    let q = tensor([2, 10, 6, 64]);
+    let o = Options { dropout_p: 0.1, ..options() };
+    let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
+    let (out, lse) = (tensor([2, 10, 6, 32]), vector(DType::Float, &[2, 6, 10]));
+    let check = |state: Option<TensorDesc>| validate_backward(&out, &out, &lse, state.as_ref(), &q, &a, Backend::Kernels);
+    check(Some(vector(DType::Int64, &[2]))).unwrap();
+    for (state, words) in [
+        (None, "rng_state: got None"),
+        (Some(vector(DType::Int64, &[3])), "rng_state: got shape (3) of dtype torch.int64, expected shape (2,)"),
+        (Some(vector(DType::Int32, &[2])), "torch.int32"),
+        (Some(TensorDesc { device: Device::Cpu, ..vector(DType::Int64, &[2]) }), "rng_state: got device cpu"),
+    ] {
+        let e = check(state).unwrap_err();
+        assert!(e.kind == ErrorKind::Value && e.message.contains(words), "{e}");
+    }
+}
+
+#[test]
+fn packed_saved_tensors() {
+    let q = packed([10, 6, 64]);
+    let a = validate(&q, &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
+    let check = |out: &TensorDesc, lse: &[i64]| validate_backward(out, out, &vector(DType::Float, lse), None, &q, &a, Backend::Kernels);
+    check(&packed([10, 6, 32]), &[6, 10]).unwrap();
+    assert!(check(&packed([11, 6, 32]), &[6, 10]).unwrap_err().message.contains("(10, 6, 32)"));
+    assert!(check(&packed([10, 6, 32]), &[10, 6]).unwrap_err().message.contains("softmax_lse: got shape (10, 6), expected shape (6, 10)"));
 }
 
 #[test]
@@ -109,7 +260,7 @@ fn wrong_saved_tensors() {
     let out = tensor([2, 10, 6, 32]);
     let lse = |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()], sizes };
     let good = lse(vec![2, 6, 10], DType::Float);
-    let check = |dout: &TensorDesc, out: &TensorDesc, l: &TensorDesc| validate_backward(dout, out, l, &q, &a, Backend::Kernels);
+    let check = |dout: &TensorDesc, out: &TensorDesc, l: &TensorDesc| validate_backward(dout, out, l, None, &q, &a, Backend::Kernels);
     check(&out, &out, &good).unwrap();
     assert!(check(&tensor([2, 10, 6, 64]), &out, &good).unwrap_err().message.starts_with("dout: got shape (2, 10, 6, 64)"));
     assert!(check(&out, &tensor([2, 11, 6, 32]), &good).unwrap_err().message.starts_with("out: got shape"));

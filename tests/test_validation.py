@@ -111,17 +111,19 @@ def test_scalars(backend, good, name):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@on("cpu-fp32", "cpu-fp16")
-def test_the_cpu_takes_any_pointer(backend, good, name):
+@on("cpu-fp32", "cpu-fp16", "sim", "cuda")
+def test_any_pointer_is_taken(backend, good, name):
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     out = call({**good, name: misaligned(good[name])})()[0]
     assert torch.equal(out, call(good)()[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @on("cuda")
-def test_kernels_take_fp16_only(backend, good, dtype):
+def test_kernels_take_half_precision_only(backend, good, dtype):
     spoiled = {n: t.to(dtype) for n, t in good.items()}
-    refused(call(spoiled), ValueError, "q: got", str(dtype), "torch.float16")
+    refused(call(spoiled), ValueError, "q: got", str(dtype), "torch.float16 or torch.bfloat16")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -132,39 +134,129 @@ def test_devices(backend, good, name):
     refused(call({**good, name: good[name].cpu()}), ValueError, f"{spoiled}: got device", *expected)
 
 
-# ---- what the schema has and this version lacks -------------------------------------------------------------------
+# ---- packed sequences -----------------------------------------------------------------------------------------------
 
 
-def features(backend):
-    ints = torch.tensor([0, 5, 10], dtype=torch.int32, device=backend.device)
+def packed(backend, good):
+    """A valid packed call of three sequences."""
     return {
-        "cu_seqlens_q": ints,
-        "cu_seqlens_k": ints,
-        "max_seqlen_q": 10,
-        "max_seqlen_k": 12,
-        "seqused_k": ints[1:],
-        "attn_bias": backend.randn(2, 6, 10, 12),
-        "alibi_slopes": torch.ones(6, device=backend.device),
-        "sinks": torch.ones(6, device=backend.device),
-        "dropout_p": 0.1,
-        "softcap": 30.0,
+        **{name: t.flatten(0, 1) for name, t in good.items()},
+        "cu_seqlens_q": backend.ints([0, 7, 7, 20]),
+        "cu_seqlens_k": backend.ints([0, 9, 11, 24]),
+        "max_seqlen_q": 13,
+        "max_seqlen_k": 13,
     }
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "attn_bias", "alibi_slopes", "sinks", "dropout_p", "softcap"])
+PACKED = {
+    "cu_seqlens_q alone": (lambda a: {"cu_seqlens_k": None}, ["cu_seqlens_k: got None", "cu_seqlens_q"]),
+    "cu_seqlens_k alone": (lambda a: {"cu_seqlens_q": None}, ["cu_seqlens_q: got None", "cu_seqlens_k"]),
+    "cu_seqlens_q dtype": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, ["cu_seqlens_q: got", "torch.int64", "torch.int32"]),
+    "cu_seqlens_k dtype": (lambda a: {"cu_seqlens_k": a["cu_seqlens_k"].float()}, ["cu_seqlens_k: got", "torch.float32", "torch.int32"]),
+    "cu_seqlens_q rank": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][None]}, ["cu_seqlens_q: got shape (1, 4)", "(batch + 1,)"]),
+    "cu_seqlens_k length": (lambda a: {"cu_seqlens_k": a["cu_seqlens_k"][:3]}, ["cu_seqlens_k: got shape (3)", "here (4,)"]),
+    "cu_seqlens_q strided": (
+        lambda a: {"cu_seqlens_q": torch.stack([a["cu_seqlens_q"]] * 2, 1)[:, 0]},
+        ["cu_seqlens_q: got stride 2", "contiguous"],
+    ),
+    "no max_seqlen_q": (lambda a: {"max_seqlen_q": None}, ["max_seqlen_q: got None", "longest sequence"]),
+    "no max_seqlen_k": (lambda a: {"max_seqlen_k": None}, ["max_seqlen_k: got None", "longest sequence"]),
+    "max_seqlen_k negative": (lambda a: {"max_seqlen_k": -5}, ["max_seqlen_k: got -5"]),
+    "q rank 4": (lambda a: {"q": a["q"][None]}, ["q: got", "rank 4", "rank 3", "(total, nheads, headdim)"]),
+    "v total": (lambda a: {"v": a["v"][1:]}, ["v: got total 23", "total 24", "k"]),
+    "seqused_k length": (lambda a: {"seqused_k": a["cu_seqlens_q"]}, ["seqused_k: got shape (4)", "here (3,)"]),
+    "attn_bias for totals": (
+        lambda a: {"attn_bias": a["q"].new_zeros(1, 1, 20, 24)},
+        ["attn_bias: got shape (1, 1, 20, 24)", "(3, 6, 13, 13)"],
+    ),
+    "alibi_slopes batch": (lambda a: {"alibi_slopes": a["q"].new_zeros(2, 6).float()}, ["alibi_slopes: got shape (2, 6)", "(3, 6)"]),
+}
+
+# what reading the values finds; on a GPU that would wait for it, so only on the CPU
+LENGTHS = {
+    "start": ({"cu_seqlens_q": [1, 7, 7, 20]}, ["cu_seqlens_q: got 1 as its first value", "expected 0"]),
+    "descend": ({"cu_seqlens_k": [0, 11, 9, 24]}, ["cu_seqlens_k: got 9 after 11 (entry 2)", "never descend"]),
+    "end early": ({"cu_seqlens_q": [0, 7, 7, 19]}, ["cu_seqlens_q: got 19 as its last value", "20"]),
+    "end late": ({"cu_seqlens_k": [0, 9, 11, 25], "max_seqlen_k": 20}, ["cu_seqlens_k: got 25 as its last value", "24"]),
+    "max_seqlen_q": ({"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "at least 13", "sequence 2"]),
+    "max_seqlen_k": ({"max_seqlen_k": 8}, ["max_seqlen_k: got 8", "at least 9", "sequence 0"]),
+    "seqused_k": ({"seqused_k": [9, 3, 13]}, ["seqused_k: got 3 (entry 1)", "0 to 2"]),
+    "seqused_k negative": ({"seqused_k": [9, 2, -1]}, ["seqused_k: got -1 (entry 2)", "0 to 13"]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
 @on("cpu-fp32", "sim", "cuda")
-def test_features_to_come(backend, good, name):
-    refused(call({**good, name: features(backend)[name]}), NotImplementedError, "volta_fa::fwd", name, "not implemented")
+def test_packed(backend, good, name):
+    good = packed(backend, good)
+    spoil, words = PACKED[name]
+    refused(call({**good, **spoil(good)}), ValueError, "volta_fa::fwd", *words)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@on("cpu-fp32", "sim")
+def test_lengths(backend, good, name):
+    spoil, words = LENGTHS[name]
+    spoil = {n: backend.ints(x) if isinstance(x, list) else x for n, x in spoil.items()}
+    refused(call({**packed(backend, good), **spoil}), ValueError, "volta_fa::fwd", *words)
+
+
+@on("cpu-fp32", "sim")
+def test_lengths_of_a_dense_batch(backend, good):
+    words = ["seqused_k: got 13 (entry 1)", "a length from 0 to 12"]
+    refused(call({**good, "seqused_k": backend.ints([12, 13])}), ValueError, *words)
+
+
+@on("cpu-fp32", "sim")
+def test_lengths_before_the_backward_pass(backend, good):
+    arguments = packed(backend, good) | {"cu_seqlens_k": backend.ints([0, 9, 11, 23])}
+    q, k, v = (arguments.pop(n) for n in "qkv")
+    out = backend.randn(20, 6, 32)
+    lse = torch.zeros(6, 20)
+    refused(lambda: torch.ops.volta_fa.bwd(out, q, k, v, out, lse, **arguments), ValueError, "volta_fa::bwd", "cu_seqlens_k: got 23")
 
 
 @on("cpu-fp32", "sim", "cuda")
-def test_cu_seqlens_type(backend, good):
-    """A wrong type is the user's mistake, and said first."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        ints = features(backend)[name]
-        refused(call({**good, name: ints.long()}), ValueError, f"{name}: got", "torch.int64", "torch.int32")
-        refused(call({**good, name: ints.float()}), ValueError, f"{name}: got", "torch.float32", "torch.int32")
-        refused(call({**good, name: ints[None]}), ValueError, f"{name}: got", "(batch + 1,)")
+def test_max_seqlen_without_cu_seqlens(backend, good):
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        refused(call({**good, name: 12}), ValueError, f"{name}: got 12", "None")
+
+
+# ---- what changes the scores ----------------------------------------------------------------------------------------
+
+FEATURES = {
+    "seqused_k dtype": (lambda b: {"seqused_k": b.ints([1, 2]).long()}, ["seqused_k: got dtype torch.int64", "torch.int32"]),
+    "seqused_k shape": (lambda b: {"seqused_k": b.ints([1])}, ["seqused_k: got shape (1)", "here (2,)"]),
+    "alibi_slopes dtype": (lambda b: {"alibi_slopes": b.randn(6).double()}, ["alibi_slopes: got dtype torch.float64", "torch.float32"]),
+    "alibi_slopes shape": (lambda b: {"alibi_slopes": b.randn(6, 2).float()}, ["alibi_slopes: got shape (6, 2)", "(6,) or (2, 6)"]),
+    "alibi_slopes of key heads": (lambda b: {"alibi_slopes": b.randn(3).float()}, ["alibi_slopes: got shape (3)", "(6,) or (2, 6)"]),
+    "sinks dtype": (lambda b: {"sinks": b.randn(6).long()}, ["sinks: got dtype torch.int64", "(q's) or torch.float32"]),
+    "sinks shape": (lambda b: {"sinks": b.randn(2, 6).float()}, ["sinks: got shape (2, 6)", "here (6,)"]),
+    "attn_bias dtype": (lambda b: {"attn_bias": b.randn(1, 1, 10, 12).long()}, ["attn_bias: got dtype torch.int64", "torch.bool"]),
+    "attn_bias rank": (lambda b: {"attn_bias": b.randn(10, 12)}, ["attn_bias: got shape (10, 12)", "(2, 6, 10, 12)"]),
+    "attn_bias heads": (lambda b: {"attn_bias": b.randn(2, 3, 10, 12)}, ["attn_bias: got shape (2, 3, 10, 12)", "(2, 6, 10, 12)"]),
+    "attn_bias keys": (lambda b: {"attn_bias": b.randn(2, 6, 10, 11)}, ["attn_bias: got shape (2, 6, 10, 11)"]),
+    "softcap with dropout": (lambda b: {"softcap": 30.0, "dropout_p": 0.1}, ["softcap: got 30 together with dropout_p 0.1"]),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@on("cpu-fp32", "sim", "cuda")
+def test_features(backend, good, name):
+    spoil, words = FEATURES[name]
+    refused(call({**good, **spoil(backend)}), ValueError, "volta_fa::fwd", *words)
+
+
+@pytest.mark.parametrize("name", ["seqused_k", "alibi_slopes", "sinks", "attn_bias"])
+@on("cuda")
+def test_devices_of_features(backend, good, name):
+    tensors = {
+        "seqused_k": torch.tensor([1, 2], dtype=torch.int32),
+        "alibi_slopes": torch.zeros(6),
+        "sinks": torch.zeros(6),
+        "attn_bias": torch.zeros(1, 1, 10, 12),
+    }
+    refused(call({**good, name: tensors[name]}), ValueError, f"{name}: got device cpu", "cuda:0")
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -179,6 +271,19 @@ SAVED = {
     "softmax_lse dtype": ({"softmax_lse": lambda a: a["softmax_lse"].half()}, ["softmax_lse: got", "torch.float16", "torch.float32"]),
     "k shape": ({"k": lambda a: a["k"][..., :32]}, ["k: got headdim 32", "headdim 64"]),
     "window": ({"window_left": lambda a: -3}, ["window_left: got -3"]),
+    "no rng_state": ({"dropout_p": lambda a: 0.1}, ["rng_state: got None", "dropout_p"]),
+    "rng_state shape": (
+        {"dropout_p": lambda a: 0.1, "rng_state": lambda a: a["q"].new_zeros(3).long()},
+        ["rng_state: got shape (3)", "(2,)"],
+    ),
+    "rng_state dtype": (
+        {"dropout_p": lambda a: 0.1, "rng_state": lambda a: a["q"].new_zeros(2).int()},
+        ["rng_state: got", "torch.int32", "torch.int64"],
+    ),
+    "gradient of a bool bias": (
+        {"attn_bias": lambda a: a["q"].new_ones(1, 1, 10, 12).bool(), "attn_bias_requires_grad": lambda a: True},
+        ["attn_bias_requires_grad: got True", "bool"],
+    ),
 }
 
 

@@ -6,7 +6,7 @@ mod device;
 pub mod dropout;
 mod features;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::problem::{self, Attention, Backend, DType, Device, Options};
@@ -90,7 +90,7 @@ fn simulated() -> Result<Target> {
 #[cfg(not(feature = "sim"))]
 fn simulated() -> Result<Target> {
     match std::env::var("VOLTA_FA_SIMULATE") {
-        Ok(value) if !value.is_empty() && value != "0" => Err(crate::error::Error::unsupported(
+        Ok(value) if !value.is_empty() && value != "0" => Err(Error::unsupported(
             "VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)",
         )),
         _ => Ok(Target::Cpu),
@@ -125,6 +125,9 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
         &a,
         target.backend(),
     )?;
+    if saved.attn_bias_requires_grad && inputs.attn_bias.as_ref().is_some_and(|t| t.kind() == Kind::Bool) {
+        return Err(Error::value("attn_bias_requires_grad", "True for an attn_bias of dtype torch.bool", "False: it has no gradient"));
+    }
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
