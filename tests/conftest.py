@@ -324,7 +324,8 @@ def repeat(name: str, case: Case, deterministic: bool = False):
             tensors, options = case.problem(backend)
             check(backend, *tensors, deterministic=deterministic, **options)
         except Exception:
-            print(f'to repeat: cd tests && python -c "from conftest import *; repeat({name!r}, {case!r}, {deterministic})"')
+            seed = os.environ.get("VOLTA_FA_TEST_SEED", "0")
+            print(f'to repeat: cd tests && VOLTA_FA_TEST_SEED={seed} python -c "from conftest import *; repeat({name!r}, {case!r}, {deterministic})"')
             raise
 
 
