@@ -143,23 +143,21 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     assert (lse[entries, :, rows] == expected.float()).all()
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
 @on("cpu-fp32", "cpu-fp64", *KERNELS)
-def test_infinite_sink(backend, value):
-    """-inf is no sink at all; +inf takes everything."""
-    case = Case(20, 30, 64, nheads=2)
-    (q, k, v, dout), _ = case.problem(backend)
-    sinks = torch.tensor([value, 0.5], device=backend.device)
-    out, lse = backend.forward(q, k, v, sinks=sinks)
-    plain, plain_lse = backend.forward(q, k, v)
-    if value < 0:
-        torch.testing.assert_close(out[:, :, 0], plain[:, :, 0], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(lse[:, 0], plain_lse[:, 0])
-        [(*_, dsinks), *_] = backend.backward(dout, q, k, v, out, lse, sinks=sinks)
-        assert dsinks[0] == 0 and dsinks[1] != 0
-    else:
-        assert (out[:, :, 0] == 0).all() and (lse[:, 0] == math.inf).all()
-    assert torch.equal(lse[:, 1].isfinite(), torch.ones_like(lse[:, 1], dtype=torch.bool))
+def test_a_sink_of_minus_infinity(backend, is_causal):
+    """... is no sink at all, also in rows without a key and where there is no key."""
+    q, k, v, dout = Case(30, 20, 64, nheads=2).inputs(backend)
+    sinks = torch.tensor([-math.inf, 0.5], device=backend.device)
+    out, lse = backend.forward(q, k, v, sinks=sinks, is_causal=is_causal)
+    plain, plain_lse = backend.forward(q, k, v, is_causal=is_causal)
+    torch.testing.assert_close(out[:, :, 0], plain[:, :, 0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[:, 0], plain_lse[:, 0])
+    assert lse[:, 1].isfinite().all()
+    [(*gradients, dsinks), *_] = backend.backward(dout, q, k, v, out, lse, sinks=sinks, is_causal=is_causal)
+    assert dsinks[0] == 0 and dsinks[1] != 0 and all(g.isfinite().all() for g in gradients)
+    _, lse = backend.forward(q, k[:, :0], v[:, :0], sinks=sinks)
+    assert (lse[:, 0] == math.inf).all() and (lse[:, 1] == 0.5).all()
 
 
 @on(*ALL)

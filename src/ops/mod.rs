@@ -176,7 +176,8 @@ fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let out = Tensor::f_zeros(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
     let lse = Tensor::f_full(a.lse_shape(), f64::INFINITY, (Kind::Float, device))?;
     if let Some(sinks) = &inputs.sinks {
-        lse.f_transpose(-1, -2)?.f_copy_(sinks)?;
+        // a sink of -inf is none
+        lse.f_transpose(-1, -2)?.f_copy_(&sinks.f_masked_fill(&sinks.f_eq(f64::NEG_INFINITY)?, f64::INFINITY)?)?;
     }
     Ok((out, lse))
 }
