@@ -129,12 +129,20 @@ fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let mut sizes = bias.size();
     // rows on 16-byte boundaries in either type
     sizes[3] = (seqlen_k + 7) / 8 * 8;
+    let mut once = bias.shallow_clone();
+    for i in 0..3 {
+        // an expanded mask: its copy repeats as well, and stays small
+        if strides[i] == 0 && sizes[i] > 1 {
+            once = once.f_narrow(i as i64, 0, 1)?;
+            sizes[i] = 1;
+        }
+    }
     let copy = Tensor::f_zeros(&sizes, (kind, bias.device()))?;
     let mut keys = copy.f_narrow(3, 0, seqlen_k)?;
     if bias.kind() == Kind::Bool {
-        let _ = keys.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?;
+        let _ = keys.f_masked_fill_(&once.f_logical_not()?, f64::NEG_INFINITY)?;
     } else {
-        keys.f_copy_(bias)?;
+        keys.f_copy_(&once)?;
     }
     Ok(copy)
 }
