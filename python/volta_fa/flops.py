@@ -1,0 +1,42 @@
+"""`import volta_fa.flops` tells `torch.utils.flop_counter.FlopCounterMode` how much `volta_fa::fwd` and `volta_fa::bwd` compute.
+
+It counts as PyTorch does for its own attention: the matrix products with every key, whether a mask hides it or not, two
+operations a multiplication. So a model's count does not depend on which implementation ran.
+
+Not part of `import volta_fa`: PyTorch's counter imports Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+
+def _scores(q: Tensor, k: Tensor, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, **_) -> int:
+    """How many scores there are. Packed lengths are read, which waits for the GPU; of fake tensors the largest are taken."""
+    if cu_seqlens_q is None:
+        batch, seqlen_q, nheads, _headdim = q.shape
+        return batch * nheads * seqlen_q * k.shape[1]
+    nheads = q.shape[1]
+    if cu_seqlens_q.is_meta or is_fake(cu_seqlens_q):
+        return (cu_seqlens_q.shape[0] - 1) * nheads * max_seqlen_q * max_seqlen_k
+    pairs = cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()
+    return nheads * int(pairs.sum())
+
+
+def _fwd(q, k, v, *, out_val=None, **options) -> int:
+    """Q K^T and P V."""
+    return 2 * _scores(q, k, **options) * (q.shape[-1] + v.shape[-1])
+
+
+def _bwd(dout, q, k, v, *saved, out_val=None, **options) -> int:
+    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    return 2 * _scores(q, k, **options) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# a reload of the package finds them there
+if torch.ops.volta_fa.fwd not in flop_registry:
+    register_flop_formula(torch.ops.volta_fa.fwd, get_raw=True)(_fwd)
+    register_flop_formula(torch.ops.volta_fa.bwd, get_raw=True)(_bwd)
