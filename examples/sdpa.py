@@ -38,16 +38,20 @@ def main():
 
     torch.manual_seed(0)
     block = Block().to(device, dtype)
-    encoder = torch.nn.TransformerEncoderLayer(128, 4, dropout=0.0, batch_first=True).to(device, dtype)
+    encoder = torch.nn.TransformerEncoderLayer(128, 4, batch_first=True).to(device, dtype)  # with its dropout
     x = torch.randn(2, 50, 128, device=device, dtype=dtype)
 
     (block(x) + encoder(x)).float().square().mean().backward()
     print("two layers, forward and backward:", volta_fa.sdpa_stats(reset=True))
 
-    mask = torch.ones(50, 50, device=device, dtype=torch.bool).tril()
-    q = torch.randn(2, 4, 50, 32, device=device, dtype=dtype)
-    F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    print("a call with a mask:", volta_fa.sdpa_stats(reset=True))
+    mask = torch.ones(50, 50, device=device, dtype=torch.bool).tril(4)
+    q = torch.randn(2, 4, 50, 30, device=device, dtype=dtype)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.1)
+    print("a mask, dropout and a headdim to pad:", volta_fa.sdpa_stats(reset=True))
+
+    q = torch.randn(2, 4, 50, 320, device=device, dtype=dtype)
+    F.scaled_dot_product_attention(q, q, q)
+    print("what the kernels do not have, PyTorch runs:", volta_fa.sdpa_stats(reset=True))
 
     volta_fa.disable_sdpa()
     with volta_fa.sdpa_enabled(device):

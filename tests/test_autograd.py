@@ -38,6 +38,27 @@ def test_gradcheck(backend, case):
     assert torch.autograd.gradcheck(lambda *t: fwd(*t, **case.options), leaves((q, k, v)))
 
 
+def test_gradcheck_of_features():
+    """q, k, v, a bias and the sinks together, under everything that changes scores; packed as well."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for n, h in ((5, 4), (6, 2), (6, 2)))
+    bias, sinks = torch.randn(1, 4, 1, 6, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.1])
+    cu_seqlens = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
+
+    def dense(q, k, v, bias, sinks):
+        return fwd(q, k, v, attn_bias=bias, sinks=sinks, alibi_slopes=slopes, softcap=3.0, is_causal=True)
+
+    def packed(q, k, v, bias, sinks):
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 6, "max_seqlen_k": 6}
+        generator = torch.Generator().manual_seed(1)
+        options = {"attn_bias": bias, "sinks": sinks, "dropout_p": 0.3, "generator": generator}
+        return fwd(q.flatten(0, 1), k.flatten(0, 1)[:10], v.flatten(0, 1)[:10], **lengths, **options)
+
+    for f in (dense, packed):
+        assert torch.autograd.gradcheck(f, leaves((q, k, v, bias, sinks)))
+
+
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)
 @on("cpu-fp64")
 def test_gradient_is_bwd(backend, case):
@@ -76,22 +97,49 @@ def test_only_the_gradients_asked_for(backend):
     with torch.no_grad():
         assert not fwd(*leaves((q, k, v))).requires_grad
     assert not fwd(q, k, v).requires_grad
+    for name, t in (("attn_bias", backend.randn(2, 1, 5, 1)), ("sinks", backend.randn(2))):
+        options = {name: t.requires_grad_()}
+        fwd(q, k, v, **options).backward(dout)
+        assert t.grad.shape == t.shape and t.grad.count_nonzero() > 0
+        with torch.no_grad():
+            assert not fwd(q, k, v, **options).requires_grad
 
 
 @on("cpu-fp32")
 def test_lse_and_rng_state_are_not_differentiable(backend):
-    out, lse, rng_state = torch.ops.volta_fa.fwd(*leaves(Case(5, 6, 8).inputs(backend)[:3]))
-    assert out.requires_grad and not lse.requires_grad and not rng_state.requires_grad
-    assert rng_state.numel() == 0 and rng_state.dtype == torch.int64
+    for dropout_p, size in ((0.0, 0), (0.5, 2)):
+        out, lse, rng_state = torch.ops.volta_fa.fwd(*leaves(Case(5, 6, 8).inputs(backend)[:3]), dropout_p=dropout_p)
+        assert out.requires_grad and not lse.requires_grad and not rng_state.requires_grad
+        assert rng_state.shape == (size,) and rng_state.dtype == torch.int64
 
 
 @on("cpu-fp64", "cuda")
 def test_second_derivative_is_refused(backend):
-    inputs = leaves(Case(5, 6, 8).inputs(backend)[:3])
-    out = fwd(*inputs)
+    """Of every gradient."""
+    inputs = leaves([*Case(5, 6, 8).inputs(backend)[:3], backend.randn(1, 2, 5, 6), backend.randn(2)])
+    out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4])
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="volta_fa::bwd"):
-        torch.autograd.grad(grads[0].sum(), inputs)
+    for g in grads:
+        with pytest.raises(RuntimeError, match="volta_fa::bwd"):
+            torch.autograd.grad(g.sum(), inputs, retain_graph=True)
+
+
+@on("sim", "cuda")
+def test_any_pointer(backend):
+    """Operands that do not begin on a 16-byte boundary are copied, not refused; torch.compile could not know."""
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+
+    def misaligned(t):
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
+
+    q, k, v, dout = Case(9, 12, 16, 24, nheads=4, nheads_k=2).inputs(backend)
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v)
+    found = torch.ops.volta_fa.fwd(*map(misaligned, (q, k, v)))
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    expected = torch.ops.volta_fa.bwd(dout, q, k, v, out, lse)
+    for a, b in zip(torch.ops.volta_fa.bwd(*map(misaligned, (dout, q, k, v, out)), lse)[:3], expected):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -108,6 +156,71 @@ def test_autocast_cpu(backend, dtype):
     assert all(t.grad.dtype == torch.float32 for t in inputs)
     for t, r in zip(inputs, reference.backward(dout, q, k, v, is_causal=True)):
         torch.testing.assert_close(t.grad.double(), r, rtol=0.05, atol=0.05)
+
+
+@on("cpu-fp32", "cuda")
+def test_autocast_and_what_is_added_to_scores(backend):
+    """A bias or sinks in fp32 stay so; in a lower precision they follow q. Slopes are always fp32, and a bool mask bool."""
+    q, k, v, dout = (t.float() for t in Case(9, 12, 16).inputs(backend))
+    bias, sinks, slopes = torch.randn(1, 2, 9, 12, device=q.device), torch.randn(2, device=q.device), torch.rand(2, device=q.device)
+    half = [t.half() for t in (q, k, v)]
+
+    def train(tensors, bias, sinks):
+        inputs = leaves([*tensors, bias, sinks])
+        out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4], alibi_slopes=slopes, deterministic=True)
+        out.backward(dout.half())
+        return out, inputs
+
+    for other in (torch.float32, torch.bfloat16, torch.float16):
+        with torch.autocast(backend.device, torch.float16):
+            found, inputs = train((q, k, v), bias.to(other), sinks.to(other))
+        lowered = [t.to(other).to(torch.float32 if other == torch.float32 else torch.float16) for t in (bias, sinks)]
+        expected, expected_inputs = train(half, *lowered)
+        assert torch.equal(found, expected)
+        for a, b in zip(inputs, expected_inputs):
+            assert torch.equal(a.grad, b.grad.to(a.dtype))
+    visible = bias > 0
+    with torch.autocast(backend.device, torch.float16):
+        assert torch.equal(fwd(q, k, v, attn_bias=visible), fwd(*half, attn_bias=visible))
+
+
+@on("cpu-fp32", "cuda")
+def test_scaled_training_step(backend):
+    """fp16 autocast and a gradient scaler: a step like that of fp32, and none where the scaled gradients overflow."""
+    torch.manual_seed(0)
+    x, target = (t.float() for t in (backend.randn(2, 24, 32), backend.randn(2, 24, 32)))
+    weight = torch.nn.Linear(32, 96, device=x.device)
+    before = weight.weight.detach().clone()
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+
+    def loss():
+        q, k, v = weight(x).view(2, 24, 3, 2, 16).unbind(2)
+        return (fwd(q, k, v, is_causal=True).flatten(2) - target).square().mean()
+
+    def step(scale):
+        with torch.no_grad():
+            weight.weight.copy_(before)
+        scaler = torch.amp.GradScaler(backend.device, init_scale=scale)
+        optimizer.zero_grad()
+        with torch.autocast(backend.device, torch.float16):
+            scaled = loss()
+        scaler.scale(scaled).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weight.weight.detach() - before, scaler.get_scale()
+
+    optimizer.zero_grad()
+    if backend.kernels:
+        q, k, v = (t.cpu() for t in weight(x).view(2, 24, 3, 2, 16).unbind(2))
+        (fwd(q, k, v, is_causal=True).flatten(2) - target.cpu()).square().mean().backward()
+    else:
+        loss().backward()
+    expected = -0.1 * weight.weight.grad
+    moved, scale = step(2.0**14)
+    torch.testing.assert_close(moved, expected, rtol=0.02, atol=2e-2 * expected.abs().max().item())
+    assert scale == 2.0**14
+    moved, scale = step(2.0**40)
+    assert moved.count_nonzero() == 0 and scale == 2.0**39
 
 
 @on("cuda")

@@ -21,8 +21,9 @@ def run(name: str) -> str:
 
 def test_sdpa():
     lines = run("sdpa.py").splitlines()
-    assert lines[-3].endswith("{'ran': 2, 'traced': 0, 'fell_back': {}}")
-    assert lines[-2].endswith("{'ran': 0, 'traced': 0, 'fell_back': {'attn_mask': 1}}")
+    assert lines[-4].endswith("{'ran': 2, 'traced': 0, 'fell_back': {}}")
+    assert lines[-3].endswith("{'ran': 1, 'traced': 0, 'fell_back': {}}")
+    assert lines[-2].endswith("{'ran': 0, 'traced': 0, 'fell_back': {'headdim': 1}}")
     assert lines[-1].endswith("{'ran': 1, 'traced': 0, 'fell_back': {}}")
 
 

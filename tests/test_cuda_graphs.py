@@ -1,0 +1,217 @@
+"""CUDA graphs: captured by hand and by torch.compile(mode="reduce-overhead"), replayed with other inputs and other dropout."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conftest import on
+from test_routes import Layer, packed_lengths
+
+
+def capture(step, *generators):
+    """The graph of step(), and what step() returned while it was captured: each replay writes there."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+SHAPE = (2, 40, 2, 64)
+
+
+# what a call has beside q, k and v: fixed options, and tensors by name, which change between replays
+FEATURES = {
+    "plain": ({}, {}),
+    "causal, deterministic": ({"is_causal": True, "deterministic": True}, {}),
+    "window": ({"window_left": 7, "window_right": 3}, {}),
+    "bias": ({}, {"attn_bias": lambda b: b.randn(1, 2, 40, 40).requires_grad_()}),
+    "bool bias": ({}, {"attn_bias": lambda b: b.randn(2, 1, 1, 40) > -1}),
+    "slopes and sinks": ({}, {"alibi_slopes": lambda b: b.randn(2).float().abs(), "sinks": lambda b: b.randn(2).requires_grad_()}),
+    "softcap": ({"softcap": 5.0}, {}),
+    "lengths": ({}, {"seqused_k": lambda b: torch.randint(1, 41, (2,), device=b.device, dtype=torch.int32)}),
+}
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=5e-3)  # dq is summed by atomics
+
+
+def training_step(tensors, dout, options):
+    inputs = [t for t in tensors.values() if t.requires_grad]
+    out = torch.ops.volta_fa.fwd(**tensors, **options)[0]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def assert_replays(make_tensors, dout, options):
+    """Replayed on other values, a captured step gives what the call itself gives for them."""
+    tensors = make_tensors()
+    graph, results = capture(lambda: training_step(tensors, dout, options))
+    for _ in range(3):
+        values = make_tensors()
+        with torch.no_grad():
+            for name, t in tensors.items():
+                t.copy_(values[name])
+        graph.replay()
+        assert_close(results, training_step(values, dout, options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+@on("cuda")
+def test_replay(backend, feature, dtype):
+    backend.dtype = dtype
+    options, extra = FEATURES[feature]
+
+    def tensors():
+        return {**{n: backend.randn(*SHAPE).requires_grad_() for n in "qkv"}, **{n: make(backend) for n, make in extra.items()}}
+
+    if dtype == torch.bfloat16 and feature not in ("plain", "bias"):
+        pytest.skip("bf16 is converted around the kernels, whatever they do")
+    assert_replays(tensors, backend.randn(*SHAPE), options)
+
+
+@on("cuda")
+def test_replay_of_packed_sequences(backend):
+    """Other lengths at each replay, the longest one being what the capture was told."""
+    draws = iter([[30, 5, 5], [1, 38, 1], [0, 13, 27], [39, 0, 1]] * 2)
+
+    def tensors():
+        cu_seqlens = packed_lengths(backend, next(draws))
+        return {**{n: backend.randn(40, 2, 64).requires_grad_() for n in "qkv"}, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens.clone()}
+
+    assert_replays(tensors, backend.randn(40, 2, 64), {"max_seqlen_q": 40, "max_seqlen_k": 40, "is_causal": True})
+
+
+@on("cuda")
+def test_replay_of_misaligned_and_odd_strides(backend):
+    """What is copied before the kernels run is copied at each replay."""
+
+    def tensors():
+        return {n: torch.nn.functional.pad(backend.randn(*SHAPE), (3, 2))[..., 3:-2].detach().requires_grad_() for n in "qkv"}
+
+    assert_replays(tensors, backend.randn(*SHAPE), {})
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropout_step(backend, generator=None):
+    """A step whose out is what dropout leaves of the probabilities; returns (out, rng_state, dv, dout)."""
+    q, k, dout = backend.randn(2, 64, 2, 64), backend.randn(2, 64, 2, 64), backend.randn(2, 64, 2, 64)
+    v = torch.eye(64, device=q.device, dtype=q.dtype).view(1, 64, 1, 64).expand(2, 64, 2, 64).contiguous().requires_grad_()
+
+    def step():
+        out, _, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=0.4, generator=generator)
+        return out.detach(), rng_state, torch.autograd.grad(out, v, dout)[0], dout
+
+    return step
+
+
+def assert_consistent(out, rng_state, dv, dout):
+    """Forward and backward dropped what the random state says."""
+    p = out.transpose(1, 2)
+    kept = torch.ops.volta_fa._dropout_mask(rng_state, 2, 2, 64, 64, 0.4).bool()
+    assert torch.equal(p != 0, kept)
+    expected = (p.float().transpose(2, 3) @ dout.float().transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(dv.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default generator", "own generator"])
+@on("cuda")
+def test_dropout_draws_anew_at_each_replay(backend, own):
+    generator = torch.Generator("cuda").manual_seed(5) if own else None
+    graph, results = capture(dropout_step(backend, generator), *([generator] if own else []))
+    states, outs = [], []
+    for _ in range(4):
+        graph.replay()
+        assert_consistent(*results)
+        outs.append(results[0].clone())
+        states.append(tuple(results[1].tolist()))
+    assert len(set(states)) == 4
+    assert not any(torch.equal(a, b) for a, b in zip(outs, outs[1:]))
+
+
+@on("cuda")
+def test_replays_follow_the_seed(backend):
+    graph, results = capture(dropout_step(backend))
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        graph.replay()
+        outs.append(results[0].clone())
+    assert torch.equal(*outs)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["", "dropout"])
+@on("cuda")
+def test_reduce_overhead(backend, dropout_p):
+    """Training with forward and backward in CUDA graphs; the profiler shows that graphs are launched."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    layer = Layer(dropout_p=dropout_p).to(backend.device, backend.dtype)
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    x = backend.randn(2, 24, 32)
+
+    def step(module):
+        torch.compiler.cudagraph_mark_step_begin()
+        layer.zero_grad(set_to_none=True)
+        out = module(x)
+        out.float().square().sum().backward()
+        return [out.detach().clone(), *(p.grad.clone() for p in layer.parameters())]
+
+    for _ in range(4):  # the first ones warm up and record
+        found = step(compiled)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        again = step(compiled)
+    launches = sum(event.count for event in profiler.key_averages() if event.key == "cudaGraphLaunch")
+    assert launches >= 2, "one graph forward, one backward"
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    if dropout_p == 0.0:
+        expected = step(layer)
+        for a, b in zip(again, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=5e-2)
+    else:
+        assert not torch.equal(found[0], again[0])
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@on("cuda")
+def test_reduce_overhead_through_scaled_dot_product_attention(backend):
+    """PyTorch's own call, with a mask, dropout and a headdim to pad, inside a CUDA graph."""
+    volta_fa = pytest.importorskip("volta_fa")
+    torch.compiler.reset()
+    counters.clear()
+
+    def attention(q, k, v, mask):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask) * 2
+
+    tensors = [backend.randn(2, 2, 24, 20).requires_grad_() for _ in range(3)]
+    mask = backend.randn(24, 24) > 0
+    expected = torch.autograd.grad(attention(*tensors, mask).float().square().sum(), tensors)
+    with volta_fa.sdpa_enabled("cuda", force=True):
+        compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = torch.autograd.grad(compiled(*tensors, mask).float().square().sum(), tensors)
+            found = [t.clone() for t in found]
+        assert volta_fa.sdpa_stats(reset=True)["traced"] > 0
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    torch.compiler.reset()
