@@ -28,7 +28,9 @@ SITE = PACKAGE / "shim"
 def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
     """A process that runs these pieces of code, with `path` first among its packages' folders."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return subprocess.run([sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/")
+    return subprocess.run(
+        [sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/"
+    )
 
 
 def succeeds(*code: str, path: Path | str = "") -> str:
@@ -96,11 +98,16 @@ def make_distribution(folder: Path, version: str | None) -> Path:
     (folder / "flash_attn" / "__init__.py").write_text("origin = 'another'")
     if version is not None:
         (folder / f"flash_attn-{version}.dist-info").mkdir()
-        (folder / f"flash_attn-{version}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n")
+        (folder / f"flash_attn-{version}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n"
+        )
     return folder
 
 
-@pytest.mark.parametrize("version, message", [("2.7.4", "flash-attn 2.7.4 is installed in .*pip uninstall flash-attn"), (None, "there is another flash_attn")])
+@pytest.mark.parametrize(
+    "version, message",
+    [("2.7.4", "flash-attn 2.7.4 is installed in .*pip uninstall flash-attn"), (None, "there is another flash_attn")],
+)
 @pytest.mark.parametrize("imported", [False, True])
 def test_it_does_not_shadow_another_flash_attn(tmp_path, version, message, imported):
     site = make_distribution(tmp_path, version)
@@ -132,7 +139,9 @@ def test_it_does_not_replace_a_module_without_a_file():
         volta_fa.install_flash_attn_shim()
         """
     )
-    assert ran.returncode == 1 and "RuntimeError: volta_fa.install_flash_attn_shim: there is another flash_attn" in ran.stderr, ran.stderr
+    assert ran.returncode == 1 and "RuntimeError: volta_fa.install_flash_attn_shim: there is another flash_attn" in ran.stderr, (
+        ran.stderr
+    )
 
 
 def test_a_flash_attn_installed_later_comes_first(tmp_path):
@@ -147,6 +156,18 @@ def test_a_flash_attn_installed_later_comes_first(tmp_path):
         """
     )
     assert out.strip() == "another"
+
+
+def test_it_warns_where_transformers_may_have_looked_already():
+    ran = run(
+        """
+        import sys, types, volta_fa
+        sys.modules["transformers"] = types.ModuleType("transformers")
+        volta_fa.install_flash_attn_shim()
+        import flash_attn
+        """
+    )
+    assert ran.returncode == 0 and "UserWarning: volta_fa.install_flash_attn_shim: transformers was imported before" in ran.stderr
 
 
 # ---- the distribution ------------------------------------------------------------------------------------------
@@ -194,7 +215,9 @@ FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_TRANSFORMERS", "")
 if importlib.util.find_spec("transformers"):
     FOLDERS.append("")
 RELEASES = pytest.mark.parametrize(
-    "transformers", [pytest.param(f, id=Path(f).name or "installed") for f in FOLDERS] or [pytest.param(None, marks=pytest.mark.skip("no transformers"))]
+    "transformers",
+    [pytest.param(f, id=Path(f).name or "installed") for f in FOLDERS]
+    or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
 )
 
 # transformers takes "flash_attention_2" only where there is a CUDA device. The models stay on the CPU all the same.
@@ -257,7 +280,9 @@ def test_transformers_on_a_machine_without_a_gpu(transformers):
         """,
         path=transformers,
     )
-    assert re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr), ran.stderr[-2000:]
+    assert re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr), (
+        ran.stderr[-2000:]
+    )
 
 
 @RELEASES
@@ -266,7 +291,8 @@ def test_transformers_models(transformers):
     succeeds(
         PRETEND,
         """
-        for name, options in [("Llama", {}), ("Mistral", {"sliding_window": 4}), ("Gemma2", {"sliding_window": 4, "head_dim": 12, "attn_logit_softcapping": 2.0})]:
+        gemma = {"sliding_window": 4, "head_dim": 12, "attn_logit_softcapping": 2.0}
+        for name, options in [("Llama", {}), ("Mistral", {"sliding_window": 4}), ("Gemma2", gemma)]:
             flash, eager = pair(name, **options)
             compare(flash, eager, input_ids=ids)
             for mask in (right, left):
@@ -304,7 +330,7 @@ def test_transformers_packed_sequences(transformers):
 
 @RELEASES
 def test_transformers_attention_dropout(transformers):
-    """It reaches the op in training: with a probability near 1, next to nothing of attention is left."""
+    """In training only, and from PyTorch's generator."""
     succeeds(
         PRETEND,
         """

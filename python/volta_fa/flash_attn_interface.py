@@ -293,13 +293,7 @@ def _attention(
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
-        options |= {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": _number(max_seqlen_q),
-            "max_seqlen_k": _number(max_seqlen_k),
-        }
+        options |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed)
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
         return out
@@ -307,7 +301,12 @@ def _attention(
 
 
 def _options(
-    q: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None
+    q: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
     """The op's names for what every function has."""
     return {
@@ -341,13 +340,9 @@ def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor
     return packed.unbind(-3)
 
 
-def _number(value: int | Tensor) -> int:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _bound(value: int | Tensor) -> int:
-    """flash-attn takes any negative number as no limit, the op -1."""
-    return max(-1, _number(value))
+def _bound(value: int | Tensor) -> int | Tensor:
+    """flash-attn takes any negative number as no limit, the op -1. (It takes tensors of one element for numbers.)"""
+    return max(-1, value)
 
 
 @torch.no_grad()
@@ -383,7 +378,9 @@ def _s_dmask(
     wide = torch.promote_types(q.dtype, torch.float32)
     for b, (q_b, k_b, lse_b) in enumerate(sequences):
         seqlen_q, seqlen_k = len(q_b), len(k_b)
-        scores = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
+        scores = (
+            torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
+        )
         i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         ahead = torch.arange(seqlen_k, device=q.device) - i
         if alibi_slopes is not None:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+]
 
 
 def apply_rotary(
@@ -59,7 +66,9 @@ def _rows(
     if x.dim() != rank:
         raise ValueError(f"volta_fa: x: got shape {tuple(x.shape)}, expected {layout}")
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
+        raise ValueError(
+            f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
+        )
     if sin.shape != cos.shape:
         raise ValueError(f"volta_fa: sin: got shape {tuple(sin.shape)}, expected cos' shape {tuple(cos.shape)}")
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -211,7 +220,7 @@ class RotaryEmbedding(torch.nn.Module):
             cached is not None
             and seqlen <= self._seq_len_cached
             and (cached.device, cached.dtype) == (device, dtype)
-            and not (self.training and cached.is_inference())  # autograd cannot save those
+            and not (self.training and cached.is_inference())  # which autograd does not save; subclasses do
         ):
             return
         # float32 until the end, even if the module was cast: half precision cannot count positions above 2048.

@@ -24,7 +24,9 @@ class _NoExtension:
     of compute capability 8.0 and above."""
 
     def __getattr__(self, name: str):
-        raise AttributeError(f"volta_fa: flash_attn_gpu.{name}: flash-attn's compiled module is not here; call flash_attn's functions")
+        raise AttributeError(
+            f"volta_fa: flash_attn_gpu.{name}: flash-attn's compiled module is not here; call flash_attn's functions"
+        )
 
 
 flash_attn_gpu = _NoExtension()
