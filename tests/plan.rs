@@ -1,8 +1,8 @@
 //! Planning is a pure function: no device, no tensors.
 
-use volta_fa::kernels::{self, Pass};
+use volta_fa::kernels::{self, Flavor, Pass};
 use volta_fa::plan::{self, DeviceLimits};
-use volta_fa::problem::{Attention, Features, Window};
+use volta_fa::problem::{Attention, Features, Packed, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention {
@@ -20,18 +20,37 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
     }
 }
 
+/// What a problem asks for, and the kernels that are prepared for no more than that.
+fn wishes() -> [(Features, Option<Packed>, Flavor); 5] {
+    let packed = Some(Packed { total_q: 150, total_k: 170 });
+    [
+        (Features::default(), None, Flavor::Plain),
+        (Features::default(), packed, Flavor::Ragged),
+        (Features { seqused_k: true, ..Features::default() }, None, Flavor::Ragged),
+        (Features { sinks: true, ..Features::default() }, None, Flavor::General),
+        (Features { dropout_p: 0.1, ..Features::default() }, packed, Flavor::General),
+    ]
+}
+
 #[test]
 fn every_headdim_has_kernels_and_padding_is_least() {
-    for headdim in (8..=256).step_by(8) {
-        for headdim_v in (8..=256).step_by(8) {
-            let a = attention(100, 100, headdim, headdim_v);
+    for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
+        for (features, packed, flavor) in wishes() {
+            let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [false, true].map(|d| plan::backward(&a, d, &DeviceLimits::V100).unwrap());
             for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
                 assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
-                let less_padded = kernels::of(v.family, v.pass).any(|o| {
+                // the last pass sees no score unless it computes dq
+                let flavor = if v.pass == Pass::BackwardFinish { flavor.min(Flavor::Ragged) } else { flavor };
+                assert!(v.flavor >= flavor, "{} for {features:?}", v.name);
+                let less_padded = kernels::of(v.family, v.pass).filter(|o| o.flavor == v.flavor).any(|o| {
                     o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && o.headdim + o.headdim_v < v.headdim + v.headdim_v
                 });
+                let cheaper = kernels::of(v.family, v.pass).any(|o| {
+                    o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && (flavor..v.flavor).contains(&o.flavor)
+                });
+                assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
         }
@@ -44,13 +63,15 @@ fn every_variant_is_chosen_for_some_problem() {
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
-                let a = Attention { nheads, nheads_k: nheads, batch: 1, ..attention(seqlen, seqlen, headdim, headdim_v) };
-                let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
-                unused.retain(|&name| name != forward.variant.name);
-                for deterministic in [false, true] {
-                    let b = plan::backward(&a, deterministic, &DeviceLimits::V100).unwrap();
-                    let used = [b.prepare, b.main, b.finish].map(|s| s.variant.name);
-                    unused.retain(|name| !used.contains(name));
+                for (features, packed, _) in wishes() {
+                    let a = Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+                    unused.retain(|&name| name != forward.variant.name);
+                    for deterministic in [false, true] {
+                        let b = plan::backward(&a, deterministic, &DeviceLimits::V100).unwrap();
+                        let used = [b.prepare, b.main, b.finish].map(|s| s.variant.name);
+                        unused.retain(|name| !used.contains(name));
+                    }
                 }
             }
         }
@@ -162,5 +183,26 @@ fn names_are_unique_and_blocks_fit_a_v100() {
         assert!(v.shared_bytes * v.blocks_per_sm <= 96 * 1024, "{}", v.name);
         assert!(v.threads % 32 == 0 && v.threads <= 1024, "{}", v.name);
         assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
+    }
+}
+
+/// Where the kernels put a packed sequence's rows in the scratch memory (csrc/sequence.cuh), none overlaps another.
+#[test]
+fn packed_sequences_have_room_in_the_scratch_memory() {
+    const ROUNDING: i64 = 32;
+    for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
+        let total_q = lengths.iter().sum();
+        let longest = *lengths.iter().max().unwrap();
+        let packed = Some(Packed { total_q, total_k: 10 });
+        let a = Attention { packed, batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) };
+        let plan = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
+        let (mut first_row, mut free) = (0, 0);
+        for (i, length) in lengths.iter().enumerate() {
+            let start = (first_row + i as i64 * ROUNDING) / ROUNDING * ROUNDING;
+            assert!(start >= free, "{lengths:?}: sequence {i}");
+            free = start + (length + ROUNDING - 1) / ROUNDING * ROUNDING;
+            first_row += length;
+        }
+        assert!(free <= plan.scratch_rows, "{lengths:?}");
     }
 }
