@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import os
 import random
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +14,7 @@ import torch
 
 import reference
 from cases import random_case
-from conftest import ALL, BF16_KERNELS, KERNELS, Case, assert_same_bits, check, on, on_cases, repeat
+from conftest import ALL, BF16_KERNELS, KERNELS, REPOSITORY, Case, assert_same_bits, check, on, on_cases, repeat
 
 op = torch.ops.volta_fa
 
@@ -236,6 +239,18 @@ def test_many_short_sequences(backend):
     check(backend, *tensors, **options)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@on("cuda")
+def test_more_entries_than_a_grid_has(backend, packed):
+    """Beyond 65535 entries, launches share the scratch memory."""
+    entries = 70_000
+    case = Case(2, 3, 8, batch=entries, nheads=1, sinks="fp32", alibi="bh", dropout_p=0.2, bias="qk:fp32")
+    if packed:
+        case = changed(case, lengths=((2, 3), (1, 3)) * (entries // 2))
+    tensors, options = case.problem(backend)
+    check(backend, *tensors, **options)
+
+
 # ---- deterministic ------------------------------------------------------------------------------------------------
 
 DETERMINISTIC = [
@@ -457,3 +472,21 @@ def test_random_combinations_sim_bf16(case):
 @hypothesis.given(combinations(300, (8, 32, 40, 64, 96, 128, 192, 256)), st.booleans())
 def test_random_combinations_cuda(case, deterministic):
     repeat("cuda", case, deterministic)
+
+
+# ---- the sweep of tools/gpu ----------------------------------------------------------------------------------------
+
+
+def test_sweep(tmp_path):
+    """It runs, and tells of a failure by a line that repeats it."""
+    sweep = [sys.executable, str(REPOSITORY / "tools/gpu/sweep.py"), "--device", "cpu"]
+    done = subprocess.run([*sweep, "--count", "25"], capture_output=True, text=True)
+    assert done.returncode == 0 and "25 problems, 0 failed" in done.stdout, done.stdout + done.stderr
+    # a tenth of eager's error is less than any fp16 result has
+    (tmp_path / "sitecustomize.py").write_text("import reference; reference.FORWARD_FACTOR = 0.1; reference.Budget._unavoidable = lambda *_: 0.0")
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY / "tests")])
+    done = subprocess.run([*sweep, "--count", "3", "--backend", "cpu-fp16"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 1 and "3 problems, 3 failed" in done.stdout, done.stdout + done.stderr
+    command = next(line for line in done.stdout.splitlines() if line.startswith("to repeat: ")).removeprefix("to repeat: ")
+    again = subprocess.run(command.replace("python", sys.executable, 1), shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr

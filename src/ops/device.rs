@@ -77,8 +77,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     launcher.begin(&extents);
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
     extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
-    // rows between packed sequences, which no kernel writes: no probability
-    let sinks = features.sinks().map(|sinks| SinkGradient::new(sinks, &row_stats)).transpose()?;
+    let sinks = features.sinks().map(SinkGradient::new).transpose()?;
     let mut dsinks = None;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
@@ -106,6 +105,10 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
             dbias_row_stride: dbias_row,
             dbias_key_stride: dbias_key,
         };
+        if sinks.is_some() {
+            // what this launch does not write, rows between packed sequences and those of launches before: no probability
+            let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
+        }
         for step in [&plan.prepare, &plan.main, &plan.finish] {
             run(launcher, step, batches, bytes_of(&params), &extents)?;
         }
@@ -141,9 +144,7 @@ struct SinkGradient {
 }
 
 impl SinkGradient {
-    fn new(sinks: &Tensor, row_stats: &Tensor) -> Result<SinkGradient> {
-        // Packed sequences leave gaps that no kernel writes. There, as in all padding, lse is +inf.
-        let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
+    fn new(sinks: &Tensor) -> Result<SinkGradient> {
         Ok(SinkGradient { sinks: sinks.f_view([1, -1, 1, 1])? })
     }
 
