@@ -361,6 +361,24 @@ def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, caps
     assert "sm_70" in capsys.readouterr().out
 
 
+def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_path, monkeypatch):
+    calls = []
+
+    def pip_install(self, *arguments):
+        calls.append(arguments)
+        (arguments[1] / "transformers").mkdir(parents=True)
+
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    environment = bootstrap.Environment(tmp_path)
+    bootstrap.install_old_transformers(environment)
+    bootstrap.install_old_transformers(environment)
+    assert [call[:2] for call in calls] == [("--target", tmp_path / "transformers-4.57")]
+    (tmp_path / "transformers-4.57" / "transformers-4.57.txt").write_text("other pins")
+    bootstrap.install_old_transformers(environment)
+    assert len(calls) == 2
+    assert requirements("transformers-4.57")["transformers"].startswith("4.57.") and requirements("test")["transformers"].startswith("5.")
+
+
 def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     environment = bootstrap.Environment(tmp_path)
     calls = []

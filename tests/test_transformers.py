@@ -101,13 +101,15 @@ OTHERS = {
         t.ViTModel,
     ),
 }
+#: Their masks have a key too many in transformers 4.57.
+LONG_MASKS = {"persimmon": lambda t: (t.PersimmonConfig(**SMALL), t.PersimmonForCausalLM)}
 WITHOUT_INTERFACE_IN_4_57 = ("bert", "modernbert", "t5")
 
 
 @functools.cache
 def models(name: str):
     """The model twice, eager and ours, with the same weights."""
-    config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS)[name](transformers)
+    config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS | LONG_MASKS)[name](transformers)
     if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
         pytest.skip("does not use the attention interface in transformers 4.57")
     eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
@@ -288,6 +290,12 @@ def test_users_own_mask(name, dtype):
     assert (calls.count, calls.biased) == (LAYERS, LAYERS)
 
 
+@pytest.mark.parametrize("name", LONG_MASKS)
+def test_masks_longer_than_the_keys(name):
+    for mask in (None, padding("left")):
+        assert compare(name, mask, input_ids=tokens(), attention_mask=mask).count == LAYERS
+
+
 @on("sim", "cuda")
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
@@ -448,15 +456,25 @@ def test_autocast(name):
 # ---- compiling -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("kind", ["none", "left", "packed"])
 def test_compile(kind):
+    """fullgraph, forward and backward."""
     _, ours = models("mistral")
-    mask = None if kind == "none" else padding(kind)
-    expected = run(ours, input_ids=tokens(), attention_mask=mask, use_cache=False)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    found = run(compiled, input_ids=tokens(), attention_mask=mask, use_cache=False)
-    keep = slice(None) if mask is None else mask.bool()
-    torch.testing.assert_close(found[keep], expected[keep], **TOLERANCE)
+    if kind == "packed":
+        cu_seq_lens = torch.tensor([0, 3, 20], dtype=torch.int32)
+        inputs = {"input_ids": tokens(1), "position_ids": torch.cat([torch.arange(3), torch.arange(17)])[None]}
+        inputs.update(cu_seq_lens_q=cu_seq_lens, cu_seq_lens_k=cu_seq_lens, max_length_q=17, max_length_k=17)
+    else:
+        inputs = {"input_ids": tokens(), "attention_mask": None if kind == "none" else padding(kind)}
+    keep = padding(kind)[: len(inputs["input_ids"])].bool()
+    found = []
+    for model in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        ours.zero_grad()
+        logits = model(**inputs, use_cache=False).logits[keep]
+        logits.square().mean().backward()
+        found.append((logits.detach(), ours.model.layers[0].self_attn.k_proj.weight.grad))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, **TOLERANCE)
 
 
 # ---- the mask function ---------------------------------------------------------------------------------------------
@@ -529,6 +547,11 @@ def test_mask_function_makes_no_tensor():
     assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None, None)
     assert function(**plain, mask_function=causal_window(SEQLEN)) is None
     assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, LEFT, LEFT)
+    if V5:
+        # of queries x keys, at least
+        cross = dict(plain, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+        assert contents(function(**cross, attention_mask=padding("left").bool())) == (-1, -1, SEQLEN, [0, 0, 20, 20, 40, 60], LEFT)
+        assert function(**cross, attention_mask=padding("holes").bool()).shape == (BATCH, 1, 1, SEQLEN)
     static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
     assert contents(function(**static)) == (-1, 0, SEQLEN, None, None)
 
@@ -568,6 +591,18 @@ def test_models_without_the_attention_interface_are_refused():
     with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and XLNetModel .* expected 'sdpa', .* or 'eager'"):
         transformers.XLNetModel._from_config(config, attn_implementation="volta_fa")
     transformers.XLNetModel._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("version", [(4, 56), (6, 0)])
+def test_other_versions_of_transformers(version, monkeypatch):
+    monkeypatch.setattr(volta_fa.transformers, "_VERSION", version)
+    if version < (4, 57):
+        with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
+            volta_fa.transformers._register()
+    else:
+        monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
+        with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
+            volta_fa.transformers._register()
 
 
 def test_headdim_above_256_is_refused():

@@ -34,6 +34,7 @@ __all__ = ["NAME", "MaskRule", "attention", "mask"]
 
 #: The value of `attn_implementation`.
 NAME = "volta_fa"
+_VERSION = tuple(int(part) for part in transformers_version.split(".")[:2])
 
 
 class MaskRule(Tensor):
@@ -361,7 +362,7 @@ def attention(
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
             window_right = 0
     else:
-        bias = attention_mask[..., :keys]  # transformers 4.57 makes some of them longer
+        bias = attention_mask[..., :keys] if _VERSION < (5, 0) else attention_mask  # some models of 4.57 make it too long
     if packed:
         sequences = _sequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if position_bias is not None:
@@ -428,10 +429,9 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | T
 
 
 def _register() -> None:
-    version = tuple(int(part) for part in transformers_version.split(".")[:2])
-    if version < (4, 57):
+    if _VERSION < (4, 57):
         raise ImportError(f"volta_fa {__version__} needs transformers 4.57 or 5.x, and {transformers_version} is installed")
-    if version >= (6, 0):
+    if _VERSION >= (6, 0):
         warnings.warn(f"volta_fa {__version__} is tested with transformers 4.57 and 5.x, and {transformers_version} is installed", stacklevel=3)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
