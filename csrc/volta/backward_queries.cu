@@ -6,7 +6,7 @@
 // so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
 // with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
 // S and dP, and all of them together dQ, from dS in shared memory.
-#include "volta/backward.cuh"
+#include "volta/backward_modifier.cuh"
 
 namespace volta {
 
@@ -42,6 +42,56 @@ __device__ __forceinline__ void sync_sharers(int group) {
         __syncwarp();
     else
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kSharers) : "memory");
+}
+
+// General kernels: dS of one step, from S and dP. `row` and `key` are the warp's first; lse and delta are -lse/scale and
+// -delta of the lane's rows.
+using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
+using LaneRows = float[kScoreQueryTiles][2];
+__device__ __forceinline__ void general_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row, int key, const LaneRows& lse,
+                                                        const LaneRows& delta, bool masked, u32 packed) {
+    const ScoreOptions& options = p.score_options;
+    const Lane lane(thread_index_here() & 31);
+#pragma unroll 1
+    for (int tile = 0; tile < kScoreQueryTiles * kScoreKeyTiles; tile++) {
+        const int m = tile / kScoreKeyTiles, n = tile % kScoreKeyTiles;
+        const ScorePlace<Own::kQueries> place(lane, row + 16 * m, key + 16 * n);
+        const auto of_row = [&](const LaneRows& x, int v) { return m ? x[kScoreQueryTiles - 1][v / 2 % 2] : x[0][v / 2 % 2]; };
+        Accumulator &x = s[0][0], &dx = dp[0][0];
+        if (has_modifier(options)) {
+            const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
+            const ScoreModifier modifier(p.problem, options, block_batch_here(), block_head_here(), sequence.seqlen_q(), sequence.seqlen_k());
+            if (modifier.is_capped()) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    float slope;
+                    x[v] = capped_score(x[v], of_row(lse, v), p, modifier, slope);
+                    dx[v] *= slope;
+                }
+            } else {
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+            }
+            add_position_terms(x, options, modifier, place);
+        } else {
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+        }
+        if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
+        if (options.rng_state) {
+            const u32 bits = kept_queries(philox_of(p, block_head_here()), options.dropout_threshold, place);
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                const float d = of_row(delta, v);
+                dx[v] = is_kept(bits, v) ? fmaf(dx[v] - d, options.dropout_scale, d) : d;
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < 8; v++) dx[v] *= exp2_approx(x[v]);
+        store_packed(packed, m, n, pack_tile(dx));
+        next_tile(s);
+        next_tile(dp);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) {
@@ -121,17 +171,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
             qk.multiply_high(s);
             ov.multiply_high(dp);
         }
-        if (!unmasked.contain(key)) apply_mask<Own::kQueries>(s, p, lane, first_row + score_row, key + score_key);
-        exponentials(s, p.problem.scale_log2, 0.f);
-        if (kScoresInV) __syncthreads();  // V is done with
+        const bool masked = !unmasked.contain(key);
+        if (kGeneral) {
+            if (kScoresInV) __syncthreads();  // V is done with
+            general_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
+        } else {
+            if (masked) apply_mask<Own::kQueries>(s, p, lane, first_row + score_row, key + score_key);
+            exponentials(s, p.problem.scale_log2, 0.f);
+            if (kScoresInV) __syncthreads();  // V is done with
 #pragma unroll
-        for (int m = 0; m < kScoreQueryTiles; m++)
+            for (int m = 0; m < kScoreQueryTiles; m++)
 #pragma unroll
-            for (int n = 0; n < kScoreKeyTiles; n++) {
+                for (int n = 0; n < kScoreKeyTiles; n++) {
 #pragma unroll
-                for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
-                store_packed(packed, m, n, pack_tile(dp[m][n]));
-            }
+                    for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
+                    store_packed(packed, m, n, pack_tile(dp[m][n]));
+                }
+        }
         // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
         tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
         sync_sharers(group);

@@ -7,7 +7,7 @@
 // of 16 queries, half the keys), of the gradient every second block of 32 columns.
 #pragma once
 
-#include "volta/backward.cuh"
+#include "volta/backward_modifier.cuh"
 
 namespace volta {
 
@@ -33,6 +33,104 @@ __device__ __forceinline__ void wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// s *= x.
+__device__ __forceinline__ void multiply(Accumulator& s, const PackedTile& x) {
+    constexpr int kFirst[4] = {0, 4, 2, 6};  // the accumulators of a packed pair: pack_tile
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = to_float2(x.x[i]);
+        s[kFirst[i]] *= pair.x;
+        s[kFirst[i] + 1] *= pair.y;
+    }
+}
+
+// General kernels: what the first role makes of S, and the second of dP. Beside P, a second thing may have to go from one to
+// the other: softcap's derivative, or which probabilities dropout drops, as signs of a copy of P (never both). Its place is
+// that of the dS which the second role makes of it.
+using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
+constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
+
+// `key` and `row` are the warp's first, `stats` the lane's statistics of this step, `packed` its address of P.
+__device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row, const float* stats,
+                                                      bool masked, u32 packed, int keys_left) {
+    const ScoreOptions& options = p.score_options;
+    const Lane lane(thread_index_here() & 31);
+#pragma unroll 1
+    for (int tile = 0; tile < kWarpScoreTiles; tile++) {
+        const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
+        const ScorePlace<Own::kKeys> place(lane, key + 16 * m, row + 16 * n);
+        Accumulator& x = s[0][0];
+        if (has_modifier(options)) {
+            const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
+            const ScoreModifier modifier(p.problem, options, block_batch_here(), head, sequence.seqlen_q(), sequence.seqlen_k());
+            if (modifier.is_capped()) {
+                Accumulator minus_lse[1][1], slopes;
+                load_stats(minus_lse, stats + 16 * n * kStatsPerRow);
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], minus_lse[0][0][v], p, modifier, slopes[v]);
+                store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
+            } else {
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+            }
+            add_position_terms(x, options, modifier, place);
+        } else {
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+        }
+        if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
+#pragma unroll
+        for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
+        PackedTile probabilities = pack_probability_tile(x);
+        if (options.rng_state) {
+            const DroppedKeys dropped(philox_of(p, head), options.dropout_threshold, place);
+            PackedTile signs = probabilities;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                signs.x[i] |= dropped.signs(i);
+                probabilities.x[i] &= ~halves_of(dropped.signs(i));
+            }
+            store_packed(packed + S::kScoreTile, m, n, signs, keys_left);
+        }
+        store_packed(packed, m, n, probabilities, keys_left);
+        next_tile(s);
+    }
+}
+
+__device__ __forceinline__ void general_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row, const float* stats,
+                                                        u32 packed) {
+    const ScoreOptions& options = p.score_options;
+#pragma unroll 1
+    for (int tile = 0; tile < kWarpScoreTiles; tile++) {
+        const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
+        Accumulator& x = dp[0][0];
+        PackedTile probabilities;
+        if (options.rng_state) {
+            probabilities = load_packed(packed + S::kScoreTile, m, n);
+            Accumulator minus_delta[1][1];
+            load_stats(minus_delta, stats + 16 * n * kStatsPerRow);
+            constexpr int kWord[8] = {0, 0, 2, 2, 1, 1, 3, 3};  // of pack_tile
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                const bool is_dropped = probabilities.x[kWord[v]] & (v % 2 ? 0x80000000 : 0x8000);
+                const float d = minus_delta[0][0][v];
+                x[v] = is_dropped ? d : fmaf(x[v] - d, options.dropout_scale, d);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
+        } else {
+            probabilities = load_packed(packed, m, n);
+        }
+#pragma unroll
+        for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
+        multiply(x, probabilities);
+        if (p.dbias) add_bias_gradient(x, p, head, ScorePlace<Own::kKeys>(Lane(thread_index_here() & 31), key + 16 * m, row + 16 * n));
+        if (options.softcap > 0.f) multiply(x, load_packed(packed + S::kScoreTile, m, n));
+        store_packed(packed + S::kScoreTile, m, n, pack_tile(x));
+        next_tile(dp);
+    }
+}
+
 // With DQ dq is added to the accumulator; without, another kernel computes it (backward_queries.cu).
 template <bool DQ>
 __device__ __forceinline__ void backward_split(const BwdParams& p) {
@@ -51,7 +149,10 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
 
     load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
     const int keys_left = pinned(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
-    if (first_key + S::kRows > sequence.seqlen_k()) clear_scores<S>(shared + S::kScores);
+    if (first_key + S::kRows > sequence.seqlen_k()) {
+        clear_scores<S>(shared + S::kScores);
+        if (kGeneral) clear_scores<S>(shared + S::kScores + S::kScoreTile);
+    }
 
     // What a warp's role changes: K Q^T or V dO^T, then P^T dO or dS^T Q.
     const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
@@ -107,13 +208,23 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
             const u32 packed = packed_addresses.second();
             // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
             if (__any_sync(~0u, role == 0)) {
-                if (!range.unmasked.contain(row)) apply_mask<Own::kKeys>(s, p, Lane(), first_key + score_key0, row + score_query0);
-                exponentials(s, p.problem.scale_log2, kExponentShift);
+                const bool masked = !range.unmasked.contain(row);
+                if (kGeneral) {
+                    general_probabilities(s, p, head, first_key + score_key0, row + score_query0, stats + row * kStatsPerRow, masked,
+                                          packed, keys_left);
+                } else {
+                    if (masked) apply_mask<Own::kKeys>(s, p, Lane(), first_key + score_key0, row + score_query0);
+                    exponentials(s, p.problem.scale_log2, kExponentShift);
 #pragma unroll
-                for (int m = 0; m < kScoreKeyTiles; m++)
+                    for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
-                    for (int n = 0; n < kScoreQueryTiles; n++) store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+                        for (int n = 0; n < kScoreQueryTiles; n++)
+                            store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+                }
                 wait(kProbabilitiesReady + key_group, 64 * kSharers);
+            } else if (kGeneral) {
+                wait(kProbabilitiesReady + key_group, 64 * kSharers);
+                general_score_gradients(s, p, head, first_key + score_key0, row + score_query0, stats + row * kStatsPerRow, packed);
             } else {
 #pragma unroll
                 for (int m = 0; m < kScoreKeyTiles; m++)
@@ -127,13 +238,7 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
 #pragma unroll
                     for (int n = 0; n < kScoreQueryTiles; n++) {
                         const PackedTile probabilities = load_packed(packed, m, n);
-                        constexpr int kFirst[4] = {0, 4, 2, 6};  // the accumulators of a packed pair: pack_tile
-#pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            const float2 pair = to_float2(probabilities.x[i]);
-                            s[m][n][kFirst[i]] *= pair.x;
-                            s[m][n][kFirst[i] + 1] *= pair.y;
-                        }
+                        multiply(s[m][n], probabilities);
                         store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]));
                     }
             }
@@ -162,8 +267,9 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
 
     // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
     __syncthreads();
-    to_shared<S, kSharers>(gradient, role ? p.signed_scale : 1.f / kProbabilityUnit, shared + (role ? S::kOwnS : S::kOwnDp),
-                                gradient_key, share);
+    float dv_factor = 1.f / kProbabilityUnit;
+    if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
+    to_shared<S, kSharers>(gradient, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key, share);
     __syncthreads();
     const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
     shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), first_key, end_sequence.stored_k(), p.problem.headdim);

@@ -155,16 +155,6 @@ struct Probabilities {
     }
 };
 
-template <int M, int N, class F>
-__device__ __forceinline__ void each(Accumulator (&c)[M][N], F f) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < 8; v++) f(c[m][n][v], m, n, v);
-}
-
 // The scores from products q.k to units of log2 (score_modifier.cuh). `row` and `key` are the tile's first; key is a multiple
 // of 4.
 template <int RowTiles, int KeyTiles>

@@ -64,6 +64,17 @@ __device__ __forceinline__ void clear(Accumulator& c) {
     for (int v = 0; v < 8; v++) c[v] = 0.f;
 }
 
+// f(element, m, n, v) for each element of M x N tiles.
+template <int M, int N, class F>
+__device__ __forceinline__ void each(Accumulator (&c)[M][N], F f) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int v = 0; v < 8; v++) f(c[m][n][v], m, n, v);
+}
+
 // Two floats to packed fp16, rounded to nearest (the XU pipe: not for inner loops).
 __device__ __forceinline__ u32 to_half2(float lo, float hi) {
     u32 packed;

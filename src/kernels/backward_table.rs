@@ -102,67 +102,9 @@ const MAIN: [Variant; 6] = [
     },
 ];
 
-/// One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM have
-/// 1024 threads with two or more 16-byte loads each in flight.
-const PREPARE: Variant = Variant {
-    name: "volta_bwd_prepare",
-    family: VOLTA,
-    pass: Pass::BackwardPrepare,
-    flavor: Flavor::Plain,
-    source: "volta/backward_prepare.cu",
-    headdim: 256,
-    headdim_v: 256,
-    block_rows: 64,
-    step: 0,
-    threads: 256,
-    shared_bytes: 0,
-    blocks_per_sm: 4,
-};
-
-/// As `PREPARE`: any headdim. 34 registers.
-const FINISH: Variant = Variant {
-    name: "volta_bwd_finish",
-    family: VOLTA,
-    pass: Pass::BackwardFinish,
-    flavor: Flavor::Plain,
-    source: "volta/backward_finish.cu",
-    headdim: 256,
-    headdim_v: 256,
-    block_rows: 64,
-    step: 0,
-    threads: 256,
-    shared_bytes: 0,
-    blocks_per_sm: 4,
-};
-
-/// The same kernel for sequences whose lengths are in memory, with the same tiles.
-const fn ragged(plain: Variant, name: &'static str) -> Variant {
-    Variant { name, flavor: Flavor::Ragged, ..plain }
-}
-
-/// The main kernel `main` without its dQ product.
-const fn keys(main: Variant, name: &'static str, source: &'static str) -> Variant {
-    Variant { name, pass: Pass::BackwardKeys, source, ..main }
-}
-
-pub const BACKWARD: &[Variant] = &[
-    PREPARE,
-    MAIN[0],
-    MAIN[1],
-    MAIN[2],
-    MAIN[3],
-    MAIN[4],
-    MAIN[5],
-    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
-    // fewer registers (194, 255, 187, 214, 199, 214) ...
-    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward_small_keys.cu"),
-    keys(MAIN[1], "volta_bwd_keys_64", "volta/backward_small_keys.cu"),
-    keys(MAIN[2], "volta_bwd_keys_96", "volta/backward_split_keys.cu"),
-    keys(MAIN[3], "volta_bwd_keys_128", "volta/backward_split_keys.cu"),
-    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward_split_keys.cu"),
-    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward_split_keys.cu"),
-    // ... then dq from blocks of queries, as the main kernels' from blocks of keys. Four warps with 32 queries
-    // each: dQ is 32 registers of a thread, 168 in all, so three blocks an SM. Shared: Q, dO 16 KB, K, V 4 KB,
+/// deterministic=True: dq from blocks of queries, as the main kernels' from blocks of keys.
+const QUERIES: [Variant; 6] = [
+    // Four warps with 32 queries each: dQ is 32 registers of a thread, 168 in all, so three blocks an SM. Shared: Q, dO 16 KB, K, V 4 KB,
     // dS 8 KB.
     Variant {
         name: "volta_bwd_queries_32",
@@ -254,6 +196,101 @@ pub const BACKWARD: &[Variant] = &[
         shared_bytes: 98304,
         blocks_per_sm: 1,
     },
+];
+
+/// One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM have
+/// 1024 threads with two or more 16-byte loads each in flight.
+const PREPARE: Variant = Variant {
+    name: "volta_bwd_prepare",
+    family: VOLTA,
+    pass: Pass::BackwardPrepare,
+    flavor: Flavor::Plain,
+    source: "volta/backward_prepare.cu",
+    headdim: 256,
+    headdim_v: 256,
+    block_rows: 64,
+    step: 0,
+    threads: 256,
+    shared_bytes: 0,
+    blocks_per_sm: 4,
+};
+
+/// As `PREPARE`: any headdim. 34 registers.
+const FINISH: Variant = Variant {
+    name: "volta_bwd_finish",
+    family: VOLTA,
+    pass: Pass::BackwardFinish,
+    flavor: Flavor::Plain,
+    source: "volta/backward_finish.cu",
+    headdim: 256,
+    headdim_v: 256,
+    block_rows: 64,
+    step: 0,
+    threads: 256,
+    shared_bytes: 0,
+    blocks_per_sm: 4,
+};
+
+/// The same kernel for sequences whose lengths are in memory, with the same tiles.
+const fn ragged(plain: Variant, name: &'static str) -> Variant {
+    Variant { name, flavor: Flavor::Ragged, ..plain }
+}
+
+/// The queries kernel `queries` with everything; the tiles are the same.
+const fn general_queries(queries: Variant, name: &'static str) -> Variant {
+    Variant { name, flavor: Flavor::General, ..queries }
+}
+
+/// Both roles of `backward_split` for all headdims.
+const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32) -> Variant {
+    Variant {
+        name,
+        flavor: Flavor::General,
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        shared_bytes: 4 * headdim * (block_rows + step) + 2 * 64 * block_rows,
+        ..MAIN[3]
+    }
+}
+
+const GENERAL: [Variant; 5] = [
+    general("volta_bwd_general_64", 64, 128, 32),
+    general("volta_bwd_general_96", 96, 128, 32),
+    general("volta_bwd_general_128", 128, 128, 32),
+    general("volta_bwd_general_192", 192, 64, 32),
+    general("volta_bwd_general_256", 256, 64, 16),
+];
+
+/// The main kernel `main` without its dQ product.
+const fn keys(main: Variant, name: &'static str, source: &'static str) -> Variant {
+    Variant { name, pass: Pass::BackwardKeys, source, ..main }
+}
+
+pub const BACKWARD: &[Variant] = &[
+    PREPARE,
+    MAIN[0],
+    MAIN[1],
+    MAIN[2],
+    MAIN[3],
+    MAIN[4],
+    MAIN[5],
+    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
+    // fewer registers (194, 255, 187, 214, 199, 214) ...
+    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward_small_keys.cu"),
+    keys(MAIN[1], "volta_bwd_keys_64", "volta/backward_small_keys.cu"),
+    keys(MAIN[2], "volta_bwd_keys_96", "volta/backward_split_keys.cu"),
+    keys(MAIN[3], "volta_bwd_keys_128", "volta/backward_split_keys.cu"),
+    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward_split_keys.cu"),
+    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward_split_keys.cu"),
+    // ... then dq.
+    QUERIES[0],
+    QUERIES[1],
+    QUERIES[2],
+    QUERIES[3],
+    QUERIES[4],
+    QUERIES[5],
     FINISH,
     ragged(PREPARE, "volta_bwd_ragged_prepare"),
     ragged(MAIN[0], "volta_bwd_ragged_32"),
@@ -263,4 +300,19 @@ pub const BACKWARD: &[Variant] = &[
     ragged(MAIN[4], "volta_bwd_ragged_192"),
     ragged(MAIN[5], "volta_bwd_ragged_256"),
     ragged(FINISH, "volta_bwd_ragged_finish"),
+    GENERAL[0],
+    GENERAL[1],
+    GENERAL[2],
+    GENERAL[3],
+    GENERAL[4],
+    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward_split_keys.cu"),
+    keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward_split_keys.cu"),
+    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward_split_keys.cu"),
+    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward_split_keys.cu"),
+    keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward_split_keys.cu"),
+    general_queries(QUERIES[1], "volta_bwd_general_queries_64"),
+    general_queries(QUERIES[2], "volta_bwd_general_queries_96"),
+    general_queries(QUERIES[3], "volta_bwd_general_queries_128"),
+    general_queries(QUERIES[4], "volta_bwd_general_queries_192"),
+    general_queries(QUERIES[5], "volta_bwd_general_queries_256"),
 ];

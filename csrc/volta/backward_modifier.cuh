@@ -1,0 +1,134 @@
+// What general kernels do to scores and probabilities (score_modifier.cuh), in the layouts of the backward pass.
+//
+// They take the 16x16 tiles of a warp's scores in a rolled loop, for the instruction cache. Registers cannot be indexed: the
+// loop works on the first tile, and the others move down by one (next_tile). What only some problems ask for is derived
+// again at every step, so that it holds no registers in between.
+#pragma once
+
+#include "score_modifier.cuh"
+#include "volta/backward.cuh"
+
+namespace volta {
+
+template <int M, int N>
+__device__ __forceinline__ void next_tile(Accumulator (&s)[M][N]) {
+#pragma unroll
+    for (int tile = 1; tile < M * N; tile++)
+#pragma unroll
+        for (int v = 0; v < 8; v++) s[(tile - 1) / N][(tile - 1) % N][v] = s[tile / N][tile % N][v];
+}
+
+// Where the lane's scores of a tile lie in the sequence.
+template <Own OWN>
+class ScorePlace {
+    int own_, step_;  // of element 0
+
+public:
+    // `own` and `step` are the tile's first.
+    __device__ __forceinline__ ScorePlace(const Lane& lane, int own, int step)
+        : own_(own + score_own(lane, 0, 0)), step_(step + score_step(lane, 0, 0)) {}
+    __device__ __forceinline__ int own(int v) const { return own_ + (v & 2); }
+    __device__ __forceinline__ int step(int v) const { return step_ + (v & 1) + 2 * (v >> 2); }
+    __device__ __forceinline__ int row(int v) const { return OWN == Own::kKeys ? step(v) : own(v); }
+    __device__ __forceinline__ int key(int v) const { return OWN == Own::kKeys ? own(v) : step(v); }
+};
+
+__device__ __forceinline__ bool has_modifier(const ScoreOptions& options) {
+    return options.softcap > 0.f || options.alibi_slopes || options.bias;
+}
+__device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
+    return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
+}
+
+// Bias and ALiBi, to scores in units of log2.
+template <Own OWN>
+__device__ __forceinline__ void add_position_terms(Accumulator& s, const ScoreOptions& options, const ScoreModifier& modifier,
+                                                   const ScorePlace<OWN>& place) {
+    if (options.alibi_slopes) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) s[v] = modifier.with_alibi(s[v], modifier.distance(place.row(v), place.key(v)));
+    }
+    if (options.bias) {
+        if (OWN == Own::kKeys) {
+            float bias[8];
+#pragma unroll
+            for (int v = 0; v < 8; v++) bias[v] = modifier.load_bias(options, place.row(v), place.key(v));
+#pragma unroll
+            for (int v = 0; v < 8; v++) s[v] = fmaf(bias[v], kLog2e, s[v]);
+        } else {
+#pragma unroll
+            for (int h = 0; h < 4; h += 2) {  // element 0 of four keys
+                float bias[4];
+                ScoreModifier::to_float(options, modifier.load_bias4(options, place.own(h), place.step(0)), bias);
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[h + i % 2 + 4 * (i / 2)] = fmaf(bias[i], kLog2e, s[h + i % 2 + 4 * (i / 2)]);
+            }
+        }
+    }
+}
+
+// From q.k - lse / scale to the capped score minus lse, in units of log2. `statistic` is the -lse / scale that an element
+// began with, slope softcap's derivative there.
+__device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const ScoreModifier& modifier, float& slope) {
+    // Rows without probabilities have -inf, and s is that too.
+    const float logistic = modifier.logistic(s - fmaxf(statistic, kLowest));
+    slope = ScoreModifier::cap_slope(logistic);
+    return fmaf(-2.f * modifier.cap, logistic, fmaf(statistic, p.problem.scale_log2, modifier.cap));
+}
+
+template <Own OWN>
+__device__ __forceinline__ void mask_tile(Accumulator& s, const Mask& mask, const ScorePlace<OWN>& place) {
+#pragma unroll
+    for (int v = 0; v < 8; v++)
+        if (!mask.visible(place.row(v), place.key(v))) s[v] = negative_infinity();
+}
+
+// Which of a tile's probabilities dropout drops, where own rows are keys. A lane has two keys of a group of four, for four
+// queries, and so has its neighbour: each computes the numbers of two queries. All lanes of the warp together.
+class DroppedKeys {
+    u32 kept_ = 0;
+
+public:
+    __device__ __forceinline__ DroppedKeys(const Philox& philox, unsigned threshold, const ScorePlace<Own::kKeys>& place) {
+        const int odd = place.own(0) & 1, row = place.step(0) + 2 * odd, key = place.own(0) & ~3;
+        u32 mine = 0;
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) mine |= kept(philox.numbers(row + i, key), threshold) << 16 * i;
+        const u32 other = __shfl_xor_sync(~0u, mine, 1);
+        // bits: key of four, of which the lane has 0 and 2 from here on; pair of queries * 8; query of the pair * 16
+        kept_ = (odd ? other | mine << 8 : mine | other << 8) >> odd;
+    }
+    // The sign bits of those of word i of a packed tile.
+    __device__ __forceinline__ u32 signs(int i) const { return ~kept_ << (15 - 2 * (i / 2) - 8 * (i % 2)) & 0x80008000; }
+};
+
+// Which of a tile's probabilities dropout keeps, where own rows are queries: a bit each, those of a row together.
+__device__ __forceinline__ u32 kept_queries(const Philox& philox, unsigned threshold, const ScorePlace<Own::kQueries>& place) {
+    u32 bits = 0;
+#pragma unroll 1
+    for (int h = 0; h < 2; h++) bits |= kept(philox.numbers(place.own(2 * h), place.step(0)), threshold) << 4 * h;
+    return bits;
+}
+__device__ __forceinline__ bool is_kept(u32 bits, int v) { return bits >> (2 * (v & 2) + (v & 1) + 2 * (v >> 2)) & 1; }
+
+// 0xffff where `signs` has the sign bit of a half. (prmt copies signs where the selector says 8 and more; __byte_perm does not.)
+__device__ __forceinline__ u32 halves_of(u32 signs) {
+    u32 halves;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));
+    return halves;
+}
+
+// Adds the gradient of a tile's scores to that of the bias.
+__device__ __forceinline__ void add_bias_gradient(const Accumulator& ds, const BwdParams& p, int head, const ScorePlace<Own::kKeys>& place) {
+    const int batch = block_batch_here();
+    const BlockSequence sequence(p.problem, p.lengths, batch);
+    float* base = p.dbias + batch * p.dbias_batch_stride + head * p.dbias_head_stride;
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int row = place.row(v), key = place.key(v);
+        if (row < sequence.seqlen_q() && key < sequence.seqlen_k())
+            add_global(base + row * p.dbias_row_stride + key * p.dbias_key_stride, ds[v]);
+    }
+}
+
+}  // namespace volta
