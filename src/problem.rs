@@ -247,7 +247,11 @@ fn check_operand(name: &str, d: &TensorDesc, packed: bool, backend: Backend) -> 
     }
     let (columns, rows) = (d.sizes.len() - 1, d.sizes.len() - 3);
     if d.sizes[columns] > 1 && d.strides[columns] != 1 {
-        return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[columns]), "a contiguous last dimension (stride 1)"));
+        return Err(Error::value(
+            name,
+            format!("stride {} in the last dimension", d.strides[columns]),
+            "a contiguous last dimension (stride 1)",
+        ));
     }
     // bf16 is converted, and the copy has strides of its own
     if backend == Backend::Kernels && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
@@ -314,7 +318,11 @@ fn check_features(q: &TensorDesc, a: &Attention, o: &Options) -> Result<()> {
             return Err(Error::value("alibi_slopes", format!("dtype {}", d.dtype), "torch.float32"));
         }
         if d.sizes != [a.nheads] && d.sizes != [a.batch, a.nheads] {
-            return Err(Error::value("alibi_slopes", shape(d), format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", a.nheads, a.batch)));
+            return Err(Error::value(
+                "alibi_slopes",
+                shape(d),
+                format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", a.nheads, a.batch),
+            ));
         }
         check_same("alibi_slopes", "device", d.device, "q", q.device)?;
     }
@@ -443,11 +451,17 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
 ///
 /// # Errors
 /// `Value`, naming the argument.
-pub fn validate_lengths(a: &Attention, cu_seqlens_q: Option<&[i32]>, cu_seqlens_k: Option<&[i32]>, seqused_k: Option<&[i32]>) -> Result<()> {
+pub fn validate_lengths(
+    a: &Attention,
+    cu_seqlens_q: Option<&[i32]>,
+    cu_seqlens_k: Option<&[i32]>,
+    seqused_k: Option<&[i32]>,
+) -> Result<()> {
     let Packed { total_q, total_k } = a.packed.unwrap_or(Packed { total_q: 0, total_k: a.seqlen_k });
-    for (name, cu, total, longest_name, longest) in
-        [("cu_seqlens_q", cu_seqlens_q, total_q, "max_seqlen_q", a.seqlen_q), ("cu_seqlens_k", cu_seqlens_k, total_k, "max_seqlen_k", a.seqlen_k)]
-    {
+    for (name, cu, total, longest_name, longest) in [
+        ("cu_seqlens_q", cu_seqlens_q, total_q, "max_seqlen_q", a.seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, total_k, "max_seqlen_k", a.seqlen_k),
+    ] {
         let Some(cu) = cu else { continue };
         if cu[0] != 0 {
             return Err(Error::value(name, format!("{} as its first value", cu[0]), "0"));
@@ -502,7 +516,11 @@ pub fn validate_backward(
     match rng_state {
         Some(d) if a.features.dropout_p > 0.0 => {
             if d.dtype != DType::Int64 || d.sizes != [2] {
-                return Err(Error::value("rng_state", format!("{} of dtype {}", shape(d), d.dtype), "shape (2,) of dtype torch.int64, that of the forward"));
+                return Err(Error::value(
+                    "rng_state",
+                    format!("{} of dtype {}", shape(d), d.dtype),
+                    "shape (2,) of dtype torch.int64, that of the forward",
+                ));
             }
             check_same("rng_state", "device", d.device, "q", q.device)
         }

@@ -37,12 +37,7 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         tch::Device::Cuda(i) => Device::Cuda(i),
         other => return Err(Error::unsupported(format!("device {other:?}: volta_fa runs on cpu and cuda tensors"))),
     };
-    Ok(TensorDesc {
-        dtype: dtype(t.f_kind()?),
-        device,
-        sizes: t.size(),
-        strides: t.stride(),
-    })
+    Ok(TensorDesc { dtype: dtype(t.f_kind()?), device, sizes: t.size(), strides: t.stride() })
 }
 
 /// `t` itself where all its rows start on 16-byte boundaries, else a contiguous copy: slices of wider tensors may begin

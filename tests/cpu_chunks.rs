@@ -4,7 +4,19 @@ use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Attention, Features, Window};
 
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
-    Attention { batch: 2, seqlen_q, seqlen_k, nheads, nheads_k, headdim: 64, headdim_v: 64, softmax_scale: 0.125, window, packed: None, features: Features::default() }
+    Attention {
+        batch: 2,
+        seqlen_q,
+        seqlen_k,
+        nheads,
+        nheads_k,
+        headdim: 64,
+        headdim_v: 64,
+        softmax_scale: 0.125,
+        window,
+        packed: None,
+        features: Features::default(),
+    }
 }
 
 const WINDOWS: [Window; 6] = [

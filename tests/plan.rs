@@ -47,9 +47,8 @@ fn every_headdim_has_kernels_and_padding_is_least() {
                 let less_padded = kernels::of(v.family, v.pass).filter(|o| o.flavor == v.flavor).any(|o| {
                     o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && o.headdim + o.headdim_v < v.headdim + v.headdim_v
                 });
-                let cheaper = kernels::of(v.family, v.pass).any(|o| {
-                    o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && (flavor..v.flavor).contains(&o.flavor)
-                });
+                let cheaper = kernels::of(v.family, v.pass)
+                    .any(|o| o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && (flavor..v.flavor).contains(&o.flavor));
                 assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
@@ -64,7 +63,8 @@ fn every_variant_is_chosen_for_some_problem() {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
                 for (features, packed, _) in wishes() {
-                    let a = Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                    let a =
+                        Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
                     let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
                     unused.retain(|&name| name != forward.variant.name);
                     for deterministic in [false, true] {

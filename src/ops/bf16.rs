@@ -24,7 +24,11 @@ struct Scaled {
 
 impl Scaled {
     fn new(t: &Tensor) -> Result<Scaled> {
-        let largest = if t.numel() == 0 { Tensor::f_ones([0_i64; 0], (Kind::Float, t.device()))? } else { t.f_abs()?.f_max()?.f_to_kind(Kind::Float)? };
+        let largest = if t.numel() == 0 {
+            Tensor::f_ones([0_i64; 0], (Kind::Float, t.device()))?
+        } else {
+            t.f_abs()?.f_max()?.f_to_kind(Kind::Float)?
+        };
         // all zero, infinite or NaN: as they are
         let exponent = (largest.f_reciprocal()?.f_mul_scalar(LARGEST)?).f_log2()?.f_floor()?.f_clamp(-126.0, 126.0)?;
         let factor = exponent.f_nan_to_num(0.0, 0.0, 0.0)?.f_exp2()?;
@@ -81,7 +85,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     // dq and dk are linear in dout and in v, as dS is; dv in dout alone
     let both = [&dout.factor, &v.factor];
     let of_scores = |t: Option<Tensor>, like: &Option<Tensor>| match (t, like) {
-        (Some(t), Some(like)) => Ok::<_, crate::error::Error>(Some(t.f_to_kind(Kind::Float)?.f_div(both[0])?.f_div(both[1])?.f_to_kind(like.kind())?)),
+        (Some(t), Some(like)) => {
+            Ok::<_, crate::error::Error>(Some(t.f_to_kind(Kind::Float)?.f_div(both[0])?.f_div(both[1])?.f_to_kind(like.kind())?))
+        }
         _ => Ok(None),
     };
     Ok(Gradients {

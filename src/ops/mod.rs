@@ -90,9 +90,9 @@ fn simulated() -> Result<Target> {
 #[cfg(not(feature = "sim"))]
 fn simulated() -> Result<Target> {
     match std::env::var("VOLTA_FA_SIMULATE") {
-        Ok(value) if !value.is_empty() && value != "0" => Err(Error::unsupported(
-            "VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)",
-        )),
+        Ok(value) if !value.is_empty() && value != "0" => {
+            Err(Error::unsupported("VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)"))
+        }
         _ => Ok(Target::Cpu),
     }
 }
@@ -106,7 +106,9 @@ pub fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     }
     match target {
         Target::Cpu => cpu::forward(inputs, &a),
-        Target::Kernels(launcher) => half(inputs.q.kind(), || device::forward(inputs, &a, &*launcher), || bf16::forward(inputs, &a, &*launcher)),
+        Target::Kernels(launcher) => {
+            half(inputs.q.kind(), || device::forward(inputs, &a, &*launcher), || bf16::forward(inputs, &a, &*launcher))
+        }
     }
 }
 
@@ -114,7 +116,12 @@ pub fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
 pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
     let (target, a) = prepare(call)?;
     let inputs = &call.inputs;
-    let saved = &Saved { dout: readable_gradient(&saved.dout)?, out: saved.out.shallow_clone(), softmax_lse: saved.softmax_lse.shallow_clone(), ..*saved };
+    let saved = &Saved {
+        dout: readable_gradient(&saved.dout)?,
+        out: saved.out.shallow_clone(),
+        softmax_lse: saved.softmax_lse.shallow_clone(),
+        ..*saved
+    };
     let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
     problem::validate_backward(
         &describe(&saved.dout)?,

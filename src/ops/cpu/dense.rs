@@ -221,5 +221,9 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, softmax_lse: &Tensor, 
     }
     // dk has its factor from the scaled q
     let dq = dq.f_mul_scalar_(a.softmax_scale)?;
-    Ok([from_groups(&dq, a.batch, work.heads, part.q.kind())?, from_groups(&dk, a.batch, 1, part.k.kind())?, from_groups(&dv, a.batch, 1, part.v.kind())?])
+    Ok([
+        from_groups(&dq, a.batch, work.heads, part.q.kind())?,
+        from_groups(&dk, a.batch, 1, part.k.kind())?,
+        from_groups(&dv, a.batch, 1, part.v.kind())?,
+    ])
 }

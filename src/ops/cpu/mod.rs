@@ -166,7 +166,8 @@ pub fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 /// # Errors
 /// Only where ATen fails, as when memory runs out.
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
-    let sums_of = |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
+    let sums_of =
+        |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
     let sums = Sums {
         dattn_bias: if saved.attn_bias_requires_grad { sums_of(&inputs.attn_bias)? } else { None },
         dsinks: sums_of(&inputs.sinks)?,
@@ -186,7 +187,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradien
     } else {
         part_backward(spans[0], inputs, saved, a, &sums)?
     };
-    let rounded = |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
+    let rounded =
+        |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
     Ok(Gradients { dq, dk, dv, dattn_bias: rounded(sums.dattn_bias, &inputs.attn_bias)?, dsinks: rounded(sums.dsinks, &inputs.sinks)? })
 }
 
