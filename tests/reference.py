@@ -404,7 +404,8 @@ def gradient_sums(ref: Forward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *
         from_delta = from_delta * (1 - ref.tanh**2)
     heads = [_heads_first(t.double(), q.shape[2]) for t in (q, k)]
     sums[0] += _largest(torch.einsum("bhij,bhjd->bhid", from_delta, heads[1])) * scale
-    sums[1] += _largest(torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2).sqrt()) * scale
+    of_heads = torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2)
+    sums[1] += _largest(_sum_groups(of_heads, k.shape[2]).sqrt()) * scale
     if attn_bias is not None and attn_bias.dtype != torch.bool:
         shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)
         along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities

@@ -129,7 +129,8 @@ def assert_consistent(out, rng_state, dv, dout):
 @on("cuda")
 def test_dropout_draws_anew_at_each_replay(backend, own):
     generator = torch.Generator("cuda").manual_seed(5) if own else None
-    graph, results = capture(dropout_step(backend, generator), *([generator] if own else []))
+    step = dropout_step(backend, generator)  # it holds the inputs, which replays read
+    graph, results = capture(step, *([generator] if own else []))
     states, outs = [], []
     for _ in range(4):
         graph.replay()
@@ -142,7 +143,8 @@ def test_dropout_draws_anew_at_each_replay(backend, own):
 
 @on("cuda")
 def test_replays_follow_the_seed(backend):
-    graph, results = capture(dropout_step(backend))
+    step = dropout_step(backend)
+    graph, results = capture(step)
     outs = []
     for _ in range(2):
         torch.manual_seed(11)

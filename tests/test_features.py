@@ -143,7 +143,8 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     out, lse, dq, *_ = check(backend, *tensors, **options)
     assert (out[entries, rows] == 0).all() and (dq[entries, rows] == 0).all()
     expected = options["sinks"][None, :, None] if sinks else torch.tensor(math.inf, device=backend.device)
-    assert (lse[entries, :, rows] == expected.float()).all()
+    found = lse[entries, :, rows]
+    torch.testing.assert_close(found, expected.to(found.dtype).expand_as(found))  # kernels have it in units of log2 meanwhile
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -180,7 +181,8 @@ def test_packed_is_each_sequence_alone(backend):
     case = changed(PACKED, is_causal=True)
     (q, k, v, dout), options = case.problem(backend)
     out, lse = backend.forward(q, k, v, **options)
-    [(dq, dk, dv), *_] = backend.backward(dout, q, k, v, out, lse, **options)
+    options["deterministic"] = True
+    [gradients, *_] = backend.backward(dout, q, k, v, out, lse, **options)
     cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
     rows, keys = slice(cu_q[2], cu_q[3]), slice(cu_k[2], cu_k[3])
 
@@ -192,11 +194,9 @@ def test_packed_is_each_sequence_alone(backend):
     q, dout, k, v = poisoned(q, rows), poisoned(dout, rows), poisoned(k, keys), poisoned(v, keys)
     other_out, other_lse = backend.forward(q, k, v, **options)
     assert torch.equal(other_out[rows], out[rows]) and torch.equal(other_lse[:, rows], lse[:, rows])
-    [(other_dq, other_dk, other_dv), *_] = backend.backward(
-        dout, q, k, v, other_out, other_lse, deterministic=True, **options
-    )
-    torch.testing.assert_close(other_dq[rows], dq[rows], rtol=1e-2, atol=1e-2)
-    assert torch.equal(other_dk[keys], dk[keys]) and torch.equal(other_dv[keys], dv[keys])
+    [others, *_] = backend.backward(dout, q, k, v, other_out, other_lse, **options)
+    for name, a, b, own in zip(("dq", "dk", "dv"), others, gradients, (rows, keys, keys), strict=True):
+        assert torch.equal(a[own], b[own]), name
 
 
 @on("cpu-fp32", *KERNELS)

@@ -23,6 +23,7 @@ import volta_fa
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
 SITE = PACKAGE / "shim"
+DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
 
 
 def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
@@ -178,14 +179,13 @@ def test_versions_agree():
     (version,) = re.findall(r"^Version: (.*)$", (info / "METADATA").read_text(), re.M)
     assert info.name == f"flash_attn-{version}.dist-info"
     assert re.search(r'^__version__ = "(.*)"$', (SITE / "flash_attn" / "__init__.py").read_text(), re.M)[1] + "+volta" == version
-    if (REPOSITORY / "flash_attn_shim").exists():
-        assert f'version = "{version}"' in (REPOSITORY / "flash_attn_shim" / "pyproject.toml").read_text()
+    assert f'version = "{version}"' in (DISTRIBUTION / "pyproject.toml").read_text()
 
 
 def test_the_distribution_installs_with_pip(tmp_path):
     """The same modules in site-packages; install_flash_attn_shim() then has nothing to do."""
     source = tmp_path / "source"
-    shutil.copytree(REPOSITORY / "flash_attn_shim", source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -15,6 +15,19 @@ ODD = {"seqlen_q": 141, "seqlen_k": 155}
 GRIDS = [{"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 2, "nheads": 41, "seqlen_q": 113}]
 
 
+# What a problem asks for that only kernels of this flavor have; dropout and softcap exclude each other.
+FEATURES = {
+    "Plain": [{}, {}],
+    "Ragged": [{"used": 33}, {"used": 65}],
+    "General": [{"softcap": 20.0, "alibi": "bh", "bias": "hqk:fp32", "sinks": "own"}, {"dropout_p": 0.2, "bias": "bk:bool", "used": 60}],
+}
+
+
+def with_features(case, features):
+    used = (features["used"],) * case.batch if "used" in features else ()
+    return dataclasses.replace(case, **{**features, "used": used})
+
+
 def candidates(variant):
     """Problems that may run on this variant: its own headdims, a smaller one that is padded to it, several grids."""
     for grid in GRIDS:
@@ -29,11 +42,11 @@ def is_deterministic(variant) -> bool:
 
 def launched(backend, case, deterministic=False) -> list[str]:
     """Names of the kernels that the ops launch for this problem: a timed simulation tells, and is quick."""
-    q, k, v, dout = case.inputs(backend)
+    (q, k, v, dout), options = case.problem(backend)
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
     torch.ops.volta_fa._sim_report()
-    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **case.options)
-    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **case.options, deterministic=deterministic)
+    out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
+    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
     backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
     return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
 
@@ -42,14 +55,18 @@ def launched(backend, case, deterministic=False) -> list[str]:
 @pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v["name"])
 @on("sim")
 def test_variant_runs(backend, variant, is_causal):
-    cases = (dataclasses.replace(c, is_causal=is_causal) for c in candidates(variant))
+    features, others = FEATURES[variant["flavor"]]
+    cases = (with_features(dataclasses.replace(c, is_causal=is_causal), features) for c in candidates(variant))
     deterministic = is_deterministic(variant)
     reached = next((c for c in cases if variant["name"] in launched(backend, c, deterministic)), None)
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
-    check(backend, *reached.inputs(backend), **reached.options, deterministic=deterministic)
+    tensors, options = reached.problem(backend)
+    check(backend, *tensors, **options, deterministic=deterministic)
     # a headdim that the kernel pads, and lengths that are one more than its tiles'
     padded = dataclasses.replace(reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=65)
-    check(backend, *padded.inputs(backend), **padded.options, deterministic=deterministic)
+    padded = with_features(dataclasses.replace(padded, softcap=0.0, alibi="", bias="", sinks=""), others)
+    tensors, options = padded.problem(backend)
+    check(backend, *tensors, **options, deterministic=deterministic)
 
 
 @on("sim")
@@ -58,7 +75,7 @@ def test_headdims_run_on_the_tightest_variant(backend):
     for variant in INFO["variants"]:
         if variant["pass"] != "Forward":
             continue
-        case = Case(40, 40, variant["headdim"], variant["headdim_v"])
+        case = with_features(Case(40, 40, variant["headdim"], variant["headdim_v"]), FEATURES[variant["flavor"]][0])
         [name, *_] = launched(backend, case)
         found = next(v for v in INFO["variants"] if v["name"] == name)
         assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])

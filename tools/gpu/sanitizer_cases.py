@@ -1,4 +1,5 @@
-"""A small set of forward and backward launches for compute-sanitizer: odd sizes, masks, GQA, both backward modes.
+"""A small set of forward and backward launches for compute-sanitizer: odd sizes, masks, GQA, packed sequences, every
+feature, both backward modes.
 
     compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py
 
@@ -24,20 +25,45 @@ def main() -> int:
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).half()
         return x.cuda()
 
+    def problems(d: int, dv: int):
+        """q, k, v and options."""
+        for seqlen_q, seqlen_k, options in [
+            (113, 255, {}),
+            (77, 33, {"is_causal": True}),
+            (130, 257, {"is_causal": True, "window_left": 40}),
+        ]:
+            yield tensor(1, seqlen_q, 2, d), tensor(1, seqlen_k, 1, d), tensor(1, seqlen_k, 1, dv), options
+
+        ints = {
+            "cu_seqlens_q": [0, 5, 5, 90, 107],
+            "cu_seqlens_k": [0, 3, 43, 43, 193],
+            "seqused_k": [3, 20, 0, 149],
+        }
+        packed = {name: torch.tensor(values, dtype=torch.int32).cuda() for name, values in ints.items()}
+        packed.update(max_seqlen_q=100, max_seqlen_k=150, is_causal=True)
+        yield tensor(107, 2, d), tensor(193, 1, d), tensor(193, 1, dv), packed
+        slopes = torch.tensor([0.5, 0.1]).cuda()
+        yield tensor(107, 2, d), tensor(193, 1, d), tensor(193, 1, dv), {**packed, "dropout_p": 0.3, "alibi_slopes": slopes}
+
+        dense = tensor(1, 77, 2, d), tensor(1, 131, 1, d), tensor(1, 131, 1, dv)
+        yield *dense, {"softcap": 3.0, "sinks": tensor(2), "window_left": 50, "attn_bias": tensor(1, 2, 77, 131)}
+        yield *dense, {"dropout_p": 0.3, "attn_bias": tensor(1, 1, 1, 131).float()}
+        yield *dense, {"is_causal": True, "attn_bias": tensor(1, 1, 77, 131) > -1}
+
     count = 0
     for headdim, headdim_v in sizes:
         for d, dv in {(headdim, headdim_v), (headdim - 8, headdim_v - 8)}:
-            for seqlen_q, seqlen_k, options in [
-                (113, 255, {}),
-                (77, 33, {"is_causal": True}),
-                (130, 257, {"is_causal": True, "window_left": 40}),
-            ]:
-                q, k, v = tensor(1, seqlen_q, 2, d), tensor(1, seqlen_k, 1, d), tensor(1, seqlen_k, 1, dv)
-                out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **options)
+            for q, k, v, options in problems(d, dv):
+                out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
+                bias = options.get("attn_bias")
+                of_backward = {"rng_state": rng_state, "attn_bias_requires_grad": bias is not None and bias.dtype != torch.bool}
                 for deterministic in (False, True):
-                    gradients = torch.ops.volta_fa.bwd(torch.ones_like(out), q, k, v, out, lse, deterministic=deterministic, **options)
-                    if not all(torch.isfinite(x.cpu()).all() for x in (out, *gradients)):
-                        print(f"not finite: headdim {d}, {dv}, seqlens {seqlen_q}, {seqlen_k}, {options}, {deterministic=}")
+                    gradients = torch.ops.volta_fa.bwd(
+                        torch.ones_like(out), q, k, v, out, lse, deterministic=deterministic, **of_backward, **options
+                    )
+                    if not all(torch.isfinite(x.cpu()).all() for x in (out, *gradients) if x is not None):
+                        given = {name: value.shape if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+                        print(f"not finite: headdim {d}, {dv}, seqlens {q.size(-3)}, {k.size(-3)}, {given}, {deterministic=}")
                         return 1
                     count += 1
     torch.cuda.synchronize()
