@@ -62,6 +62,13 @@ struct ScoreModifier {
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
     __device__ __forceinline__ float with_alibi(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
 
+    // An fp32 bias may be larger than scores may be. (Infinity and NaN stay: they are for the result. Low ones need nothing:
+    // softmax.cuh.)
+    __device__ __forceinline__ static float bounded(float bias) {
+        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves as much to the score itself
+        return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
+    }
+
     // The bias of four keys of a row, as it lies in memory. key is a multiple of 4; rows and keys beyond the last read the
     // last.
     __device__ __forceinline__ uint4 load_bias4(const ScoreOptions& o, int row, int key) const {
@@ -72,16 +79,19 @@ struct ScoreModifier {
         return make_uint4(x.x, x.y, 0, 0);
     }
     __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint4& loaded, float (&x)[4]) {
-        if (o.bias_is_fp32)
-            x[0] = __uint_as_float(loaded.x), x[1] = __uint_as_float(loaded.y), x[2] = __uint_as_float(loaded.z), x[3] = __uint_as_float(loaded.w);
-        else
+        if (o.bias_is_fp32) {
+            const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = bounded(__uint_as_float(words[i]));
+        } else {
             half4_to_float(make_uint2(loaded.x, loaded.y), x);
+        }
     }
     // The same of one key.
     __device__ __forceinline__ float load_bias(const ScoreOptions& o, int row, int key) const {
         const char* from = bias + min(row, last_row) * bias_row_bytes;
         key = min(key, last_key);
-        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const float*>(from + key * 4));
+        if (o.bias_is_fp32) return bounded(__ldg(reinterpret_cast<const float*>(from + key * 4)));
         float x;
         asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "h"(__ldg(reinterpret_cast<const unsigned short*>(from + key * 2))));
         return x;

@@ -16,13 +16,15 @@
 //
 // Range: references are fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in
 // the last place of a reference is still below 2. fp16 attention that keeps its scores in fp16
-// overflows at 2^16.
+// overflows at 2^16. No reference is lower than the one of a score of -2^24: scores below that, which only a
+// bias gives that hides keys, have probability 0 even where a row sees nothing else, as scores of -inf do.
 #pragma once
 
 constexpr float kSlack = 7.f;
 constexpr float kBias = 8.f;
 constexpr float kReferenceShift = 112.f - kBias;      // reference = scaled row maximum + kReferenceShift
-constexpr float kLowest = -3e38f;                     // below every finite reference; -inf would make NaN of inf - inf
+constexpr float kLargestScore = 16777216.f;           // 2^24, of |score * scale_log2|
+constexpr float kLowest = -3e38f;                     // below every finite score; -inf would make NaN of inf - inf
 constexpr float kLn2 = 0.69314718055994531f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -48,8 +50,8 @@ __device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) {
 
 // What a lane keeps of one row of scores.
 struct SoftmaxRow {
-    float reference = kLowest;  // subtracted from scaled scores
-    float limit = kLowest;      // a score (not scaled) above it moves the reference
+    float reference = kReferenceShift - kLargestScore;  // subtracted from scaled scores
+    float limit = kLowest;                              // a score (not scaled) above it moves the reference
     float sum = 0.f;            // of this lane's probabilities, times 2^-kReferenceShift
 
     __device__ __forceinline__ float probability(float score, float scale_log2) {

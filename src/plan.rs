@@ -58,9 +58,14 @@ fn family(d: &DeviceLimits) -> Result<Family> {
 
 /// The least that a kernel of this pass has to be prepared for.
 fn flavor(pass: Pass, a: &Attention) -> Flavor {
-    // these two never see a score
-    let rows_only = matches!(pass, Pass::BackwardPrepare | Pass::BackwardFinish);
-    match (a.features.change_scores() && !rows_only, a.is_ragged()) {
+    let scores_change = match pass {
+        // these two never see a score
+        Pass::BackwardPrepare | Pass::BackwardFinish => false,
+        // backward finds all that sinks do in softmax_lse
+        Pass::Forward => a.features.change_scores() || a.features.sinks,
+        _ => a.features.change_scores(),
+    };
+    match (scores_change, a.is_ragged()) {
         (true, _) => Flavor::General,
         (false, true) => Flavor::Ragged,
         (false, false) => Flavor::Plain,

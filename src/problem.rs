@@ -125,9 +125,9 @@ pub struct Features {
 }
 
 impl Features {
-    /// Whether scores or probabilities are changed on their way through the softmax.
+    /// Whether scores or probabilities are changed on their way through the softmax. Sinks only add to its sum.
     pub fn change_scores(&self) -> bool {
-        self.softcap > 0.0 || self.dropout_p > 0.0 || self.alibi || self.attn_bias || self.sinks
+        self.softcap > 0.0 || self.dropout_p > 0.0 || self.alibi || self.attn_bias
     }
 }
 

@@ -20,27 +20,29 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
     }
 }
 
-/// What a problem asks for, and the kernels that are prepared for no more than that.
-fn wishes() -> [(Features, Option<Packed>, Flavor); 5] {
+/// What a problem asks for, and the kernels that are prepared for no more than that: forward's and backward's.
+fn wishes() -> [(Features, Option<Packed>, [Flavor; 2]); 6] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     [
-        (Features::default(), None, Flavor::Plain),
-        (Features::default(), packed, Flavor::Ragged),
-        (Features { seqused_k: true, ..Features::default() }, None, Flavor::Ragged),
-        (Features { sinks: true, ..Features::default() }, None, Flavor::General),
-        (Features { dropout_p: 0.1, ..Features::default() }, packed, Flavor::General),
+        (Features::default(), None, [Flavor::Plain; 2]),
+        (Features::default(), packed, [Flavor::Ragged; 2]),
+        (Features { seqused_k: true, ..Features::default() }, None, [Flavor::Ragged; 2]),
+        (Features { sinks: true, ..Features::default() }, None, [Flavor::General, Flavor::Plain]),
+        (Features { alibi: true, ..Features::default() }, None, [Flavor::General; 2]),
+        (Features { dropout_p: 0.1, ..Features::default() }, packed, [Flavor::General; 2]),
     ]
 }
 
 #[test]
 fn every_headdim_has_kernels_and_padding_is_least() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
-        for (features, packed, flavor) in wishes() {
+        for (features, packed, flavors) in wishes() {
             let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [false, true].map(|d| plan::backward(&a, d, &DeviceLimits::V100).unwrap());
             for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
                 assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
+                let flavor = flavors[(v.pass != Pass::Forward) as usize];
                 // the last pass sees no score unless it computes dq
                 let flavor = if v.pass == Pass::BackwardFinish { flavor.min(Flavor::Ragged) } else { flavor };
                 assert!(v.flavor >= flavor, "{} for {features:?}", v.name);

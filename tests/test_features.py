@@ -147,6 +147,65 @@ def test_rows_without_a_key(backend, hidden_by, sinks):
     torch.testing.assert_close(found, expected.to(found.dtype).expand_as(found))  # kernels have it in units of log2 meanwhile
 
 
+HIDING = {
+    "left padding": lambda rows, keys: keys >= 70,
+    "band": lambda rows, keys: (rows - keys).abs() < 20,
+    "whole rows": lambda rows, keys: (rows > 10) & (keys > -1),
+}
+
+
+@pytest.mark.parametrize("number", [-1.2e7, -1e8, -1e9, -1e10, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("visible", HIDING)
+@on("cpu-fp32", "cpu-fp16", *KERNELS)
+def test_finite_numbers_that_hide(backend, visible, number):
+    """Masks are often made of large negative numbers: what is below every score hides as -inf does, to the bit."""
+    q, k, v, dout = Case(90, 100, 64, nheads=2, nheads_k=1).inputs(backend)
+    seen = HIDING[visible](torch.arange(90)[:, None], torch.arange(100)).to(backend.device)
+    bias = backend.randn(1, 2, 90, 100).float()
+
+    def results(hidden):
+        options = {"attn_bias": bias.masked_fill(~seen, hidden)}
+        out, lse = backend.forward(q, k, v, **options)
+        return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
+
+    found, expected = results(number), results(-math.inf)
+    assert all(t.isfinite().all() for t in (found[0], *found[2:]))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("number", [-1e4, -3e4, 1e9, math.inf])
+@on("cpu-fp32", *KERNELS)
+def test_large_numbers_in_a_bias(backend, number):
+    """Those that leave something of the scores, and those that leave nothing else than one key."""
+    case = Case(90, 100, 64, nheads=2, nheads_k=1, bias="hqk:fp32")
+    (q, k, v, dout), options = case.problem(backend)
+    if number < 0:
+        options["attn_bias"][:, :, :, :70] = number
+        options["attn_bias"][:, :, 20:30] = number
+        check(backend, q, k, v, dout, **options)
+    else:
+        options["attn_bias"][:, :, 20:30, 40] = number
+        out, _ = backend.forward(q, k, v, **options)
+        if number < math.inf:
+            torch.testing.assert_close(out[:, 20:30], v[:, 40][:, None].expand(2, 10, 2, 64), rtol=2e-3, atol=1e-6)
+        else:
+            assert out[:, 20:30].isnan().all() and out[:, :20].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@on("cpu-fp32", *KERNELS)
+def test_infinity_stays_in_its_row(backend, options, deterministic):
+    """An infinite gradient of one row reaches that row's dq and the keys, not other rows or heads."""
+    q, k, v, dout = Case(70, 70, 64, batch=1, nheads=2, nheads_k=1).inputs(backend)
+    dout[0, 0, 0, 0] = math.inf
+    out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
+    for dq, *_ in backend.backward(dout, q, k, v, out, lse, rng_state=rng_state, deterministic=deterministic, **options):
+        assert not dq[0, 0, 0].isfinite().any()
+        dq[0, 0, 0] = 0
+        assert dq.isfinite().all()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @on("cpu-fp32", "cpu-fp64", *KERNELS)
 def test_a_sink_of_minus_infinity(backend, is_causal):

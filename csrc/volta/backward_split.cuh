@@ -98,7 +98,7 @@ __device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdPa
 }
 
 __device__ __forceinline__ void general_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row, const float* stats,
-                                                        u32 packed) {
+                                                        u32 packed, int keys_left) {
     const ScoreOptions& options = p.score_options;
 #pragma unroll 1
     for (int tile = 0; tile < kWarpScoreTiles; tile++) {
@@ -126,7 +126,8 @@ __device__ __forceinline__ void general_score_gradients(WarpScores& dp, const Bw
         multiply(x, probabilities);
         if (p.dbias) add_bias_gradient(x, p, head, ScorePlace<Own::kKeys>(Lane(thread_index_here() & 31), key + 16 * m, row + 16 * n));
         if (options.softcap > 0.f) multiply(x, load_packed(packed + S::kScoreTile, m, n));
-        store_packed(packed + S::kScoreTile, m, n, pack_tile(x));
+        // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
+        store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
         next_tile(dp);
     }
 }
@@ -224,7 +225,7 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
                 wait(kProbabilitiesReady + key_group, 64 * kSharers);
             } else if (kGeneral) {
                 wait(kProbabilitiesReady + key_group, 64 * kSharers);
-                general_score_gradients(s, p, head, first_key + score_key0, row + score_query0, stats + row * kStatsPerRow, packed);
+                general_score_gradients(s, p, head, first_key + score_key0, row + score_query0, stats + row * kStatsPerRow, packed, keys_left);
             } else {
 #pragma unroll
                 for (int m = 0; m < kScoreKeyTiles; m++)

@@ -55,6 +55,10 @@ pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Re
     Ok(())
 }
 
+/// Scores below this come from a bias that hides keys, and are -inf: in fp32 nothing would be left of what the product added to
+/// them, and no fp32 softmax_lse could tell backward how many they were. The kernels' -2^24 in units of log2 (`csrc/softmax.cuh`).
+const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
+
 /// Add a bias in place; -inf where a bool one is False.
 pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
     for group in c.group..c.group + c.groups {
@@ -62,7 +66,12 @@ pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Resul
         let _ = if bias.kind() == Kind::Bool {
             scores.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?
         } else {
-            scores.f_add_(&bias)?
+            let mut scores = scores.f_add_(&bias)?;
+            // fp16 has no number that low
+            if bias.kind() == Kind::Half {
+                continue;
+            }
+            scores.f_masked_fill_(&scores.f_lt(LOWEST_SCORE)?, f64::NEG_INFINITY)?
         };
     }
     Ok(())
