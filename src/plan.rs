@@ -58,14 +58,11 @@ fn family(d: &DeviceLimits) -> Result<Family> {
 
 /// The least that a kernel of this pass has to be prepared for.
 fn flavor(pass: Pass, a: &Attention) -> Flavor {
-    let scores_change = match pass {
-        // these two never see a score
-        Pass::BackwardPrepare | Pass::BackwardFinish => false,
-        // backward finds all that sinks do in softmax_lse
-        Pass::Forward => a.features.change_scores() || a.features.sinks,
-        _ => a.features.change_scores(),
-    };
-    match (scores_change, a.is_ragged()) {
+    // these two never see a score
+    let rows_only = matches!(pass, Pass::BackwardPrepare | Pass::BackwardFinish);
+    // a sink joins a finished row, which ragged kernels do too, and backward finds all that it did in softmax_lse
+    let ragged = a.is_ragged() || pass == Pass::Forward && a.features.sinks;
+    match (a.features.change_scores() && !rows_only, ragged) {
         (true, _) => Flavor::General,
         (false, true) => Flavor::Ragged,
         (false, false) => Flavor::Plain,

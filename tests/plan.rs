@@ -27,7 +27,7 @@ fn wishes() -> [(Features, Option<Packed>, [Flavor; 2]); 6] {
         (Features::default(), None, [Flavor::Plain; 2]),
         (Features::default(), packed, [Flavor::Ragged; 2]),
         (Features { seqused_k: true, ..Features::default() }, None, [Flavor::Ragged; 2]),
-        (Features { sinks: true, ..Features::default() }, None, [Flavor::General, Flavor::Plain]),
+        (Features { sinks: true, ..Features::default() }, None, [Flavor::Ragged, Flavor::Plain]),
         (Features { alibi: true, ..Features::default() }, None, [Flavor::General; 2]),
         (Features { dropout_p: 0.1, ..Features::default() }, packed, [Flavor::General; 2]),
     ]

@@ -237,7 +237,7 @@ __device__ __forceinline__ float finish_row(const ScoreOptions& options, int hea
         reference = row.reference;
         sum = row.sum;
     }
-    return options.rng_state ? factor * options.dropout_scale : factor;
+    return kGeneral && options.rng_state ? factor * options.dropout_scale : factor;
 }
 
 // The output columns of a lane. Accumulators 2j and 2j + 1 are columns 0..3 and 4..7 of each of the four
@@ -257,10 +257,10 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
         for (int r = 0; r < 2; r++) {
             const SoftmaxRow& state = softmax.row[mt][r];
             float reference = state.reference, sum = row_sum(state.sum), factor = 1.f;
-            if (kGeneral) factor = finish_row(p.score_options, head, reference, sum);
+            if (kRagged) factor = finish_row(p.score_options, head, reference, sum);
             SoftmaxResult result(reference, sum);
             if (!sequence.valid()) result.lse = result.output_scale = __int_as_float(0x7fffffff);  // NaN
-            scale[r] = kGeneral ? result.output_scale * factor : result.output_scale;
+            scale[r] = kRagged ? result.output_scale * factor : result.output_scale;
             const int i = row + 16 * mt + lane.score_row() + 4 * r;
             if (lane.qn == 0 && (lane.t & 2) == 0 && i < sequence.seqlen_q()) lse[i] = result.lse;
         }

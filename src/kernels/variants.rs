@@ -34,9 +34,9 @@ pub enum Pass {
 pub enum Flavor {
     /// all sequences have one length, and softmax(scale * QK^T) with a window is all there is
     Plain,
-    /// sequence lengths come from memory
+    /// sequence lengths come from memory, and sinks join the rows of the forward pass
     Ragged,
-    /// and scores pass through softcap, ALiBi, bias, sinks and dropout, where the parameters ask for them
+    /// and scores pass through softcap, ALiBi, bias and dropout, where the parameters ask for them
     General,
 }
 
