@@ -96,6 +96,8 @@ class Row:
             "nheads_k": s.nheads_k,
             "batch": s.batch,
             "causal": s.causal,
+            "heads_first": self.case.heads_first,
+            "feature": self.case.feature,
             **asdict(self.figures),
         }
 

@@ -87,14 +87,19 @@ struct ScoreModifier {
             half4_to_float(make_uint2(loaded.x, loaded.y), x);
         }
     }
-    // The same of one key.
-    __device__ __forceinline__ float load_bias(const ScoreOptions& o, int row, int key) const {
-        const char* from = bias + min(row, last_row) * bias_row_bytes;
-        key = min(key, last_key);
-        if (o.bias_is_fp32) return bounded(__ldg(reinterpret_cast<const float*>(from + key * 4)));
-        float x;
-        asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "h"(__ldg(reinterpret_cast<const unsigned short*>(from + key * 2))));
-        return x;
+    // Of four keys the first and third, or the second and fourth.
+    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4& loaded, bool second, float& a, float& b) {
+        if (o.bias_is_fp32) {
+            a = bounded(__uint_as_float(second ? loaded.y : loaded.x));
+            b = bounded(__uint_as_float(second ? loaded.w : loaded.z));
+        } else {
+            const unsigned selector = second ? 0x7632 : 0x5410;  // halves of two words
+            asm("{.reg .f16 a, b;\n"
+                "mov.b32 {a, b}, %2;\n"
+                "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+                : "=f"(a), "=f"(b)
+                : "r"(__byte_perm(loaded.x, loaded.y, selector)));
+        }
     }
 };
 

@@ -50,11 +50,18 @@ __device__ __forceinline__ void add_position_terms(Accumulator& s, const ScoreOp
     }
     if (options.bias) {
         if (OWN == Own::kKeys) {
-            float bias[8];
+            // a lane has the first and third, or the second and fourth, of four keys
+            uint4 bias[4];
 #pragma unroll
-            for (int v = 0; v < 8; v++) bias[v] = modifier.load_bias(options, place.row(v), place.key(v));
+            for (int i = 0; i < 4; i++) bias[i] = modifier.load_bias4(options, place.step(i % 2 + 4 * (i / 2)), place.own(0) & ~3);
 #pragma unroll
-            for (int v = 0; v < 8; v++) s[v] = fmaf(bias[v], kLog2e, s[v]);
+            for (int i = 0; i < 4; i++) {
+                float even, odd;
+                ScoreModifier::every_second(options, bias[i], place.own(0) & 1, even, odd);
+                const int v = i % 2 + 4 * (i / 2);
+                s[v] = fmaf(even, kLog2e, s[v]);
+                s[v + 2] = fmaf(odd, kLog2e, s[v + 2]);
+            }
         } else {
 #pragma unroll
             for (int h = 0; h < 4; h += 2) {  // element 0 of four keys
