@@ -29,6 +29,11 @@ public:
         : own_(own + score_own(lane, 0, 0)), step_(step + score_step(lane, 0, 0)) {}
     __device__ __forceinline__ int own(int v) const { return own_ + (v & 2); }
     __device__ __forceinline__ int step(int v) const { return step_ + (v & 1) + 2 * (v >> 2); }
+    // What row - key is more than that of element 0.
+    __device__ __forceinline__ static constexpr int row_minus_key(int v) {
+        const int step_minus_own = (v & 1) + 2 * (v >> 2) - (v & 2);
+        return OWN == Own::kKeys ? step_minus_own : -step_minus_own;
+    }
     __device__ __forceinline__ int row(int v) const { return OWN == Own::kKeys ? step(v) : own(v); }
     __device__ __forceinline__ int key(int v) const { return OWN == Own::kKeys ? own(v) : step(v); }
 };
@@ -45,8 +50,10 @@ template <Own OWN>
 __device__ __forceinline__ void add_position_terms(Accumulator& s, const ScoreOptions& options, const ScoreModifier& modifier,
                                                    const ScorePlace<OWN>& place) {
     if (options.alibi_slopes) {
+        // one conversion, by the XU pipe, for the eight elements
+        const float first = modifier.distance(place.row(0), place.key(0));
 #pragma unroll
-        for (int v = 0; v < 8; v++) s[v] = modifier.with_alibi(s[v], modifier.distance(place.row(v), place.key(v)));
+        for (int v = 0; v < 8; v++) s[v] = modifier.with_alibi(s[v], first + static_cast<float>(ScorePlace<OWN>::row_minus_key(v)));
     }
     if (options.bias) {
         if (OWN == Own::kKeys) {
