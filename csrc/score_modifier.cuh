@@ -27,53 +27,51 @@ __device__ __forceinline__ void half4_to_float(const uint2& packed, float (&x)[4
         : "r"(packed.x), "r"(packed.y));
 }
 
-struct ScoreModifier {
-    float to_exponent;     // 2 * softmax_scale / softcap, in units of log2
-    float cap;             // softcap in units of log2; 0: off
-    float slope;           // of ALiBi, in units of log2
-    int offset;            // seqlen_k - seqlen_q
-    int last_row, last_key;
-    const char* bias;      // null: none
-    long long bias_row_bytes;
+struct Softcap {
+    float to_exponent;  // 2 * softmax_scale / softcap, in units of log2
+    float cap;          // in units of log2
 
-    // For kernels that have none.
-    __device__ __forceinline__ ScoreModifier() {}
-    __device__ __forceinline__ ScoreModifier(const Problem& p, const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
-        : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e),
-          slope(o.alibi_slopes ? __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e : 0.f),
-          offset(seqlen_k - seqlen_q), last_row(seqlen_q - 1), last_key(seqlen_k - 1), bias(nullptr) {
-        if (o.bias) {
-            const int bytes = o.bias_is_fp32 ? 4 : 2;
-            bias = reinterpret_cast<const char*>(o.bias) + (batch * o.bias_batch_stride + head * o.bias_head_stride) * bytes;
-            bias_row_bytes = o.bias_row_stride * bytes;
-        }
-    }
+    __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
+        : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e) {}
 
-    __device__ __forceinline__ bool is_capped() const { return cap > 0.f; }
     // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
     // is what a score needs; sm_70 has no tanh instruction.
     __device__ __forceinline__ float logistic(float product) const { return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f); }
     // The capped score, in units of log2, of a product q.k.
-    __device__ __forceinline__ float capped(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
-    // Softcap's derivative there, 1 - tanh(x)^2.
-    __device__ __forceinline__ static float cap_slope(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
+    __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
+    // The derivative there, 1 - tanh(x)^2.
+    __device__ __forceinline__ static float derivative(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
+};
+
+struct Alibi {
+    float slope;  // in units of log2
+    int offset;   // seqlen_k - seqlen_q
+
+    __device__ __forceinline__ Alibi(const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
+        : slope(__ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e), offset(seqlen_k - seqlen_q) {}
 
     // i + o - j.
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
-    __device__ __forceinline__ float with_alibi(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
+    __device__ __forceinline__ float operator()(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
+};
 
-    // An fp32 bias may be larger than scores may be. (Infinity and NaN stay: they are for the result. Low ones need nothing:
-    // softmax.cuh.)
-    __device__ __forceinline__ static float bounded(float bias) {
-        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves as much to the score itself
-        return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
+// The bias of one head. It has a row and a key for all that the longest sequence has.
+class Bias {
+    const char* base_;
+    long long row_bytes_;
+    int last_key_;
+
+public:
+    __device__ __forceinline__ Bias(const Problem& p, const ScoreOptions& o, int batch, int head) : last_key_(p.seqlen_k - 1) {
+        const int bytes = o.bias_is_fp32 ? 4 : 2;
+        base_ = reinterpret_cast<const char*>(o.bias) + (batch * o.bias_batch_stride + head * o.bias_head_stride) * bytes;
+        row_bytes_ = o.bias_row_stride * bytes;
     }
 
-    // The bias of four keys of a row, as it lies in memory. key is a multiple of 4; rows and keys beyond the last read the
-    // last.
-    __device__ __forceinline__ uint4 load_bias4(const ScoreOptions& o, int row, int key) const {
-        const char* from = bias + min(row, last_row) * bias_row_bytes;
-        key = min(key, last_key & ~3);
+    // Of four keys of a row that exists, as it lies in memory. key is a multiple of 4; keys beyond the last are the last.
+    __device__ __forceinline__ uint4 load4(const ScoreOptions& o, int row, int key) const {
+        const char* from = base_ + row * row_bytes_;
+        key = min(key, last_key_ & ~3);
         if (o.bias_is_fp32) return __ldg(reinterpret_cast<const uint4*>(from + key * 4));
         const uint2 x = __ldg(reinterpret_cast<const uint2*>(from + key * 2));
         return make_uint4(x.x, x.y, 0, 0);
@@ -87,19 +85,33 @@ struct ScoreModifier {
             half4_to_float(make_uint2(loaded.x, loaded.y), x);
         }
     }
-    // Of four keys the first and third, or the second and fourth.
-    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4& loaded, bool second, float& a, float& b) {
+    // Of each four the first and third, or the second and fourth.
+    template <int N>
+    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second, float2 (&x)[N]) {
         if (o.bias_is_fp32) {
-            a = bounded(__uint_as_float(second ? loaded.y : loaded.x));
-            b = bounded(__uint_as_float(second ? loaded.w : loaded.z));
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                x[i].x = bounded(__uint_as_float(second ? loaded[i].y : loaded[i].x));
+                x[i].y = bounded(__uint_as_float(second ? loaded[i].w : loaded[i].z));
+            }
         } else {
             const unsigned selector = second ? 0x7632 : 0x5410;  // halves of two words
-            asm("{.reg .f16 a, b;\n"
-                "mov.b32 {a, b}, %2;\n"
-                "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-                : "=f"(a), "=f"(b)
-                : "r"(__byte_perm(loaded.x, loaded.y, selector)));
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                asm("{.reg .f16 a, b;\n"
+                    "mov.b32 {a, b}, %2;\n"
+                    "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+                    : "=f"(x[i].x), "=f"(x[i].y)
+                    : "r"(__byte_perm(loaded[i].x, loaded[i].y, selector)));
         }
+    }
+
+private:
+    // An fp32 bias may be larger than scores may be. (Infinity and NaN stay: they are for the result. Low ones need nothing:
+    // softmax.cuh.)
+    __device__ __forceinline__ static float bounded(float bias) {
+        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves as much to the score itself
+        return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
     }
 };
 

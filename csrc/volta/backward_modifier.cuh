@@ -38,44 +38,46 @@ public:
     __device__ __forceinline__ int key(int v) const { return OWN == Own::kKeys ? own(v) : step(v); }
 };
 
-__device__ __forceinline__ bool has_modifier(const ScoreOptions& options) {
-    return options.softcap > 0.f || options.alibi_slopes || options.bias;
-}
 __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
 }
 
-// Bias and ALiBi, to scores in units of log2.
+// ALiBi and bias, to scores in units of log2. Rows from row_end on do not exist, or see none of the keys.
 template <Own OWN>
-__device__ __forceinline__ void add_position_terms(Accumulator& s, const ScoreOptions& options, const ScoreModifier& modifier,
-                                                   const ScorePlace<OWN>& place) {
+__device__ __forceinline__ void add_position_terms(Accumulator& s, const BwdParams& p, int head, int row_end, const ScorePlace<OWN>& place) {
+    const ScoreOptions& options = p.score_options;
+    const int batch = block_batch_here();
     if (options.alibi_slopes) {
+        const BlockSequence sequence(p.problem, p.lengths, batch);
+        const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
         // one conversion, by the XU pipe, for the eight elements
-        const float first = modifier.distance(place.row(0), place.key(0));
+        const float first = alibi.distance(place.row(0), place.key(0));
 #pragma unroll
-        for (int v = 0; v < 8; v++) s[v] = modifier.with_alibi(s[v], first + static_cast<float>(ScorePlace<OWN>::row_minus_key(v)));
+        for (int v = 0; v < 8; v++) s[v] = alibi(s[v], first + static_cast<float>(ScorePlace<OWN>::row_minus_key(v)));
     }
     if (options.bias) {
+        const Bias bias(p.problem, options, batch, head);
         if (OWN == Own::kKeys) {
             // a lane has the first and third, or the second and fourth, of four keys
-            uint4 bias[4];
+            uint4 loaded[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) bias[i] = modifier.load_bias4(options, place.step(i % 2 + 4 * (i / 2)), place.own(0) & ~3);
+            for (int i = 0; i < 4; i++)
+                loaded[i] = bias.load4(options, min(place.step(i % 2 + 4 * (i / 2)), row_end - 1), place.own(0) & ~3);
+            float2 of_keys[4];
+            Bias::every_second(options, loaded, place.own(0) & 1, of_keys);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float even, odd;
-                ScoreModifier::every_second(options, bias[i], place.own(0) & 1, even, odd);
                 const int v = i % 2 + 4 * (i / 2);
-                s[v] = fmaf(even, kLog2e, s[v]);
-                s[v + 2] = fmaf(odd, kLog2e, s[v + 2]);
+                s[v] = fmaf(of_keys[i].x, kLog2e, s[v]);
+                s[v + 2] = fmaf(of_keys[i].y, kLog2e, s[v + 2]);
             }
         } else {
 #pragma unroll
             for (int h = 0; h < 4; h += 2) {  // element 0 of four keys
-                float bias[4];
-                ScoreModifier::to_float(options, modifier.load_bias4(options, place.own(h), place.step(0)), bias);
+                float of_keys[4];
+                Bias::to_float(options, bias.load4(options, min(place.own(h), row_end - 1), place.step(0)), of_keys);
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[h + i % 2 + 4 * (i / 2)] = fmaf(bias[i], kLog2e, s[h + i % 2 + 4 * (i / 2)]);
+                for (int i = 0; i < 4; i++) s[h + i % 2 + 4 * (i / 2)] = fmaf(of_keys[i], kLog2e, s[h + i % 2 + 4 * (i / 2)]);
             }
         }
     }
@@ -83,11 +85,11 @@ __device__ __forceinline__ void add_position_terms(Accumulator& s, const ScoreOp
 
 // From q.k - lse / scale to the capped score minus lse, in units of log2. `statistic` is the -lse / scale that an element
 // began with, slope softcap's derivative there.
-__device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const ScoreModifier& modifier, float& slope) {
+__device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const Softcap& softcap, float& slope) {
     // Rows without probabilities have -inf, and s is that too.
-    const float logistic = modifier.logistic(s - fmaxf(statistic, kLowest));
-    slope = ScoreModifier::cap_slope(logistic);
-    return fmaf(-2.f * modifier.cap, logistic, fmaf(statistic, p.problem.scale_log2, modifier.cap));
+    const float logistic = softcap.logistic(s - fmaxf(statistic, kLowest));
+    slope = Softcap::derivative(logistic);
+    return fmaf(-2.f * softcap.cap, logistic, fmaf(statistic, p.problem.scale_log2, softcap.cap));
 }
 
 template <Own OWN>

@@ -58,25 +58,19 @@ __device__ __forceinline__ void general_score_gradients(WarpScores& s, WarpScore
         const ScorePlace<Own::kQueries> place(lane, row + 16 * m, key + 16 * n);
         const auto of_row = [&](const LaneRows& x, int v) { return m ? x[kScoreQueryTiles - 1][v / 2 % 2] : x[0][v / 2 % 2]; };
         Accumulator &x = s[0][0], &dx = dp[0][0];
-        if (has_modifier(options)) {
-            const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
-            const ScoreModifier modifier(p.problem, options, block_batch_here(), block_head_here(), sequence.seqlen_q(), sequence.seqlen_k());
-            if (modifier.is_capped()) {
+        if (options.softcap > 0.f) {
+            const Softcap softcap(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) {
-                    float slope;
-                    x[v] = capped_score(x[v], of_row(lse, v), p, modifier, slope);
-                    dx[v] *= slope;
-                }
-            } else {
-#pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+            for (int v = 0; v < 8; v++) {
+                float slope;
+                x[v] = capped_score(x[v], of_row(lse, v), p, softcap, slope);
+                dx[v] *= slope;
             }
-            add_position_terms(x, options, modifier, place);
         } else {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
         }
+        add_position_terms(x, p, block_head_here(), p.problem.seqlen_q, place);
         if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
         if (options.rng_state) {
             const u32 bits = kept_queries(philox_of(p, block_head_here()), options.dropout_threshold, place);

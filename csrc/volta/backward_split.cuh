@@ -50,9 +50,10 @@ __device__ __forceinline__ void multiply(Accumulator& s, const PackedTile& x) {
 using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
 constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
-// `key` and `row` are the warp's first, `stats` the lane's statistics of this step, `packed` its address of P.
-__device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row, const float* stats,
-                                                      bool masked, u32 packed, int keys_left) {
+// `key` and `row` are the warp's first, rows from row_end on see no key, `stats` are the lane's statistics of this step,
+// `packed` is its address of P.
+__device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row, int row_end,
+                                                      const float* stats, bool masked, u32 packed, int keys_left) {
     const ScoreOptions& options = p.score_options;
     const Lane lane(thread_index_here() & 31);
 #pragma unroll 1
@@ -60,24 +61,18 @@ __device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdPa
         const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
         const ScorePlace<Own::kKeys> place(lane, key + 16 * m, row + 16 * n);
         Accumulator& x = s[0][0];
-        if (has_modifier(options)) {
-            const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
-            const ScoreModifier modifier(p.problem, options, block_batch_here(), head, sequence.seqlen_q(), sequence.seqlen_k());
-            if (modifier.is_capped()) {
-                Accumulator minus_lse[1][1], slopes;
-                load_stats(minus_lse, stats + 16 * n * kStatsPerRow);
+        if (options.softcap > 0.f) {
+            Accumulator minus_lse[1][1], slopes;
+            load_stats(minus_lse, stats + 16 * n * kStatsPerRow);
+            const Softcap softcap(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], minus_lse[0][0][v], p, modifier, slopes[v]);
-                store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
-            } else {
-#pragma unroll
-                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
-            }
-            add_position_terms(x, options, modifier, place);
+            for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], minus_lse[0][0][v], p, softcap, slopes[v]);
+            store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
         } else {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
         }
+        add_position_terms(x, p, head, row_end, place);
         if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
 #pragma unroll
         for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
@@ -211,8 +206,8 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
             if (__any_sync(~0u, role == 0)) {
                 const bool masked = !range.unmasked.contain(row);
                 if (kGeneral) {
-                    general_probabilities(s, p, head, first_key + score_key0, row + score_query0, stats + row * kStatsPerRow, masked,
-                                          packed, keys_left);
+                    general_probabilities(s, p, head, first_key + score_key0, row + score_query0, range.end, stats + row * kStatsPerRow,
+                                          masked, packed, keys_left);
                 } else {
                     if (masked) apply_mask<Own::kKeys>(s, p, Lane(), first_key + score_key0, row + score_query0);
                     exponentials(s, p.problem.scale_log2, kExponentShift);

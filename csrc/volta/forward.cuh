@@ -160,19 +160,22 @@ struct Probabilities {
 template <int RowTiles, int KeyTiles>
 __device__ __forceinline__ void modify_scores(Scores<RowTiles, KeyTiles>& s, const FwdParams& p, const Mask& mask, int row, int key) {
     const ScoreOptions& options = p.score_options;
-    // Made again at every step: what it is made of is in the parameters, and registers are short.
-    const ScoreModifier modifier(p.problem, options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+    // All made again at every step: what it is made of is in the parameters, and registers are short.
     const ForwardLane lane(thread_index_here() & 31);
     row += lane.score_row();
     key += lane.score_key();
-    if (modifier.is_capped())
-        each(s, [&](float& x, int, int, int) { x = modifier.capped(x); });
-    else
+    if (options.softcap > 0.f) {
+        const Softcap softcap(p.problem, options);
+        each(s, [&](float& x, int, int, int) { x = softcap(x); });
+    } else {
         each(s, [&](float& x, int, int, int) { x *= p.problem.scale_log2; });
-    if (options.alibi_slopes)
+    }
+    if (options.alibi_slopes) {
+        const Alibi alibi(options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
         each(s, [&](float& x, int mt, int nt, int v) {
-            x = modifier.with_alibi(x, modifier.distance(row + 16 * mt + 4 * row_slot(v), key) - (16 * nt + ForwardLane::key_slot(v)));
+            x = alibi(x, alibi.distance(row + 16 * mt + 4 * row_slot(v), key) - (16 * nt + ForwardLane::key_slot(v)));
         });
+    }
 }
 
 // The bias of a step, which may be loaded early.
@@ -180,8 +183,8 @@ template <int RowTiles, int KeyTiles>
 struct BiasStep {
     uint4 loaded[RowTiles][KeyTiles][2];
 
-    __device__ __forceinline__ void load(const FwdParams& p, const Mask& mask, int row, int key) {
-        const ScoreModifier modifier(p.problem, p.score_options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
+        const Bias bias(p.problem, p.score_options, block_batch_here(), block_head_here());
         const ForwardLane lane(thread_index_here() & 31);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -189,8 +192,8 @@ struct BiasStep {
             for (int nt = 0; nt < KeyTiles; nt++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    loaded[mt][nt][r] =
-                        modifier.load_bias4(p.score_options, row + 16 * mt + 4 * r + lane.score_row(), key + 16 * nt + lane.score_key());
+                    loaded[mt][nt][r] = bias.load4(p.score_options, min(row + 16 * mt + 4 * r + lane.score_row(), p.problem.seqlen_q - 1),
+                                                   key + 16 * nt + lane.score_key());
     }
     __device__ __forceinline__ void add_to(Scores<RowTiles, KeyTiles>& s, const ScoreOptions& options) const {
 #pragma unroll
@@ -200,7 +203,7 @@ struct BiasStep {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     float bias[4];
-                    ScoreModifier::to_float(options, loaded[mt][nt][r], bias);
+                    Bias::to_float(options, loaded[mt][nt][r], bias);
 #pragma unroll
                     for (int v = 0; v < 8; v++)
                         if (row_slot(v) == r) s[mt][nt][v] = fmaf(bias[ForwardLane::key_slot(v)], kLog2e, s[mt][nt][v]);

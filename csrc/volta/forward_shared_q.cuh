@@ -233,12 +233,12 @@ struct ForwardSharedQ {
         for (; key < key_end; key += kTileKeys) {
             Scores<RowTiles, kKeyTiles> s;
             BiasStep<RowTiles, kKeyTiles> bias;
-            if (kBiasAhead && p.score_options.bias) bias.load(p, mask, row, key + group_key);
+            if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
             scores(s, q_lane, k_lane);
             if (kGeneral) {
                 modify_scores<RowTiles, kKeyTiles>(s, p, mask, row, key + group_key);
                 if (p.score_options.bias) {
-                    if (!kBiasAhead) bias.load(p, mask, row, key + group_key);
+                    if (!kBiasAhead) bias.load(p, row, key + group_key);
                     bias.add_to(s, p.score_options);
                 }
             }
