@@ -1,7 +1,8 @@
 // The sequences of one batch entry: where they begin in the tensors, and how long they are.
 //
 // Plain kernels have one length for all, in their parameters; there this costs nothing. Ragged ones read cu_seqlens and
-// seqused_k, whose values nobody has checked: what would reach outside the tensors is cut off, and says so by valid().
+// seqused_k, whose values nobody has checked: a sequence that would reach outside the tensors or beyond max_seqlen has no rows and
+// no keys, and says so by valid(). So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
 #pragma once
 
 #include "mask.cuh"
@@ -63,6 +64,7 @@ public:
             seqlen_k_ = min(max(used, 0), stored_k_);
             valid_ &= seqlen_k_ == used;
         }
+        if (!valid_) seqlen_q_ = stored_k_ = seqlen_k_ = 0;
     }
     __device__ __forceinline__ int seqlen_q() const { return seqlen_q_; }
     __device__ __forceinline__ int seqlen_k() const { return seqlen_k_; }

@@ -136,7 +136,7 @@ impl Features {
 pub struct Attention {
     /// entries, or sequences of packed tensors
     pub batch: i64,
-    /// of every entry; packed, of the longest that the caller says there is
+    /// of every entry; packed, of the longest that there can be: what the caller says, and at most all rows
     pub seqlen_q: i64,
     /// the same for keys
     pub seqlen_k: i64,
@@ -153,8 +153,7 @@ pub struct Attention {
 impl Attention {
     /// No output element, or no key for any row: nothing to launch.
     pub fn is_empty(&self) -> bool {
-        let rows = |seqlen: i64, total: fn(&Packed) -> i64| self.packed.as_ref().map_or(seqlen, |p| seqlen.min(total(p)));
-        self.batch == 0 || self.nheads == 0 || rows(self.seqlen_q, |p| p.total_q) == 0 || rows(self.seqlen_k, |p| p.total_k) == 0
+        [self.batch, self.nheads, self.seqlen_q, self.seqlen_k].contains(&0)
     }
 
     /// Whether sequence lengths have to be read from memory.
@@ -183,8 +182,17 @@ impl Attention {
 pub const MAX_HEADDIM: i64 = 256;
 /// 16-byte accesses of fp16.
 const HEADDIM_MULTIPLE: i64 = 8;
-/// Row indices are 32-bit and `seqlen_q + seqlen_k` must not overflow.
-const MAX_SEQLEN: i64 = 1 << 30;
+/// Rows and keys are int32 in the kernels. The mask (csrc/mask.cuh) adds up to three sequence lengths and a tile, and four bytes
+/// for each key of an fp32 bias must not overflow either (`load_bias4` in csrc/score_modifier.cuh).
+const MAX_SEQLEN: i64 = (1 << 29) - 1;
+/// What `max_seqlen_q` and `max_seqlen_k` may be: any length that int32 cu_seqlens can say.
+const MAX_GIVEN_SEQLEN: i64 = i32::MAX as i64;
+/// Of packed sequences, each has up to 32 rows of scratch memory beyond its own, and those are counted in int32 as well.
+const MAX_SEQUENCES: i64 = 1 << 25;
+/// The kernels form a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_modifier.cuh), so its error is about cap * 2^-23
+/// whatever the score is. At 1e4 the simulator has 4e-4 (root mean square; 1.2e-3 at most), where fp16 rounds a probability by up to
+/// 2^-11 of itself, 5e-4. It would grow with the cap. Below 1e-4 all scores are equal to within that rounding anyway.
+const SOFTCAPS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
 /// The kernels step from row to row with 32-bit multiples (`TileStream` in csrc/tile.cuh).
 const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 /// Gradient and forward grids have the heads on an axis of at most 65535 blocks.
@@ -293,23 +301,40 @@ fn check_lengths(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>,
     check_same(name, "device", d.device, "q", q.device)
 }
 
-/// (batch, longest q, longest k) of packed sequences.
-fn check_packed(q: &TensorDesc, o: &Options) -> Result<(i64, i64, i64)> {
+/// (batch, max_seqlen_q, max_seqlen_k) of packed sequences.
+fn check_packed(q: &TensorDesc, o: &Options, totals: Packed) -> Result<(i64, i64, i64)> {
     let both = "a tensor, since the other of cu_seqlens_q and cu_seqlens_k is given";
     let cu_q = o.cu_seqlens_q.as_ref().ok_or_else(|| Error::value("cu_seqlens_q", "None", both))?;
     let cu_k = o.cu_seqlens_k.as_ref().ok_or_else(|| Error::value("cu_seqlens_k", "None", both))?;
     check_lengths("cu_seqlens_q", cu_q, q, None, "(batch + 1,)")?;
     check_lengths("cu_seqlens_k", cu_k, q, Some(cu_q.sizes[0]), "(batch + 1,), that of cu_seqlens_q")?;
-    let longest = |name: &str, given: Option<i64>| match given {
+    let batch = cu_q.sizes[0] - 1;
+    if batch > MAX_SEQUENCES {
+        return Err(Error::value("cu_seqlens_q", shape(cu_q), format!("at most {MAX_SEQUENCES} sequences")));
+    }
+    // What no values of cu_seqlens can make right is known without reading them.
+    for (name, cu, total) in [("cu_seqlens_q", cu_q, totals.total_q), ("cu_seqlens_k", cu_k, totals.total_k)] {
+        if batch == 0 && total > 0 {
+            return Err(Error::value(
+                name,
+                shape(cu),
+                format!("shape (batch + 1,) of one sequence or more, to which the {total} rows belong"),
+            ));
+        }
+    }
+    let longest = |name: &str, given: Option<i64>, total: i64| match given {
         None => Err(Error::value(name, "None", "the length of the longest sequence, since cu_seqlens_q and cu_seqlens_k are given")),
-        Some(n) if !(0..=MAX_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_SEQLEN}"))),
+        Some(n) if !(0..=MAX_GIVEN_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_GIVEN_SEQLEN}"))),
+        Some(0) if total > 0 => {
+            Err(Error::value(name, 0, format!("the length of the longest sequence, at least 1: there are {total} rows")))
+        }
         Some(n) => Ok(n),
     };
-    Ok((cu_q.sizes[0] - 1, longest("max_seqlen_q", o.max_seqlen_q)?, longest("max_seqlen_k", o.max_seqlen_k)?))
+    Ok((batch, longest("max_seqlen_q", o.max_seqlen_q, totals.total_q)?, longest("max_seqlen_k", o.max_seqlen_k, totals.total_k)?))
 }
 
-/// Tensors that change the scores.
-fn check_features(q: &TensorDesc, a: &Attention, o: &Options) -> Result<()> {
+/// Tensors that change the scores; `longest` are the sizes that a bias has for queries and keys.
+fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options) -> Result<()> {
     if let Some(d) = &o.seqused_k {
         check_lengths("seqused_k", d, q, Some(a.batch), "(batch,)")?;
     }
@@ -339,7 +364,7 @@ fn check_features(q: &TensorDesc, a: &Attention, o: &Options) -> Result<()> {
         if d.dtype != q.dtype && d.dtype != DType::Float && d.dtype != DType::Bool {
             return Err(Error::value("attn_bias", format!("dtype {}", d.dtype), format!("torch.bool, {} (q's) or torch.float32", q.dtype)));
         }
-        let full = [a.batch, a.nheads, a.seqlen_q, a.seqlen_k];
+        let full = [a.batch, a.nheads, longest[0], longest[1]];
         if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && n != full) {
             return Err(Error::value(
                 "attn_bias",
@@ -359,8 +384,8 @@ fn check_scalars(o: &Options) -> Result<f64> {
     if !(0.0..1.0).contains(&o.dropout_p) {
         return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
     }
-    if !(o.softcap >= 0.0 && o.softcap.is_finite()) {
-        return Err(Error::value("softcap", o.softcap, "0 (off) or a positive finite number"));
+    if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
+        return Err(Error::value("softcap", o.softcap, format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end())));
     }
     if o.softcap > 0.0 && o.dropout_p > 0.0 {
         return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
@@ -374,6 +399,13 @@ fn check_scalars(o: &Options) -> Result<f64> {
         if w < -1 {
             return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
         }
+    }
+    if o.is_causal && o.window_right > 0 {
+        return Err(Error::value(
+            "window_right",
+            format!("{} together with is_causal=True", o.window_right),
+            "-1 or 0, since a causal mask hides later keys",
+        ));
     }
     Ok(o.softmax_scale.unwrap_or(f64::NAN))
 }
@@ -411,8 +443,9 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     if nheads > MAX_HEADS {
         return Err(Error::value("q", format!("nheads {nheads}"), format!("at most {MAX_HEADS}")));
     }
-    let (batch, seqlen_q, seqlen_k) = if packed {
-        check_packed(q, o)?
+    let totals = Packed { total_q: qs.rows, total_k: ks.rows };
+    let (batch, longest_q, longest_k) = if packed {
+        check_packed(q, o, totals)?
     } else {
         for (name, given) in [("max_seqlen_q", o.max_seqlen_q), ("max_seqlen_k", o.max_seqlen_k)] {
             if let Some(n) = given {
@@ -425,15 +458,15 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     let right = if o.is_causal { Some(0) } else { bound(o.window_right) };
     let a = Attention {
         batch,
-        seqlen_q,
-        seqlen_k,
+        seqlen_q: longest_q.min(totals.total_q),
+        seqlen_k: longest_k.min(totals.total_k),
         nheads,
         nheads_k,
         headdim: qs.headdim,
         headdim_v: vs.headdim,
         softmax_scale: if scale.is_nan() { (qs.headdim as f64).powf(-0.5) } else { scale },
         window: Window { left: bound(o.window_left), right },
-        packed: packed.then_some(Packed { total_q: qs.rows, total_k: ks.rows }),
+        packed: packed.then_some(totals),
         features: Features {
             softcap: o.softcap,
             dropout_p: o.dropout_p,
@@ -443,11 +476,11 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
             seqused_k: o.seqused_k.is_some(),
         },
     };
-    check_features(q, &a, o)?;
+    check_features(q, &a, [longest_q, longest_k], o)?;
     Ok(a)
 }
 
-/// Check the lengths themselves, where reading them costs nothing: on the CPU.
+/// Check the lengths themselves, where somebody has read them.
 ///
 /// # Errors
 /// `Value`, naming the argument.
@@ -525,6 +558,7 @@ pub fn validate_backward(
             check_same("rng_state", "device", d.device, "q", q.device)
         }
         None if a.features.dropout_p > 0.0 => Err(Error::value("rng_state", "None", "that of the forward, since dropout_p is not 0")),
-        _ => Ok(()),
+        Some(d) => Err(Error::value("rng_state", format!("a tensor of {}", shape(d)), "None, since dropout_p is 0")),
+        None => Ok(()),
     }
 }

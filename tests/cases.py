@@ -150,6 +150,7 @@ def random_case(pick: Callable, lengths: Callable[[], int], headdims, most_entri
     seqlens = tuple((lengths(), lengths()) for _ in range(entries)) if packed else ((max(lengths(), 1), max(lengths(), 1)),) * entries
     softcap = pick((0.0, 0.0, 1.5, 30.0))
     dims = pick(BIASES)
+    is_causal = pick((False, True))
     return Case(
         seqlen_q=0 if packed else seqlens[0][0],
         seqlen_k=0 if packed else seqlens[0][1],
@@ -161,9 +162,9 @@ def random_case(pick: Callable, lengths: Callable[[], int], headdims, most_entri
         headdim_v=pick((None, None, pick(headdims))),
         nheads=nheads_k * groups,
         nheads_k=nheads_k,
-        is_causal=pick((False, True)),
+        is_causal=is_causal,
         window_left=pick(WINDOWS),
-        window_right=pick(WINDOWS),
+        window_right=-1 if is_causal else pick(WINDOWS),  # the op refuses both
         softmax_scale=pick((None, None, 0.5, -0.1)),
         softcap=softcap,
         dropout_p=0.0 if softcap else pick((0.0, 0.0, 0.17, 0.5)),

@@ -2,7 +2,7 @@
 
 use volta_fa::kernels::{self, Flavor, Pass};
 use volta_fa::plan::{self, DeviceLimits};
-use volta_fa::problem::{Attention, Features, Packed, Window};
+use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention {
@@ -172,6 +172,44 @@ fn parameter_block_of_the_problem() {
     assert_eq!((p.window_left, p.window_right, p.sign_flip, p.scale), (230, 0, 0x8000_8000, 0.25));
     a.softmax_scale = 0.0;
     assert!(plan::problem_block(&a, 2).scale > 0.0);
+}
+
+fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
+    let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect();
+    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.to_vec(), strides }
+}
+
+/// max_seqlen says nothing about the size of the problem: grids cover the rows that there are, and no bound leaves int32.
+#[test]
+fn max_seqlen_does_not_make_the_grid() {
+    let cu = || Some(described(DType::Int32, &[4]));
+    let (q, k) = (described(DType::Half, &[300, 8, 64]), described(DType::Half, &[500, 2, 64]));
+    let longest = Some(1 << 30);
+    let o = Options { cu_seqlens_q: cu(), cu_seqlens_k: cu(), max_seqlen_q: longest, max_seqlen_k: longest, ..Options::default() };
+    let a = problem::validate(&q, &k, &k, &Options { window_left: -1, window_right: -1, ..o }, Backend::Kernels).unwrap();
+    let block = plan::problem_block(&a, 3);
+    assert_eq!((block.seqlen_q, block.seqlen_k, block.window_left, block.window_right), (300, 500, 800, 800));
+    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
+    assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
+    let backward = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
+    for (step, rows) in [(backward.prepare, 320), (backward.main, 500), (backward.finish, 300_u32)] {
+        assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);
+    }
+}
+
+/// The largest problem that validation lets through: what the mask of a row, of a key and of a tile beyond the end adds up.
+#[test]
+fn bounds_of_the_longest_sequences_stay_in_int32() {
+    let longest = described(DType::Half, &[1, (1 << 29) - 1, 1, 8]);
+    let o = Options { window_left: -1, window_right: -1, ..Options::default() };
+    let a = problem::validate(&longest, &longest, &longest, &o, Backend::Kernels).unwrap();
+    let block = plan::problem_block(&a, 1);
+    let (rows, keys, tile) = (i64::from(block.seqlen_q), i64::from(block.seqlen_k), 1024);
+    let (low, high) = (keys - rows - i64::from(block.window_left), keys - rows + i64::from(block.window_right));
+    for bound in [rows + tile + high, rows + tile + low, keys + tile - low, keys + tile - high, 4 * (keys - 1)] {
+        assert!(i32::try_from(bound).is_ok(), "{bound}");
+    }
+    assert!(low <= 1 - rows && high >= keys - 1, "every row sees every key");
 }
 
 #[test]

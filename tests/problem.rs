@@ -57,7 +57,7 @@ fn wrong_tensors() {
     refused(Value, &["v", "headdim 264", "256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
     refused(Value, &["v", "headdim 12", "multiple of 8"], |_, _, v, _| *v = tensor([2, 12, 3, 12]));
     refused(Value, &["q", "headdim 20", "multiple of 8"], |q, k, _, _| (*q, *k) = (tensor([2, 10, 6, 20]), tensor([2, 12, 3, 20])));
-    refused(Value, &["q", "seqlen 2000000000", "1073741824"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
+    refused(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
 }
 
 #[test]
@@ -65,10 +65,15 @@ fn wrong_scalars() {
     use ErrorKind::Value;
     refused(Value, &["dropout_p", "1.5", "[0, 1)"], |_, _, _, o| o.dropout_p = 1.5);
     refused(Value, &["dropout_p", "NaN"], |_, _, _, o| o.dropout_p = f64::NAN);
-    refused(Value, &["softcap", "-1"], |_, _, _, o| o.softcap = -1.0);
+    for softcap in [-1.0, 9e-5, 1.1e4, f64::INFINITY, f64::NAN] {
+        refused(Value, &[&format!("softcap: got {softcap}"), "0 (off) or a number from 1e-4 to 1e4"], |_, _, _, o| o.softcap = softcap);
+    }
     refused(Value, &["softmax_scale", "inf"], |_, _, _, o| o.softmax_scale = Some(f64::INFINITY));
     refused(Value, &["window_left", "-2"], |_, _, _, o| o.window_left = -2);
     refused(Value, &["window_right", "-7"], |_, _, _, o| o.window_right = -7);
+    refused(Value, &["window_right: got 3 together with is_causal=True", "-1 or 0"], |_, _, _, o| {
+        (o.is_causal, o.window_right) = (true, 3)
+    });
 }
 
 fn vector(dtype: DType, sizes: &[i64]) -> TensorDesc {
@@ -108,6 +113,26 @@ fn accepted_packed_problem() {
     assert!(a.is_ragged() && !a.is_empty());
 }
 
+/// max_seqlen may be any upper limit; grids and masks are made for what there can be. The shape of a bias follows the argument.
+#[test]
+fn max_seqlen_beyond_all_rows() {
+    let check = |o: Options| validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels);
+    let o = Options { max_seqlen_q: Some(1 << 30), max_seqlen_k: Some(1 << 30), ..packed_options() };
+    let a = check(o.clone()).unwrap();
+    assert_eq!((a.seqlen_q, a.seqlen_k), (10, 20));
+    assert!(check(Options { attn_bias: Some(vector(DType::Half, &[3, 6, 1, 1 << 30])), ..o.clone() }).is_ok());
+    assert!(check(Options { attn_bias: Some(vector(DType::Half, &[3, 6, 1, 20])), ..o }).unwrap_err().message.contains("1073741824"));
+}
+
+/// ... and 0 where there are no rows.
+#[test]
+fn max_seqlen_of_nothing() {
+    let o = Options { max_seqlen_q: Some(0), ..packed_options() };
+    assert!(validate(&packed([0, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels).unwrap().is_empty());
+    let o = Options { max_seqlen_k: Some(0), ..packed_options() };
+    assert!(validate(&packed([10, 6, 64]), &packed([0, 3, 64]), &packed([0, 3, 32]), &o, Backend::Kernels).unwrap().is_empty());
+}
+
 #[test]
 fn wrong_packed_arguments() {
     packed_refused(&["cu_seqlens_k: got None", "cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_k = None);
@@ -121,6 +146,17 @@ fn wrong_packed_arguments() {
     packed_refused(&["max_seqlen_q: got None", "longest sequence"], |_, _, _, o| o.max_seqlen_q = None);
     packed_refused(&["max_seqlen_k: got None"], |_, _, _, o| o.max_seqlen_k = None);
     packed_refused(&["max_seqlen_k: got -1", "0 to"], |_, _, _, o| o.max_seqlen_k = Some(-1));
+    packed_refused(&["max_seqlen_k: got 2147483648", "0 to 2147483647"], |_, _, _, o| o.max_seqlen_k = Some(1 << 31));
+    packed_refused(&["max_seqlen_q: got 0", "at least 1", "10 rows"], |_, _, _, o| o.max_seqlen_q = Some(0));
+    packed_refused(&["max_seqlen_k: got 0", "at least 1", "20 rows"], |_, _, _, o| o.max_seqlen_k = Some(0));
+    packed_refused(&["max_seqlen_k: got 0"], |_, _, _, o| (o.max_seqlen_k, o.seqused_k) = (Some(0), ints(3)));
+    packed_refused(&["cu_seqlens_q: got shape (1)", "10 rows"], |_, _, _, o| (o.cu_seqlens_q, o.cu_seqlens_k) = (ints(1), ints(1)));
+    packed_refused(&["cu_seqlens_q: got shape (33554434)", "at most 33554432 sequences"], |_, _, _, o| {
+        (o.cu_seqlens_q, o.cu_seqlens_k) = (ints((1 << 25) + 2), ints((1 << 25) + 2))
+    });
+    packed_refused(&["k: got total 536870912", "at most 536870911"], |_, k, v, _| {
+        (*k, *v) = (packed([1 << 29, 3, 64]), packed([1 << 29, 3, 32]))
+    });
     packed_refused(&["q: got a tensor of rank 4", "rank 3"], |q, _, _, _| *q = tensor([2, 5, 6, 64]));
     packed_refused(&["v: got total 19", "total 20"], |_, _, v, _| *v = packed([19, 3, 32]));
     packed_refused(&["k: got headdim 32", "headdim 64"], |_, k, _, _| *k = packed([20, 3, 32]));
@@ -176,7 +212,9 @@ fn accepted_features() {
         assert!(accepted(&|o| o.sinks = Some(vector(dtype, &[6]))).sinks);
     }
     assert_eq!(accepted(&|o| o.dropout_p = 0.5).dropout_p, 0.5);
-    assert_eq!(accepted(&|o| o.softcap = 30.0).softcap, 30.0);
+    for softcap in [1e-4, 30.0, 1e4] {
+        assert_eq!(accepted(&|o| o.softcap = softcap).softcap, softcap);
+    }
     let used = accepted(&|o| o.seqused_k = ints(2));
     assert!(used.seqused_k && !used.change_scores());
 }
@@ -216,6 +254,9 @@ fn rng_state_belongs_to_dropout() {
     let (out, lse) = (tensor([2, 10, 6, 32]), vector(DType::Float, &[2, 6, 10]));
     let check = |state: Option<TensorDesc>| validate_backward(&out, &out, &lse, state.as_ref(), &q, &a, Backend::Kernels);
     check(Some(vector(DType::Int64, &[2]))).unwrap();
+    let without = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
+    let e = validate_backward(&out, &out, &lse, Some(&vector(DType::Int64, &[2])), &q, &without, Backend::Kernels).unwrap_err();
+    assert!(e.message.contains("rng_state: got a tensor of shape (2), expected None, since dropout_p is 0"), "{e}");
     for (state, words) in [
         (None, "rng_state: got None"),
         (Some(vector(DType::Int64, &[3])), "rng_state: got shape (3) of dtype torch.int64, expected shape (2,)"),

@@ -51,7 +51,7 @@ MASKS = [
     Case(90, 140, 64, window_left=30, window_right=20),
     Case(100, 100, 64, window_left=7, is_causal=True),
     # is_causal overrides the right bound
-    Case(60, 60, 64, window_left=20, window_right=20, is_causal=True),
+    Case(60, 60, 64, window_left=20, window_right=0, is_causal=True),
     # the window ends before the first key or after the last one for some rows
     Case(150, 20, 64, window_left=3, window_right=3, batch=1),
     Case(20, 150, 64, window_left=3, window_right=1, batch=1),
@@ -449,6 +449,7 @@ def test_runs_on_the_current_stream(backend):
 def problems(draw, most_keys):
     nheads_k = draw(st.integers(1, 2))
     window = st.sampled_from([-1, -1, 0, 1, 7, 40])
+    is_causal = draw(st.booleans())
     return Case(
         seqlen_q=draw(st.integers(1, most_keys)),
         seqlen_k=draw(st.integers(1, most_keys)),
@@ -457,9 +458,9 @@ def problems(draw, most_keys):
         batch=draw(st.integers(1, 2)),
         nheads=nheads_k * draw(st.integers(1, 3)),
         nheads_k=nheads_k,
-        is_causal=draw(st.booleans()),
+        is_causal=is_causal,
         window_left=draw(window),
-        window_right=draw(window),
+        window_right=-1 if is_causal else draw(window),
         softmax_scale=draw(st.sampled_from([None, None, 0.5, -0.1])),
     )
 

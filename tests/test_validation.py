@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from conftest import INFO, LIBRARY, on
+from conftest import INFO, LIBRARY, Case, check, on
 from test_autograd import run_python
 
 
@@ -91,8 +91,12 @@ SCALARS = {
     "softmax_scale beyond fp32": ({"softmax_scale": 1e300}, ["softmax_scale: got", "float32"]),
     "window_left": ({"window_left": -2}, ["window_left: got -2", "-1 (no bound)"]),
     "window_right": ({"window_right": -100}, ["window_right: got -100", "-1 (no bound)"]),
-    "softcap": ({"softcap": -1.0}, ["softcap: got -1", "positive"]),
-    "softcap inf": ({"softcap": float("inf")}, ["softcap: got inf", "finite"]),
+    "softcap": ({"softcap": -1.0}, ["softcap: got -1", "0 (off) or a number from 1e-4 to 1e4"]),
+    "softcap inf": ({"softcap": float("inf")}, ["softcap: got inf", "1e-4 to 1e4"]),
+    "softcap nan": ({"softcap": float("nan")}, ["softcap: got NaN", "1e-4 to 1e4"]),
+    "softcap tiny": ({"softcap": 9e-5}, ["softcap: got 0.00009", "1e-4 to 1e4"]),
+    "softcap huge": ({"softcap": 10001.0}, ["softcap: got 10001", "1e-4 to 1e4"]),
+    "causal and window_right": ({"is_causal": True, "window_right": 3}, ["window_right: got 3 together with is_causal=True", "-1 or 0"]),
 }
 
 
@@ -108,6 +112,30 @@ def test_tensors(backend, good, name):
 def test_scalars(backend, good, name):
     options, words = SCALARS[name]
     refused(call({**good, **options}), ValueError, "volta_fa::fwd", *words)
+
+
+@pytest.mark.parametrize("window_right", [-1, 0])
+@on("cpu-fp32", "sim", "cuda")
+def test_bounds_that_causal_implies(backend, good, window_right):
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    out = call({**good, "is_causal": True, "window_right": window_right})()[0]
+    assert torch.equal(out, call({**good, "window_right": 0})()[0])
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_least_softcap(backend):
+    case = Case(40, 50, 64, nheads=2, softcap=1e-4)
+    check(backend, *case.inputs(backend), **case.options)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_largest_softcap(backend):
+    """It leaves these scores as they are, but for the error of the kernels' formula (SOFTCAPS in src/problem.rs)."""
+    q, k, v, _ = Case(40, 50, 64, nheads=2).inputs(backend)
+    (out, lse), (plain, plain_lse) = (backend.forward(q, k, v, softcap=softcap) for softcap in (1e4, 0.0))
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1.5e-3)
+    torch.testing.assert_close(out, plain, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -162,6 +190,17 @@ PACKED = {
     "no max_seqlen_q": (lambda a: {"max_seqlen_q": None}, ["max_seqlen_q: got None", "longest sequence"]),
     "no max_seqlen_k": (lambda a: {"max_seqlen_k": None}, ["max_seqlen_k: got None", "longest sequence"]),
     "max_seqlen_k negative": (lambda a: {"max_seqlen_k": -5}, ["max_seqlen_k: got -5"]),
+    "max_seqlen_k beyond int32": (lambda a: {"max_seqlen_k": 2**31}, ["max_seqlen_k: got 2147483648", "0 to 2147483647"]),
+    "max_seqlen_q of nothing": (lambda a: {"max_seqlen_q": 0}, ["max_seqlen_q: got 0", "at least 1", "20 rows"]),
+    "max_seqlen_k of nothing": (lambda a: {"max_seqlen_k": 0}, ["max_seqlen_k: got 0", "at least 1", "24 rows"]),
+    "max_seqlen_k of nothing, seqused_k": (
+        lambda a: {"max_seqlen_k": 0, "seqused_k": a["cu_seqlens_k"].new_zeros(3)},
+        ["max_seqlen_k: got 0", "at least 1", "24 rows"],
+    ),
+    "no sequence": (
+        lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:1], "cu_seqlens_k": a["cu_seqlens_k"][:1]},
+        ["cu_seqlens_q: got shape (1)", "20 rows"],
+    ),
     "q rank 4": (lambda a: {"q": a["q"][None]}, ["q: got", "rank 4", "rank 3", "(total, nheads, headdim)"]),
     "v total": (lambda a: {"v": a["v"][1:]}, ["v: got total 23", "total 24", "k"]),
     "seqused_k length": (lambda a: {"seqused_k": a["cu_seqlens_q"]}, ["seqused_k: got shape (4)", "here (3,)"]),
@@ -172,16 +211,25 @@ PACKED = {
     "alibi_slopes batch": (lambda a: {"alibi_slopes": a["q"].new_zeros(2, 6).float()}, ["alibi_slopes: got shape (2, 6)", "(3, 6)"]),
 }
 
-# what reading the values finds; on a GPU that would wait for it, so only on the CPU
+# What reading the values finds; on a GPU that would wait for it, and only VOLTA_FA_CHECK_LENGTHS=1 does so. What the kernels make
+# of such lengths instead: the rows of queries and of keys that become NaN. The rest is right.
 LENGTHS = {
-    "start": ({"cu_seqlens_q": [1, 7, 7, 20]}, ["cu_seqlens_q: got 1 as its first value", "expected 0"]),
-    "descend": ({"cu_seqlens_k": [0, 11, 9, 24]}, ["cu_seqlens_k: got 9 after 11 (entry 2)", "never descend"]),
-    "end early": ({"cu_seqlens_q": [0, 7, 7, 19]}, ["cu_seqlens_q: got 19 as its last value", "20"]),
-    "end late": ({"cu_seqlens_k": [0, 9, 11, 25], "max_seqlen_k": 20}, ["cu_seqlens_k: got 25 as its last value", "24"]),
-    "max_seqlen_q": ({"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "at least 13", "sequence 2"]),
-    "max_seqlen_k": ({"max_seqlen_k": 8}, ["max_seqlen_k: got 8", "at least 9", "sequence 0"]),
-    "seqused_k": ({"seqused_k": [9, 3, 13]}, ["seqused_k: got 3 (entry 1)", "0 to 2"]),
-    "seqused_k negative": ({"seqused_k": [9, 2, -1]}, ["seqused_k: got -1 (entry 2)", "0 to 13"]),
+    "start": ({"cu_seqlens_q": [1, 7, 7, 20]}, ["cu_seqlens_q: got 1 as its first value", "expected 0"], [0, 7], [0, 9]),
+    # keys 9 and 10 belong to sequence 0, which is as it should be, and to sequence 2, which is too long
+    "descend": ({"cu_seqlens_k": [0, 11, 9, 24]}, ["cu_seqlens_k: got 9 after 11 (entry 2)", "never descend"], [7, 20], [11, 24]),
+    "end early": ({"cu_seqlens_q": [0, 7, 7, 19]}, ["cu_seqlens_q: got 19 as its last value", "20"], [19, 20], []),
+    "end early k": ({"cu_seqlens_k": [0, 9, 11, 23]}, ["cu_seqlens_k: got 23 as its last value", "24"], [], [23, 24]),
+    "end late": (
+        {"cu_seqlens_k": [0, 9, 11, 25], "max_seqlen_k": 20},
+        ["cu_seqlens_k: got 25 as its last value", "24"],
+        [7, 20],
+        [11, 24],
+    ),
+    "max_seqlen_q": ({"max_seqlen_q": 12}, ["max_seqlen_q: got 12", "at least 13", "sequence 2"], [7, 20], [11, 24]),
+    "max_seqlen_k": ({"max_seqlen_k": 8}, ["max_seqlen_k: got 8", "at least 9", "sequence 0"], [0, 20], [0, 9, 11, 24]),
+    # sequence 1 has no queries
+    "seqused_k": ({"seqused_k": [9, 3, 13]}, ["seqused_k: got 3 (entry 1)", "0 to 2"], [], [9, 11]),
+    "seqused_k negative": ({"seqused_k": [9, 2, -1]}, ["seqused_k: got -1 (entry 2)", "0 to 13"], [7, 20], [11, 24]),
 }
 
 
@@ -193,26 +241,126 @@ def test_packed(backend, good, name):
     refused(call({**good, **spoil(good)}), ValueError, "volta_fa::fwd", *words)
 
 
+def with_tensors(backend, options):
+    return {n: backend.ints(x) if isinstance(x, list) else x for n, x in options.items()}
+
+
+@pytest.fixture(params=["default", "0", "1"])
+def checked(request, backend):
+    """VOLTA_FA_CHECK_LENGTHS, where the host looks at lengths: on a GPU if it is 1; simulated, unless it is 0; always for the CPU
+    backend."""
+    if request.param == "default":
+        backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
+    else:
+        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", request.param)
+    if {"sim": request.param == "0", "cuda": request.param != "1"}.get(backend.machine, False):
+        pytest.skip("nobody looks: test_unchecked_lengths")
+
+
 @pytest.mark.parametrize("name", LENGTHS)
-@on("cpu-fp32", "sim")
-def test_lengths(backend, good, name):
-    spoil, words = LENGTHS[name]
-    spoil = {n: backend.ints(x) if isinstance(x, list) else x for n, x in spoil.items()}
-    refused(call({**packed(backend, good), **spoil}), ValueError, "volta_fa::fwd", *words)
+@on("cpu-fp32", "sim", "cuda")
+def test_lengths(backend, good, checked, name):
+    spoil, words, *_ = LENGTHS[name]
+    refused(call(packed(backend, good) | with_tensors(backend, spoil)), ValueError, "volta_fa::fwd", *words)
 
 
-@on("cpu-fp32", "sim")
-def test_lengths_of_a_dense_batch(backend, good):
+@on("cpu-fp32", "sim", "cuda")
+def test_lengths_of_a_dense_batch(backend, good, checked):
     words = ["seqused_k: got 13 (entry 1)", "a length from 0 to 12"]
     refused(call({**good, "seqused_k": backend.ints([12, 13])}), ValueError, *words)
 
 
-@on("cpu-fp32", "sim")
+@on("cpu-fp32", "sim", "cuda")
+def test_check_lengths_variable(backend, good):
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "yes")
+    refused(call(packed(backend, good)), ValueError, "VOLTA_FA_CHECK_LENGTHS: got `yes`, expected 0 or 1")
+
+
+@pytest.fixture
+def unchecked(backend):
+    """What a GPU does, where nobody looks at lengths."""
+    backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+
+
+def leave_ones(*like):
+    """In the memory that outputs get next, so that what nobody writes is not NaN by chance."""
+    kinds = [(t, dtype) for t in like for dtype in (t.dtype, t.dtype, torch.float32)]
+    held = [torch.ones(t.numel(), dtype=dtype, device=t.device) for t, dtype in kinds]
+    del held
+
+
+def assert_nan_in(name, t, *bounds):
+    """The rows between each two bounds are NaN, all the others finite."""
+    spoilt = torch.zeros(len(t), dtype=torch.bool, device=t.device)
+    for first, last in zip(bounds[::2], bounds[1::2]):
+        spoilt[first:last] = True
+    assert t[spoilt].isnan().all(), f"{name} is not NaN in rows {bounds}"
+    assert t[~spoilt].isfinite().all(), f"{name} is not finite outside of rows {bounds}"
+    if t.device.type == "cpu" and t.dtype == torch.float16:
+        # The simulator fills outputs with bytes 0xff before the kernels run: a GPU does not.
+        assert (t[spoilt].contiguous().view(torch.int16) != -1).all(), f"{name}: nobody wrote what is NaN in rows {bounds}"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", LENGTHS)
+@on("sim", "cuda", "sim-bf16", "cuda-bf16")
+def test_unchecked_lengths(backend, good, unchecked, name, deterministic):
+    """Nothing outside the tensors is touched, and what is wrong is NaN."""
+    spoil, _, queries, keys = LENGTHS[name]
+    options = packed(backend, good) | with_tensors(backend, spoil)
+    q, k, v = (options.pop(n) for n in "qkv")
+    dout = backend.randn(20, 6, 32)
+    leave_ones(q, k, v)
+    out, lse = backend.forward(q, k, v, **options)
+    assert_nan_in("out", out, *queries)
+    assert_nan_in("softmax_lse", lse.T, *queries)
+    leave_ones(q, k, v)
+    for gradients in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options):
+        for n, t, rows in zip(("dq", "dk", "dv"), gradients, (queries, keys, keys)):
+            assert_nan_in(n, t, *rows)
+
+
+@on("sim", "cuda")
+def test_unchecked_lengths_of_a_dense_batch(backend, good, unchecked):
+    q, k, v = good.values()
+    options = {"seqused_k": backend.ints([11, 13]), "sinks": backend.randn(6).float()}
+    leave_ones(q, k, v)
+    out, lse = backend.forward(q, k, v, **options)
+    assert_nan_in("out", out, 1, 2)
+    assert_nan_in("softmax_lse", lse, 1, 2)
+    leave_ones(q, k, v)
+    for gradients in backend.backward(torch.ones_like(out), q, k, v, out, lse, deterministic=True, **options):
+        for name, t in zip(("dq", "dk", "dv"), gradients):
+            assert_nan_in(name, t, 1, 2)
+
+
+@pytest.mark.parametrize("bias", [None, "1", "rows"])
+@on("cpu-fp32", "sim", "cuda")
+def test_max_seqlen_is_an_upper_limit(backend, bias):
+    """However far it is from the sequences: 2^30 twice is more than an int32, and such a grid would never end."""
+    case = Case(headdim=32, nheads=2, nheads_k=1, lengths=((7, 9), (0, 2), (13, 13)))
+    tensors, options = case.problem(backend)
+    assert tensors[0].shape[0] == 20
+    far = {"max_seqlen_q": 2**30, "max_seqlen_k": 2**30}
+    if bias == "1":
+        options["attn_bias"] = backend.randn(3, 2, 1, 1)
+    elif bias == "rows":
+        # longer than all sequences together
+        far = {"max_seqlen_q": 50, "max_seqlen_k": 60}
+        options["attn_bias"] = backend.randn(1, 2, 50, 60)
+    check(backend, *tensors, deterministic=True, **options | far)
+
+
+@on("cpu-fp32", "sim", "cuda")
 def test_lengths_before_the_backward_pass(backend, good):
+    if backend.machine == "cuda":
+        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
     arguments = packed(backend, good) | {"cu_seqlens_k": backend.ints([0, 9, 11, 23])}
     q, k, v = (arguments.pop(n) for n in "qkv")
     out = backend.randn(20, 6, 32)
-    lse = torch.zeros(6, 20)
+    lse = torch.zeros(6, 20, device=backend.device)
     refused(lambda: torch.ops.volta_fa.bwd(out, q, k, v, out, lse, **arguments), ValueError, "volta_fa::bwd", "cu_seqlens_k: got 23")
 
 
@@ -284,6 +432,12 @@ SAVED = {
         {"attn_bias": lambda a: a["q"].new_ones(1, 1, 10, 12).bool(), "attn_bias_requires_grad": lambda a: True},
         ["attn_bias_requires_grad: got True", "bool"],
     ),
+    "gradient of no bias": ({"attn_bias_requires_grad": lambda a: True}, ["attn_bias_requires_grad: got True without an attn_bias"]),
+    "rng_state without dropout": (
+        {"rng_state": lambda a: a["q"].new_zeros(2).long()},
+        ["rng_state: got a tensor of shape (2)", "dropout_p is 0"],
+    ),
+    "causal and window_right": ({"is_causal": lambda a: True, "window_right": lambda a: 1}, ["window_right: got 1", "is_causal=True"]),
 }
 
 

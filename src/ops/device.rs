@@ -27,6 +27,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     ];
     extents.extend(features.extents());
     launcher.begin(&extents);
+    fill_ragged(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = FwdParams {
             q: operand(&q, first),
@@ -75,6 +76,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     ];
     extents.extend(features.extents());
     launcher.begin(&extents);
+    fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
     extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
     let sinks = features.sinks().map(SinkGradient::new).transpose()?;
@@ -125,6 +127,17 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     })
 }
 
+/// Lengths in memory may be wrong and nobody may have looked. Rows that belong to no sequence, and those of a sequence whose lengths
+/// cannot be (csrc/sequence.cuh), are written by no kernel: they have to be NaN then, and not what the memory held.
+fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
+    if a.is_ragged() {
+        for t in outputs {
+            let _ = t.shallow_clone().f_fill_(f64::NAN)?;
+        }
+    }
+    Ok(())
+}
+
 fn operands(inputs: &Inputs) -> Result<[Tensor; 3]> {
     Ok([with_aligned_rows(&inputs.q)?, with_aligned_rows(&inputs.k)?, with_aligned_rows(&inputs.v)?])
 }
@@ -132,7 +145,12 @@ fn operands(inputs: &Inputs) -> Result<[Tensor; 3]> {
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where
 /// the result has to be deterministic each entry gets an element of its own.
 fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result<Tensor> {
-    let sizes = if deterministic { vec![a.batch, a.nheads, a.seqlen_q, a.seqlen_k] } else { bias.size() };
+    let mut sizes = bias.size();
+    if deterministic {
+        for (size, full) in sizes.iter_mut().zip([a.batch, a.nheads, a.seqlen_q, a.seqlen_k]) {
+            *size = full.max(*size);
+        }
+    }
     Ok(Tensor::f_zeros(sizes, (Kind::Float, bias.device()))?)
 }
 

@@ -108,15 +108,15 @@ pub fn broadcast_strides(t: &Tensor) -> [i64; 4] {
     std::array::from_fn(|i| if sizes[i] == 1 { 0 } else { strides[i] })
 }
 
-/// The bias in fp16 or fp32, -inf for False, a row of keys contiguous, aligned and padded to whole groups: itself, or a
-/// copy where it is not so. Broadcast dimensions other than the keys stay of size 1.
+/// The bias in fp16 or fp32, -inf for False, a row of `seqlen_k` keys contiguous, aligned and padded to whole groups: itself, or
+/// a copy where it is not so. Broadcast dimensions other than the keys stay of size 1.
 fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let as_it_is = matches!(bias.kind(), Kind::Half | Kind::Float);
     let strides = bias.stride();
     let multiple = (BIAS_ALIGNMENT as i64) / element_size(bias);
     let aligned = bias.data_ptr() as usize % BIAS_ALIGNMENT == 0
-        && seqlen_k % BIAS_GROUP == 0
-        && bias.size()[3] == seqlen_k
+        && bias.size()[3] % BIAS_GROUP == 0
+        && bias.size()[3] >= seqlen_k
         && strides[3] == 1
         && (0..3).all(|i| bias.size()[i] == 1 || strides[i] % multiple == 0);
     if as_it_is && aligned {
@@ -129,7 +129,8 @@ fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
     let mut sizes = bias.size();
     // rows on 16-byte boundaries in either type
     sizes[3] = (seqlen_k + 7) / 8 * 8;
-    let mut once = bias.shallow_clone();
+    // packed, it may be longer than all keys together
+    let mut once = if bias.size()[3] > seqlen_k { bias.f_narrow(3, 0, seqlen_k)? } else { bias.shallow_clone() };
     for i in 0..3 {
         // an expanded mask: its copy repeats as well, and stays small
         if strides[i] == 0 && sizes[i] > 1 {

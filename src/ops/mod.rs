@@ -132,8 +132,15 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
         &a,
         target.backend(),
     )?;
-    if saved.attn_bias_requires_grad && inputs.attn_bias.as_ref().is_some_and(|t| t.kind() == Kind::Bool) {
-        return Err(Error::value("attn_bias_requires_grad", "True for an attn_bias of dtype torch.bool", "False: it has no gradient"));
+    if saved.attn_bias_requires_grad {
+        let given = match &inputs.attn_bias {
+            None => Some("True without an attn_bias"),
+            Some(bias) if bias.kind() == Kind::Bool => Some("True for an attn_bias of dtype torch.bool"),
+            Some(_) => None,
+        };
+        if let Some(given) = given {
+            return Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
+        }
     }
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
@@ -158,10 +165,19 @@ fn half<T>(kind: Kind, fp16: impl FnOnce() -> Result<T>, bf16: impl FnOnce() -> 
     }
 }
 
-/// On a GPU, looking at cu_seqlens and seqused_k means waiting for it, so it is done on request only; the kernels cut off
-/// what would reach outside the tensors and make NaN of it (csrc/sequence.cuh).
-fn checks_lengths() -> bool {
-    std::env::var_os("VOLTA_FA_CHECK_LENGTHS").is_some_and(|v| v != "0" && !v.is_empty())
+/// Whether to look at the values in cu_seqlens and seqused_k. On a GPU that means waiting for it, so there it is done on request
+/// only; the kernels leave out a sequence that cannot be (csrc/sequence.cuh). Simulated kernels are
+/// checked unless the environment says no, and then show what a GPU does. The CPU backend relies on the check.
+fn checks_lengths(target: &Target, device: Device) -> Result<bool> {
+    const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";
+    let value = std::env::var_os(VARIABLE).unwrap_or_default();
+    let asked = match value.to_str() {
+        Some("") => None,
+        Some("0") => Some(false),
+        Some("1") => Some(true),
+        _ => return Err(Error::value(VARIABLE, format!("`{}`", value.to_string_lossy()), "0 or 1")),
+    };
+    Ok(matches!(target, Target::Cpu) || asked.unwrap_or(device == Device::Cpu))
 }
 
 fn prepare(call: &Call) -> Result<(Target, Attention)> {
@@ -169,7 +185,7 @@ fn prepare(call: &Call) -> Result<(Target, Attention)> {
     let q_desc = describe(&inputs.q)?;
     let target = Target::of(&q_desc, *stream)?;
     let a = problem::validate(&q_desc, &describe(&inputs.k)?, &describe(&inputs.v)?, options, target.backend())?;
-    if q_desc.device == Device::Cpu || checks_lengths() {
+    if a.is_ragged() && checks_lengths(&target, q_desc.device)? {
         let values = |t: &Option<Tensor>| t.as_ref().map(|t| Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?)).transpose();
         let (cu_q, cu_k, used) = (values(&inputs.cu_seqlens_q)?, values(&inputs.cu_seqlens_k)?, values(&inputs.seqused_k)?);
         problem::validate_lengths(&a, cu_q.as_deref(), cu_k.as_deref(), used.as_deref())?;

@@ -53,9 +53,12 @@ def draw(rng: random.Random, machine: str) -> Case:
         seqlen_k = seqlen_q if same else length(0 if packed else 1)
         lengths.append((seqlen_q, seqlen_k))
     shorten(lengths, nheads * (1 if packed else entries), MOST_SCORES[machine])
+    is_causal = rng.random() < 0.4
     window_left, window_right = -1, -1
     if rng.random() < 0.35:
         window_left, window_right = rng.choice([-1, rng.randint(0, longest)]), rng.choice([-1, rng.randint(0, longest)])
+    if is_causal:
+        window_right = -1  # the op refuses both
     softcap = rng.choice((0.0, 0.0, 0.0, 5.0, 30.0))
     dims = rng.choice(("", "", "bhqk", "hqk", "qk", "bqk", "bk", "k", "q", "h"))
     keys = [k for _, k in lengths] * (1 if packed else entries)
@@ -63,7 +66,7 @@ def draw(rng: random.Random, machine: str) -> Case:
         headdim=rng.choice(HEADDIMS),
         nheads=nheads,
         nheads_k=nheads_k,
-        is_causal=rng.random() < 0.4,
+        is_causal=is_causal,
         window_left=window_left,
         window_right=window_right,
         softmax_scale=rng.choice((None, None, None, 0.3)),
