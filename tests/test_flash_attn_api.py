@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
+import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -420,7 +422,7 @@ def test_errors(backend):
     refused(ValueError, r"dropout_p: got -0.5,", flash_attn_func, q, q, q, dropout_p=-0.5)
     refused(ValueError, r"alibi_slopes: got shape \(3\)", flash_attn_func, q, q, q, alibi_slopes=torch.ones(3))
     refused(ValueError, r"alibi_slopes: got dtype torch.float64", flash_attn_func, q, q, q, alibi_slopes=torch.ones(2).double())
-    refused(ValueError, r"headdim 264", flash_attn_func, *(backend.randn(1, 3, 1, 257) for _ in range(3)))
+    refused(ValueError, r"softcap: got -1, expected 0 \(off\)", flash_attn_func, q, q, q, softcap=-1.0)
     refused(ValueError, r"k: got headdim", flash_attn_func, q, backend.randn(2, 5, 2, 32), q)
     refused(ValueError, r"nheads 2.* multiple of nheads_k 3", flash_attn_func, q, *(backend.randn(2, 5, 3, 16) for _ in range(2)))
     refused(
@@ -436,6 +438,66 @@ def test_errors(backend):
         q,
         qkv,
     )
+
+
+@pytest.mark.parametrize(
+    "message, headdims",
+    [
+        (r"q: got headdim 257, expected a headdim from 1 to 256", (257, 257, 257)),
+        (r"q: got headdim 260, .* to 256", (260, 260, 16)),
+        (r"v: got headdim 257, .* to 256", (16, 16, 257)),
+        (r"k: got headdim 14, expected headdim 12, that of q", (12, 14, 12)),  # both are padded to 16
+        (r"k: got headdim 9, expected headdim 16", (16, 9, 16)),
+        (r"q: got headdim 0, expected a headdim from 1", (0, 0, 16)),
+        (r"v: got headdim 0, expected a headdim from 1", (16, 16, 0)),
+    ],
+)
+@on("cpu-fp32", "cuda")
+def test_headdim_errors(backend, headdims, message):
+    """Of the tensors that came, not of the padded ones."""
+    q, k, v = (backend.randn(2, 5, 2, n) for n in headdims)
+    cu_seqlens = cu([5, 5], backend.device)
+    refused(ValueError, message, flash_attn_func, q, k, v)
+    refused(ValueError, message, flash_attn_varlen_func, *(t.flatten(0, 1) for t in (q, k, v)), cu_seqlens, cu_seqlens, 5, 5)
+    message = re.sub(r"^([kv])", r"\1_cache", message)
+    refused(ValueError, message, flash_attn_with_kvcache, q, k, v)
+
+
+@on("cpu-fp32")
+def test_rank_errors(backend):
+    q, one = backend.randn(2, 5, 2, 16), torch.tensor(1.0)
+    refused(ValueError, r"q: got a tensor of rank 0 with shape \(\), expected rank 4, \(batch, seqlen", flash_attn_func, one, q, q)
+    refused(ValueError, r"k: got a tensor of rank 3", flash_attn_func, q, q[0], q)
+    refused(ValueError, r"v_cache: got a tensor of rank 2", flash_attn_with_kvcache, q, q, q[0, 0])
+
+
+@pytest.mark.parametrize(
+    "window_size",
+    [
+        None, 3, (3,), (), (1, 2, 3), (None, None), (3.0, 0.0), (1, "2"), "12", {1: 2, 3: 4},
+        torch.tensor(3), torch.tensor([1.0, 2.0]), (torch.tensor(1.0), 2), (torch.tensor([1, 2]), 2), torch.tensor([[1, 2]]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@on("cpu-fp32")
+def test_window_size_errors(backend, window_size):
+    q, cu_seqlens = backend.randn(2, 5, 2, 16), cu([5, 5])
+    message = r"^volta_fa: window_size: got .*, expected \(left, right\)"
+    refused(ValueError, message, flash_attn_func, q, q, q, window_size=window_size)
+    flat = q.flatten(0, 1)
+    refused(ValueError, message, flash_attn_varlen_func, flat, flat, flat, cu_seqlens, cu_seqlens, 5, 5, window_size=window_size)
+    refused(ValueError, message, flash_attn_with_kvcache, q, q, q, window_size=window_size, causal=True)
+
+
+@pytest.mark.parametrize(
+    "window_size",
+    [[3, 1], torch.tensor([3, 1]), (torch.tensor(3), 1), (numpy.int64(3), numpy.int32(1)), (torch.tensor([3]), torch.tensor(1).int())],
+    ids=repr,
+)
+@on("cpu-fp32")
+def test_what_a_window_size_may_be(backend, window_size):
+    q = backend.randn(2, 9, 2, 16)
+    assert torch.equal(flash_attn_func(q, q, q, window_size=window_size), flash_attn_func(q, q, q, window_size=(3, 1)))
 
 
 @on("cpu-fp32")
@@ -592,3 +654,94 @@ def test_kvcache_errors(backend):
         rotary_cos=table,
         rotary_sin=table,
     )
+
+
+CACHE_ERRORS = {
+    "append beyond, int": (
+        {"k": 1, "v": 1, "cache_seqlens": 8},
+        r"cache_seqlens: got 8, expected a number from 0 to 7: k_cache has 8 rows, and k 1",
+    ),
+    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(entry 1\), expected a number from 0 to 5"),
+    "negative": ({"k": 1, "v": 1, "cache_seqlens": [-1, 3]}, r"cache_seqlens: got -1 \(entry 0\)"),
+    "more than there is": ({"cache_seqlens": 9}, r"cache_seqlens: got 9, expected a number from 0 to 8"),
+    "seqlens dtype": ({"cache_seqlens": torch.tensor([1, 2])}, r"cache_seqlens: got dtype torch.int64, expected torch.int32"),
+    "seqlens shape": ({"cache_seqlens": [1, 2, 3]}, r"cache_seqlens: got shape \(3,\), expected shape \(batch,\), here \(2,\)"),
+    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(entry 1\), expected a number from 0 to 1"),
+    "batch_idx negative": ({"cache_batch_idx": [-1, 1]}, r"cache_batch_idx: got -1 \(entry 0\)"),
+    "batch_idx shape": ({"cache_batch_idx": [0]}, r"cache_batch_idx: got shape \(1,\)"),
+    "leftpad shape": ({"cache_leftpad": [0]}, r"cache_leftpad: got shape \(1,\)"),
+    "short v": ({"k": 3, "v": 2, "cache_seqlens": 1}, r"v: got shape \(2, 2, 2, 16\), expected \(2, 3, 2, 16\)"),
+    "one v for all": ({"k": 3, "v": 1, "cache_seqlens": 1}, r"v: got shape \(2, 1, 2, 16\), expected \(2, 3, 2, 16\)"),
+    "k of one entry": (
+        {"k": torch.ones(1, 2, 2, 16), "v": 2, "cache_seqlens": 1},
+        r"k: got shape \(1, 2, 2, 16\), expected \(2, 2, 2, 16\)",
+    ),
+    "k rank": ({"k": torch.ones(2, 2, 16), "v": 2, "cache_seqlens": 1}, r"k: got shape \(2, 2, 16\)"),
+    "v dtype": (
+        {"k": 1, "v": torch.ones(2, 1, 2, 16).double(), "cache_seqlens": 1},
+        r"v: got torch.float64 on cpu, expected torch.float32",
+    ),
+    "v alone": ({"v": 1, "cache_seqlens": 1}, r"v: got a tensor, expected None: k is not given"),
+    "no sin": ({"k": 1, "v": 1, "cache_seqlens": 1, "rotary_cos": torch.ones(8, 8)}, r"rotary_sin: got None, .*rotary_cos is given"),
+    "no cos": ({"k": 1, "v": 1, "cache_seqlens": 1, "rotary_sin": torch.ones(8, 8)}, r"rotary_cos: got None, .*rotary_sin is given"),
+}
+
+
+@pytest.mark.parametrize("name", CACHE_ERRORS)
+@on("cpu-fp32")
+def test_kvcache_refuses_before_it_appends(backend, name):
+    options, message = CACHE_ERRORS[name]
+    for n, x in options.items():
+        if isinstance(x, list):
+            options = {**options, n: backend.ints(x)}
+        elif n in ("k", "v") and isinstance(x, int):
+            options = {**options, n: backend.randn(2, x, 2, 16)}
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    before = cache.clone()
+    refused(ValueError, message, flash_attn_with_kvcache, q, cache, cache, **options)
+    assert torch.equal(cache, before)
+
+
+@on("cpu-fp32")
+def test_kvcache_of_more_entries(backend):
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(3, 8, 2, 16)
+    refused(ValueError, r"k_cache: got batch 3, expected batch 2, that of q, or cache_batch_idx", flash_attn_with_kvcache, q, cache, cache)
+    refused(ValueError, r"v_cache: got shape \(2, 7, 2, 16\)", flash_attn_with_kvcache, q, cache[:2], cache[:2, :7])
+
+
+@on("cuda")
+def test_kvcache_lengths_are_checked_on_request(backend):
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "1")
+    q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
+    lengths = backend.ints([7, 8])
+    refused(ValueError, r"cache_seqlens: got 8 \(entry 1\)", flash_attn_with_kvcache, q, cache, cache, q, q, cache_seqlens=lengths)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@on("sim", "cuda")
+def test_kvcache_lengths_that_nobody_looks_at(backend, rotary):
+    """What does not fit is NaN, and no write leaves the cache."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+        backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+        backend.monkeypatch.setattr(volta_fa.flash_attn_interface, "_values_are_read", lambda t: False)
+    else:
+        backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
+    q, k, v = (backend.randn(4, 3, 2, 16) for _ in range(3))
+    tables = {"rotary_cos": backend.randn(8, 8), "rotary_sin": backend.randn(8, 8)} if rotary else {}
+    k_cache, v_cache = backend.randn(4, 8, 2, 16), backend.randn(4, 8, 2, 16)
+    before = k_cache.clone()
+    lengths = backend.ints([5, 6, -1, 100])
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    assert out[0].isfinite().all() and lse[0].isfinite().all() and k_cache[0].isfinite().all()
+    assert out[1:].isnan().all() and lse[1:].isnan().all()
+    for cache in (k_cache, v_cache):
+        spoilt = cache.isnan().all(-1).all(-1)
+        assert spoilt.tolist() == [[False] * 8, [False] * 6 + [True] * 2, [True] * 2 + [False] * 6, [False] * 7 + [True]]
+    assert torch.equal(k_cache[1, :6], before[1, :6])
+
+    k_cache, v_cache = backend.randn(3, 8, 2, 16), backend.randn(3, 8, 2, 16)
+    for cache_seqlens in (None, 8, backend.ints([8] * 4)):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, cache_batch_idx=backend.ints([2, 3, -1, 0]))
+        assert out[[0, 3]].isfinite().all() and out[[1, 2]].isnan().all()
+    assert k_cache.isfinite().all()

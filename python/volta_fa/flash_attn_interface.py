@@ -6,6 +6,8 @@ autograd. docs/flash-attn.md says where these functions do more or less than fla
 
 from __future__ import annotations
 
+import operator
+import os
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+_MAX_HEADDIM = 256
+_HEADDIM_MULTIPLE = 8
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def flash_attn_func(
@@ -226,11 +232,11 @@ def flash_attn_with_kvcache(
 
     q: (batch, seqlen_q, nheads, headdim).
     k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim).
-    k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there.
+    k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there; both or neither.
     rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): k is rotated by its positions from cache_seqlens on, q
         likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
-    cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included; without
-        it, all seqlen_cache.
+    cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included, and what
+        is appended must fit behind them; without it, all seqlen_cache.
     cache_batch_idx: int32 (batch): the cache's entry of each entry of q; reading it costs a copy of these entries.
     cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
     block_table: not implemented: a paged cache.
@@ -240,39 +246,131 @@ def flash_attn_with_kvcache(
     The other arguments are `flash_attn_func`'s, for the keys that exist.
 
     Returns out, (batch, seqlen_q, nheads, headdim), and with return_softmax_lse=True also softmax_lse (float32,
-    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones.
+    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones. The values of a cache_seqlens or
+    cache_batch_idx that is on a GPU are checked with VOLTA_FA_CHECK_LENGTHS=1 only, since that means waiting. Unchecked,
+    an entry that does not fit gets NaN, in out, in softmax_lse, and in its cache where k and v should have gone (of a
+    cache_batch_idx that does not exist, in the cache's first or last entry).
     """
     if block_table is not None:
         raise NotImplementedError("volta_fa: block_table: paged caches are not implemented; pass contiguous k_cache and v_cache")
-    batch = q.shape[0]
+    _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache}, packed=False)
+    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
+    batch, appended = q.shape[0], 0 if k is None else k.shape[1]
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    fits = _fits(cache_seqlens, cache_batch_idx, appended, k_cache)
+    if fits is not None and cache_batch_idx is not None:
+        cache_batch_idx = cache_batch_idx.clamp(0, k_cache.shape[0] - 1)
     if k is not None:
-        if v is None or cache_seqlens is None:
-            raise ValueError(f"volta_fa: {'v' if v is None else 'cache_seqlens'}: got None, expected a value: k is given")
         if rotary_cos is not None:
-            tables = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": cache_seqlens, "interleaved": rotary_interleaved}
+            offsets = cache_seqlens if fits is None else cache_seqlens.clamp(min=0)
+            tables = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": offsets, "interleaved": rotary_interleaved}
             k = apply_rotary(k, **tables)
-            if causal or _bound(window_size[0]) >= 0 or _bound(window_size[1]) >= 0:
+            if causal or options["window_left"] >= 0 or options["window_right"] >= 0:
                 q = apply_rotary(q, **tables)
             else:
                 q = apply_rotary(q.flatten(1, 2)[:, None], **tables).view_as(q)
         entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        positions = cache_seqlens[:, None] + torch.arange(k.shape[1], device=q.device)
+        positions = cache_seqlens[:, None] + torch.arange(appended, device=q.device)
+        if fits is not None:
+            positions = positions.clamp(0, k_cache.shape[1] - 1)
+            k, v = (t.masked_fill(~fits[:, None, None, None], float("nan")) for t in (k, v))
         k_cache[entries[:, None], positions] = k
         v_cache[entries[:, None], positions] = v
-        cache_seqlens = cache_seqlens + k.shape[1]
-    elif rotary_cos is not None:
-        raise ValueError("volta_fa: rotary_cos: got a tensor, expected None: k is not given")
+        cache_seqlens = cache_seqlens + appended
+    if fits is not None:
+        # a length that the op makes NaN of
+        used = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.where(fits, used, -1).to(torch.int32)
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
     attn_bias = None
     if cache_leftpad is not None:
         exists = torch.arange(k_cache.shape[1], device=q.device) >= cache_leftpad[:, None]
         attn_bias = exists[:, None, None, :]
-    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, softmax_lse, _ = _fwd(q, k_cache, v_cache, seqused_k=cache_seqlens, attn_bias=attn_bias, **options)
     return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+) -> None:
+    """Refuses what would change the cache before the op refuses it, and what is not an argument of the op."""
+    batch, (entries, seqlen_cache) = q.shape[0], k_cache.shape[:2]
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise _wrong("v_cache", f"shape {tuple(v_cache.shape)}", f"{(*k_cache.shape[:3], 'headdim')}, as k_cache")
+    if cache_batch_idx is None and entries != batch:
+        raise _wrong("k_cache", f"batch {entries}", f"batch {batch}, that of q, or cache_batch_idx, which says whose it is")
+    for name, t, dtypes in (
+        ("cache_seqlens", cache_seqlens, (torch.int32,)),
+        ("cache_batch_idx", cache_batch_idx, (torch.int32, torch.int64)),
+        ("cache_leftpad", cache_leftpad, _INTEGERS),
+    ):
+        if isinstance(t, Tensor):
+            if t.dtype not in dtypes:
+                raise _wrong(name, f"dtype {t.dtype}", " or ".join(map(str, dtypes)))
+            if t.shape != (batch,):
+                raise _wrong(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({batch},)")
+            if t.device != q.device:
+                raise _wrong(name, f"device {t.device}", f"device {q.device}, that of q")
+    if k is None:
+        for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            if t is not None:
+                raise _wrong(name, "a tensor", "None: k is not given")
+    else:
+        for name, value in (("v", v), ("cache_seqlens", cache_seqlens)):
+            if value is None:
+                raise _wrong(name, "None", "a value: k is given")
+        if (rotary_cos is None) != (rotary_sin is None):
+            missing, there = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
+            raise _wrong(missing, "None", f"a tensor: {there} is given")
+        for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            # seqlen_new is k's, and what is written must be as the cache is
+            expected = (batch, k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
+            if tuple(t.shape) != expected:
+                raise _wrong(name, f"shape {tuple(t.shape)}", f"{expected}: (batch, seqlen_new, nheads_k, headdim), as k and {name}_cache")
+            if (t.dtype, t.device) != (cache.dtype, cache.device):
+                raise _wrong(name, f"{t.dtype} on {t.device}", f"{cache.dtype} on {cache.device}, as {name}_cache")
+
+    appended = 0 if k is None else k.shape[1]
+    # an int's value is there to be seen; so is that of a tensor on the CPU
+    for name, values, least, most, why in (
+        ("cache_seqlens", cache_seqlens, 0, seqlen_cache - appended, f"k_cache has {seqlen_cache} rows, and k {appended}"),
+        ("cache_batch_idx", cache_batch_idx, 0, entries - 1, f"k_cache has {entries} entries"),
+    ):
+        if isinstance(values, Tensor):
+            values = values.tolist() if _values_are_read(values) else []
+        elif values is not None:
+            values = [values]
+        for i, n in enumerate(values or []):
+            if not least <= n <= most:
+                where = f" (entry {i})" if len(values) > 1 else ""
+                raise _wrong(name, f"{n}{where}", f"a number from {least} to {most}: {why}")
+
+
+def _values_are_read(t: Tensor) -> bool:
+    """As the op does it for lengths: on a GPU that means waiting for it."""
+    return not torch.compiler.is_compiling() and (not t.is_cuda or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1")
+
+
+def _fits(cache_seqlens: Tensor | None, cache_batch_idx: Tensor | None, appended: int, k_cache: Tensor) -> Tensor | None:
+    """(batch) bool, where nobody has read the values: which entries exist and have room. None if all do."""
+    checks = []
+    if appended and cache_seqlens is not None and not _values_are_read(cache_seqlens):
+        checks.append((cache_seqlens >= 0) & (cache_seqlens <= k_cache.shape[1] - appended))
+    if cache_batch_idx is not None and not _values_are_read(cache_batch_idx):
+        checks.append((cache_batch_idx >= 0) & (cache_batch_idx < k_cache.shape[0]))
+    return checks[0] & checks[-1] if checks else None
 
 
 def _attention(
@@ -290,6 +388,7 @@ def _attention(
     packed: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """What all functions for training share; packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    _check_headdims({"q": q, "k": k, "v": v}, packed=packed is not None)
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
@@ -309,11 +408,12 @@ def _options(
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
     """The op's names for what every function has."""
+    left, right = _window(window_size)
     return {
         "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of headdim before padding
         "is_causal": causal,
-        "window_left": _bound(window_size[0]),
-        "window_right": _bound(window_size[1]),
+        "window_left": left,
+        "window_right": -1 if causal else right,  # flash-attn lets causal win; the op refuses to choose
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
     }
@@ -325,9 +425,28 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tenso
     return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]], softmax_lse, rng_state
 
 
+def _check_headdims(operands: dict[str, Tensor], packed: bool) -> None:
+    """The rules that padding would hide from the op: it sees multiples of 8 only."""
+    layout = ("total", "nheads", "headdim") if packed else ("batch", "seqlen", "nheads", "headdim")
+    for name, t in operands.items():
+        if t.dim() != len(layout):
+            expected = f"rank {len(layout)}, ({', '.join(layout)})"
+            raise _wrong(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
+        if not 1 <= t.shape[-1] <= _MAX_HEADDIM:
+            raise _wrong(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {_MAX_HEADDIM}")
+    q, k, _ = operands.values()
+    if k.shape[-1] != q.shape[-1]:
+        _, name, _ = operands
+        raise _wrong(name, f"headdim {k.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
+
+
+def _wrong(name: str, got: str, expected: str) -> ValueError:
+    return ValueError(f"volta_fa: {name}: got {got}, expected {expected}")
+
+
 def _operand(t: Tensor) -> Tensor:
-    if t.shape[-1] % 8:
-        return F.pad(t, (0, -t.shape[-1] % 8))
+    if t.shape[-1] % _HEADDIM_MULTIPLE:
+        return F.pad(t, (0, -t.shape[-1] % _HEADDIM_MULTIPLE))
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -336,13 +455,23 @@ def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor
     and add as many tensors of the whole size."""
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
-        raise ValueError(f"volta_fa: {name}: got shape {tuple(packed.shape)}, expected ({', '.join(expected)})")
+        raise _wrong(name, f"shape {tuple(packed.shape)}", f"({', '.join(expected)})")
     return packed.unbind(-3)
 
 
-def _bound(value: int | Tensor) -> int | Tensor:
-    """flash-attn takes any negative number as no limit, the op -1. (It takes tensors of one element for numbers.)"""
-    return max(-1, value)
+def _window(window_size: Any) -> tuple[int | Tensor, int | Tensor]:
+    """window_left and window_right. flash-attn takes any negative number as no limit, the op -1."""
+    pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
+    if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
+        raise _wrong("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
+    left, right = (bound if isinstance(bound, (Tensor, torch.SymInt)) else operator.index(bound) for bound in window_size)
+    return max(-1, left), max(-1, right)
+
+
+def _is_integer(bound: Any) -> bool:
+    if isinstance(bound, Tensor):
+        return bound.numel() == 1 and bound.dtype in _INTEGERS
+    return isinstance(bound, torch.SymInt) or hasattr(bound, "__index__")
 
 
 @torch.no_grad()
