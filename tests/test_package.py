@@ -110,6 +110,17 @@ def test_another_torch_is_an_import_error(monkeypatch):
         library.load()
 
 
+def test_the_package_says_every_argument():
+    """README promises that help(volta_fa) does."""
+    words = set(re.findall(r"\w+", volta_fa.__doc__))
+    for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd):
+        schema = op.default._schema
+        names = {a.name for a in (*schema.arguments, *schema.returns)}
+        assert not names - words, f"{op} has {sorted(names - words)}"
+    variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, ("src/ops/mod.rs", "python/volta_fa/sdpa.py")))))
+    assert len(variables) == 3 and variables <= words, variables - words
+
+
 def test_info_is_complete():
     facts = volta_fa.info()
     assert facts["versions"]["torch"] == torch.__version__

@@ -1,36 +1,76 @@
-"""Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators.
+"""Exact attention, forward and backward, for NVIDIA Volta GPUs, as native PyTorch operators.
 
 Importing this package loads the native library, which registers
 
-    torch.ops.volta_fa.fwd(q, k, v, *, softmax_scale=None, is_causal=False, window_left=-1, window_right=-1, ...)
+    torch.ops.volta_fa.fwd(q, k, v, *, <options>, generator=None)
         -> (out, softmax_lse, rng_state)
+    torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, *, rng_state=None, <options>, attn_bias_requires_grad=False)
+        -> (dq, dk, dv, dattn_bias, dsinks)
 
-    q               (batch, seqlen_q, nheads, headdim)
-    k               (batch, seqlen_k, nheads_k, headdim); nheads is a multiple of nheads_k
-    v               (batch, seqlen_k, nheads_k, headdim_v)
-    softmax_scale   headdim ** -0.5 unless given
+fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. bwd has
+no derivative.
+
+Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are multiples of 8 up to 256:
+
+                    dense                                    packed (with cu_seqlens_q and cu_seqlens_k)
+    q               (batch, seqlen_q, nheads, headdim)       (total_q, nheads, headdim)
+    k               (batch, seqlen_k, nheads_k, headdim)     (total_k, nheads_k, headdim)
+    v               (batch, seqlen_k, nheads_k, headdim_v)   (total_k, nheads_k, headdim_v)
+    out, dout       (batch, seqlen_q, nheads, headdim_v)     (total_q, nheads, headdim_v)
+    softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
+    rng_state       (2) with dropout, else (0)
+    dq, dk, dv      as q, k, v
+    dattn_bias      as attn_bias, not expanded; (0) unless asked for
+    dsinks          as sinks; (0) without sinks
+
+On CUDA devices q, k and v are float16, or bfloat16, which is converted around the kernels; on the CPU also float32 and float64.
+They share dtype and device. Their last dimension is contiguous; all other strides are free. out, dout and the gradients have
+q's dtype. A query that sees no key has out 0 and gradient 0. softmax_lse is float32: the natural logarithm of the sum of
+exponentials, +inf where a query sees no key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd
+takes the forward's with dropout, and None without.
+
+Options, in the order of what happens to a score x = softmax_scale * (q_i . k_j):
+    softmax_scale   float; headdim ** -0.5 unless given
+    softcap         float: x becomes softcap * tanh(x / softcap); 1e-4 to 1e4, or 0: off. Not together with dropout_p
+    alibi_slopes    float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted. No gradient
+    attn_bias       broadcastable to (batch, nheads, seqlen_q, seqlen_k), all four dimensions there; packed, of max_seqlen_q
+                    and max_seqlen_k, by positions inside a sequence. q's dtype or float32: added; bool: False hides the key
     is_causal       query i sees the keys j <= i + seqlen_k - seqlen_q (bottom-right aligned, as flash-attn)
     window_left     query i sees the keys j >= i + seqlen_k - seqlen_q - window_left; -1 is no limit
-    window_right    query i sees the keys j <= i + seqlen_k - seqlen_q + window_right; -1 is no limit
+    window_right    query i sees the keys j <= i + seqlen_k - seqlen_q + window_right; -1 is no limit. With is_causal -1 or 0
+    sinks           (nheads), q's dtype or float32: a logit more for each head's softmax, whose value is 0
+    dropout_p       in [0, 1): probabilities are dropped, the others divided by 1 - dropout_p
+    deterministic   gradients equal to the bit, run to run; so with torch.use_deterministic_algorithms(True)
 
-    out             (batch, seqlen_q, nheads, headdim_v), in the dtype of q; 0 where a query sees no key
-    softmax_lse     (batch, nheads, seqlen_q), float32, natural logarithm; +inf where a query sees no key
-    rng_state       empty (for dropout, which is not there yet)
+Lengths:
+    cu_seqlens_q, cu_seqlens_k  int32, (batch + 1): where each sequence begins, from 0, and at the end total_q and total_k.
+                    Both or neither. Sequences may be empty
+    max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. Needed with cu_seqlens, refused without
+    seqused_k       int32, (batch): of an entry's keys only so many, the first, exist; masks are aligned to that length
 
-The last dimension of q, k and v must be contiguous; all other strides are free. On CUDA devices q, k and v
-are float16, with headdim and headdim_v multiples of 8 up to 256; on the CPU they are float16, bfloat16,
-float32 or float64. Gradients come from autograd as usual, through `torch.ops.volta_fa.bwd`.
+Of fwd alone:
+    generator       torch.Generator of dropout's random numbers; PyTorch's default one (torch.manual_seed) unless given
 
-A wrong argument raises ValueError and names it; an option of the schema that this version lacks raises
-NotImplementedError; a failure of the device or driver raises RuntimeError.
+Of bwd alone:
+    attn_bias_requires_grad  whether to compute dattn_bias
 
-The environment is read at each call:
-    VOLTA_FA_SIMULATE=1     run float16 CPU tensors through the sm_70 machine code in the simulator
-                            (a build with the `sim` feature, as `make build` makes it)
+A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
+this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that
+the schema does not have raises PyTorch's own RuntimeError. Values in cu_seqlens and seqused_k are not looked at on a GPU, where
+wrong ones give NaN: docs/features.md, "Lengths on a GPU".
 
-`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models; it is
-switched on at import by
-    VOLTA_FA_ENABLE_SDPA=1
+GPUs: Volta (compute capability 7.0) has kernels of its own. Turing is still to have them. Newer GPUs run Volta's
+through PTX, where their shared memory is large enough: correct but slow, for tests. All others raise NotImplementedError.
+
+Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
+`install_flash_attn_shim()` lets programs import it as flash_attn; `volta_fa.transformers` is for Hugging Face models;
+`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models.
+
+Environment, read at each call unless it says otherwise:
+    VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
+    VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() at import; force: on newer GPUs too; cpu: on the CPU
+    VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
+                                (a build with the `sim` feature, as `make build` makes it; more in docs/architecture.md)
 
 `python -m volta_fa --help` lists the command line's commands.
 """

@@ -8,7 +8,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-#: The package and its metadata, as pip would install them (flash_attn_shim/ in the repository is the distribution).
+#: The package and its metadata, as pip would install them (tools/flash_attn_shim in the repository is the distribution).
 _SITE = Path(__file__).with_name("shim")
 
 

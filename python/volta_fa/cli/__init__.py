@@ -14,7 +14,7 @@ from . import demo, info
 _COMMANDS = (demo, info)
 
 _DESCRIPTION = """\
-Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators
+Exact attention, forward and backward, for NVIDIA Volta GPUs, as native PyTorch operators
 (torch.ops.volta_fa.fwd and .bwd). It runs on the CPU too, without any GPU or CUDA toolkit.
 """
 
