@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
+import textwrap
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -50,6 +53,9 @@ LIBRARY = _load_library()
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
 
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
 # The problems are small: on a busy machine, threads that wait for each other cost ten times what they save.
 # test_cpu_speed.py uses all cores.
 CORES = torch.get_num_threads()
@@ -66,6 +72,25 @@ WARP_ORDERS = (20000, 1)
 
 hypothesis.settings.register_profile("default", derandomize="CI" in os.environ, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("default")
+
+
+def run_process(code: str, *arguments, **environment) -> subprocess.CompletedProcess:
+    """A program in a process of its own, which can import the package under test."""
+    path = os.pathsep.join(filter(None, [str(LIBRARY.parent.parent), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def run_python(code: str, *arguments, **environment) -> str:
+    """What such a program prints."""
+    return run_process(code, *arguments, **environment).stdout.strip()
 
 
 def _unavailable(backend: str) -> str | None:

@@ -7,7 +7,6 @@ scaled_dot_product_attention in test_sdpa.py.
 import copy
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,9 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch._dynamo.utils import counters
 
-from conftest import LIBRARY, REPOSITORY, Case, on
-
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, REPOSITORY, Case, on, run_python
 
 
 def fwd(q, k, v, **options):
@@ -77,18 +74,6 @@ def assert_same_gradients(found, expected):
     for a, b in zip(found, expected, strict=True):
         # fp16 on a GPU, where dq is summed by atomics besides
         torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 5e-2} if a.is_cuda else {"rtol": 1e-4, "atol": 1e-5}))
-
-
-def run_python(code: str, *arguments, **environment) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 # ---- inductor --------------------------------------------------------------------------------------------------------
@@ -503,7 +488,7 @@ def test_deepcopy_and_pickle(layer, tmp_path):
         assert_same_gradients(gradients(twin, x), expected)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@NEEDS_FORK
 def test_fork_after_import():
     code = """
         import os, sys, torch
