@@ -4,6 +4,7 @@
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
 use crate::error::{Error, ErrorKind};
+use crate::launch::{driver::Driver, Launcher};
 use crate::ops::{self, Call, Gradients, Inputs, Saved};
 use crate::problem::Options;
 use crate::tensor::describe;
@@ -208,6 +209,25 @@ pub unsafe extern "C" fn volta_fa_dropout_mask(args: *const DropoutMaskArgs, out
 #[no_mangle]
 pub extern "C" fn volta_fa_info() -> *mut c_char {
     c_string(&crate::info::describe().to_string())
+}
+
+/// The compute capability of a CUDA device in two digits, as in `sm_70`.
+///
+/// # Safety
+/// `sm` is valid to write; it is written on success only.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status {
+    status("scaled_dot_product_attention", || unsafe {
+        let (major, minor) = Driver { device: device as usize, stream: std::ptr::null_mut() }.limits()?.capability;
+        *sm = 10 * major + minor;
+        Ok(())
+    })
+}
+
+/// Whether scaled_dot_product_attention is ours on such devices, see [`crate::kernels::serves`].
+#[no_mangle]
+pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
+    u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
 }
 
 /// A shape and a device, for [`volta_fa_plan`].

@@ -1,15 +1,19 @@
 // PyTorch's own scaled_dot_product_attention, run by volta_fa where it can.
 //
-// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. Here it gets
-// a kernel for a device, at the two keys where a dispatch of a composite op can end (Autograd and the backend
-// itself), which calls volta_fa::fwd or, where that cannot serve the call, the composite as PyTorch has it. One level
-// above the fused implementations there is no metadata to imitate, grouped heads and any headdim are possible, and
-// torch.compile sees volta_fa::fwd in its graph.
+// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. Here its
+// composite kernel is replaced by one which calls volta_fa::fwd or, where that is off or cannot serve the call, the
+// composite as PyTorch has it. One level above the fused implementations there is no metadata to imitate, grouped heads
+// and any headdim are possible, and torch.compile sees volta_fa::fwd in its graph.
 //
-// A registration stays once it is made: dispatch tables may not change while other threads call the op, so switching
-// on and off is a matter of two atomics.
+// The replacement is as composite as the original. A kernel at a backend or autograd key would be another kind of op to
+// torch.export, which then keeps it in graphs that have to be taken apart, and torch.compile would not notice one that
+// comes after its first trace: it remembers which key a call resolved to.
+//
+// It is made when the library is loaded, and stays: dispatch tables may not change while other threads call the op.
+// Switching on and off is a matter of a few atomics.
 
 #include "ops.h"
+#include "rust.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/Dict.h>
@@ -22,21 +26,81 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
+#include <string>
 
 namespace volta_fa {
 namespace {
 
 // ---- what is switched on ---------------------------------------------------------------------------------------------
 
+constexpr const char *variable = "VOLTA_FA_ENABLE_SDPA";
 constexpr int64_t max_devices = 64;
+
 std::atomic<bool> cpu_enabled{false};
-std::atomic<uint64_t> cuda_enabled{0};  // a bit for each device
+// a bit for each CUDA device
+std::atomic<uint64_t> cuda_enabled{0};
+std::atomic<uint64_t> cuda_undecided{0};  // on or off with their first call: before that, CUDA may not be started
+
+std::mutex configuring;         // held by whoever changes the above
+bool newer_devices_too{false};  // what the undecided devices are measured by
+uint64_t warned_of{0};          // devices
+
+// The environment variable cannot know the devices, so each is looked at when a call comes with a tensor of it.
+void decide(int64_t device) {
+    std::string refused;
+    {
+        const std::lock_guard<std::mutex> lock(configuring);
+        const uint64_t bit = uint64_t{1} << device;
+        if (!(cuda_undecided & bit)) return;
+        int32_t sm = 0;
+        const Status status = volta_fa_device_sm(device, &sm);
+        if (status.code == 0 && volta_fa_serves_sm(sm, newer_devices_too)) {
+            cuda_enabled |= bit;
+        } else {
+            std::string reason = status.code != 0 ? take_string(status.message) : "it is of sm_" + std::to_string(sm);
+            if (!(warned_of & bit)) refused = std::move(reason);
+            warned_of |= bit;
+        }
+        cuda_undecided &= ~bit;
+    }
+    if (!refused.empty()) TORCH_WARN(variable, ": cuda:", device, " keeps PyTorch's attention: ", refused);
+}
 
 bool enabled_on(const at::Device &device) {
-    if (device.is_cpu()) return cpu_enabled.load(std::memory_order_relaxed);
-    const auto index = device.index();
-    return index >= 0 && index < max_devices && (cuda_enabled.load(std::memory_order_relaxed) >> index & 1);
+    if (device.is_cpu()) return cpu_enabled;
+    if (!device.is_cuda() || device.index() < 0 || device.index() >= max_devices) return false;
+    const uint64_t bit = uint64_t{1} << device.index();
+    if (cuda_undecided & bit) decide(device.index());
+    return cuda_enabled & bit;
+}
+
+// on_first_use: "1" or "force", for all CUDA devices beside the named ones; or "".
+void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use) {
+    uint64_t cuda = 0;
+    for (const auto device : cuda_devices) {
+        TORCH_CHECK_VALUE(device >= 0 && device < max_devices, "volta_fa: sdpa: got CUDA device ", device,
+                          ", expected one from 0 to ", max_devices - 1);
+        cuda |= uint64_t{1} << device;
+    }
+    const std::lock_guard<std::mutex> lock(configuring);
+    cpu_enabled = cpu;
+    cuda_enabled = cuda;
+    cuda_undecided = on_first_use.empty() ? 0 : ~cuda;
+    newer_devices_too = on_first_use == "force";
+}
+
+// What VOLTA_FA_ENABLE_SDPA said when the library was loaded, as arguments of configure().
+std::tuple<bool, std::string> from_environment() {
+    static const auto found = [] {
+        const char *text = std::getenv(variable);
+        const std::string value = text ? text : "";
+        const bool known = value.empty() || value == "0" || value == "cpu" || value == "1" || value == "force";
+        if (!known) TORCH_WARN(variable, ": got '", value, "', expected 1, force, cpu or 0: nothing is enabled");
+        return std::make_tuple(value == "cpu", value == "1" || value == "force" ? value : "");
+    }();
+    return found;
 }
 
 // ---- counters --------------------------------------------------------------------------------------------------------
@@ -51,7 +115,9 @@ enum class Decision : size_t {
     forward_mode,
     functorch,
     headdim,
-    math_requested,
+    layout,
+    scale,
+    sdpa_kernel,
     shape,
     subclass,
     count
@@ -59,8 +125,8 @@ enum class Decision : size_t {
 
 // Names as sdpa_stats() shows them; docs/sdpa.md explains each.
 constexpr std::array<const char *, static_cast<size_t>(Decision::count)> decision_names = {
-    "ran",     "traced",       "attn_mask", "dropout",        "dtype", "forward_mode",
-    "functorch", "headdim", "math_requested", "shape", "subclass"};
+    "ran",       "traced",  "attn_mask", "dropout", "dtype",       "forward_mode",
+    "functorch", "headdim", "layout",    "scale",   "sdpa_kernel", "shape",        "subclass"};
 
 std::array<std::atomic<int64_t>, decision_names.size()> decisions{};
 
@@ -82,10 +148,22 @@ struct Call {
     bool any(Predicate predicate) const {
         return predicate(q) || predicate(k) || predicate(v) || (has_mask() && predicate(*attn_mask));
     }
-    bool traced() const {
-        return any([](const Tensor &t) { return t.key_set().has(c10::DispatchKey::Python); });
-    }
 };
+
+// Is a graph being recorded, or only shapes computed? The modes that do so have places of their own, apart from those of
+// users (FlopCounterMode, selective checkpointing), under which a call is as eager as any.
+bool traced() {
+    using c10::impl::TorchDispatchModeKey;
+    using c10::impl::TorchDispatchModeTLS;
+    return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE) || TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY) ||
+           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
+}
+
+// Has the user left us any of the fused implementations that we stand in for? The CPU has but one.
+bool fused_allowed(const Call &c) {
+    const auto &context = at::globalContext();
+    return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
+}
 
 constexpr int64_t max_headdim = 256;
 constexpr int64_t headdim_multiple = 8;
@@ -126,15 +204,17 @@ bool headdim_supported(const Tensor &t) { return t.sym_size(3) >= 1 && t.sym_siz
 // Why PyTorch's implementation must run; nothing if ours can. Wrong arguments (a mask of another dtype, tensors of
 // several devices) count as a reason too: PyTorch then raises the error its users know.
 std::optional<Decision> reason_to_fall_back(const Call &c) {
-    const auto &context = at::globalContext();
-    if (!context.userEnabledFlashSDP() && !context.userEnabledMemEfficientSDP()) return Decision::math_requested;
+    if (!fused_allowed(c)) return Decision::sdpa_kernel;
+    // nested and sparse tensors
+    if (c.any([](const Tensor &t) { return t.is_nested() || t.layout() != at::kStrided; })) return Decision::layout;
+    if (c.scale && !std::isfinite(*c.scale)) return Decision::scale;
     if (!(c.dropout_p >= 0.0 && c.dropout_p < 1.0)) return Decision::dropout;
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
     if (c.any([&](const Tensor &t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
-    // A subclass such as DTensor has rules for PyTorch's ops and none for ours; while torch.compile or a fake tensor
-    // mode traces, a mode is active.
-    if (c.traced() && !c10::impl::TorchDispatchModeTLS::any_modes_set()) return Decision::subclass;
+    // A subclass such as DTensor has rules for PyTorch's ops and none for ours. A tracer has subclasses of its own, which
+    // cannot be told apart from others.
+    if (!traced() && c.any([](const Tensor &t) { return t.key_set().has(c10::DispatchKey::Python); })) return Decision::subclass;
     if (!shape_supported(c) || c.any([&](const Tensor &t) { return t.device() != c.q.device(); })) return Decision::shape;
     if (!mask_supported(c)) return Decision::attn_mask;
     if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;
@@ -194,40 +274,10 @@ Tensor scaled_dot_product_attention(const Tensor &q, const Tensor &k, const Tens
     if (enabled_on(q.device())) {
         const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
         const auto reason = reason_to_fall_back(call);
-        count(reason ? *reason : call.traced() ? Decision::traced : Decision::ran);
+        count(reason ? *reason : traced() ? Decision::traced : Decision::ran);
         if (!reason) return run(call);
     }
     return at::native::scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa);
-}
-
-void register_at(c10::DispatchKey key) {
-    // leaked: see the top of this file
-    auto *library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-    library->impl("scaled_dot_product_attention", scaled_dot_product_attention);
-}
-
-void configure(bool cpu, at::IntArrayRef cuda_devices) {
-    uint64_t cuda = 0;
-    for (const auto device : cuda_devices) {
-        TORCH_CHECK_VALUE(device >= 0 && device < max_devices, "volta_fa: sdpa: got CUDA device ", device,
-                          ", expected one from 0 to ", max_devices - 1);
-        cuda |= uint64_t{1} << device;
-    }
-    static std::once_flag cpu_registered, cuda_registered;
-    if (cpu) {
-        std::call_once(cpu_registered, [] {
-            register_at(c10::DispatchKey::AutogradCPU);
-            register_at(c10::DispatchKey::CPU);
-        });
-    }
-    if (cuda != 0) {
-        std::call_once(cuda_registered, [] {
-            register_at(c10::DispatchKey::AutogradCUDA);
-            register_at(c10::DispatchKey::CUDA);
-        });
-    }
-    cpu_enabled = cpu;
-    cuda_enabled = cuda;
 }
 
 c10::Dict<std::string, int64_t> stats() {
@@ -240,11 +290,31 @@ void reset_stats() {
     for (auto &n : decisions) n = 0;
 }
 
+struct Silence : c10::WarningHandler {
+    void process(const c10::Warning &) override {}
+};
+
+const bool loaded = [] {
+    {
+        Silence silence;  // PyTorch warns of a kernel that is replaced
+        const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+        // leaked: as the process ends, other threads may still call the op
+        auto *library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
+        library->impl("scaled_dot_product_attention", scaled_dot_product_attention);
+    }
+    const auto [cpu, on_first_use] = from_environment();
+    configure(cpu, {}, on_first_use);
+    return true;
+}();
+
 }  // namespace
 }  // namespace volta_fa
 
 TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
-    m.def("_sdpa_configure(bool cpu, int[] cuda_devices) -> ()", volta_fa::configure);
+    m.def("_sdpa_configure(bool cpu, int[] cuda_devices, str on_first_use) -> ()", volta_fa::configure);
+    m.def("_sdpa_from_environment() -> (bool, str)", volta_fa::from_environment);
+    m.def("_sdpa_serves(int sm, bool newer_devices_too) -> bool",
+          [](int64_t sm, bool newer_devices_too) { return volta_fa_serves_sm(static_cast<int32_t>(sm), newer_devices_too); });
     m.def("_sdpa_stats() -> Dict(str, int)", volta_fa::stats);
     m.def("_sdpa_reset_stats() -> ()", volta_fa::reset_stats);
 }

@@ -36,6 +36,13 @@ pub fn family_for(capability: (i32, i32)) -> Option<Family> {
     (capability >= (7, 0)).then_some(VOLTA)
 }
 
+/// Is a family made for devices of this kind? sm_72 runs sm_70's machine code as it is and just as well; sm_75 has other
+/// tensor cores. `newer_too`: is there one that runs there at all?
+pub fn serves(sm: u32, newer_too: bool) -> bool {
+    let own = if sm == 72 { 70 } else { sm };
+    variants().any(|v| v.family.sm == own || (newer_too && v.family.sm <= sm))
+}
+
 /// The embedded code of a variant.
 pub fn image(variant: &Variant) -> &'static Image {
     IMAGES.iter().find(|i| i.name == variant.name).expect("build.rs embeds every variant of the tables")
