@@ -2,9 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import REPOSITORY, on
+from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, on, run_process, run_python
 
 if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
@@ -421,6 +418,77 @@ def test_compiled_programs_follow_the_switch(backend):
     torch.compiler.reset()
 
 
+BEFORE_THE_SWITCH = {
+    "compiled": "compile()",
+    "compiled, without gradients": "with torch.no_grad(): compile()",
+    "exported": "torch.export.export(Module(), tensors)",
+    "exported and taken apart": "torch.export.export(Module(), tensors).run_decompositions()",
+    "packaged": """
+        import torch._inductor.config as config
+        def stop(graph):
+            raise InterruptedError  # before the C++ compiler, which is slow
+        config.post_grad_custom_post_pass = stop
+        try:
+            torch._inductor.aoti_compile_and_package(torch.export.export(Module(), tensors), package_path="/nowhere/a.pt2")
+        except Exception as error:
+            assert "InterruptedError" in str(error)
+    """,
+}
+
+
+@pytest.mark.parametrize("before,imported", [*((before, "first") for before in BEFORE_THE_SWITCH), ("compiled", "late")])
+def test_what_was_traced_before_the_first_switch(before, imported):
+    """Tracing goes through PyTorch's dispatcher in Python, which remembers where a call went: nothing of that may be stale."""
+    code = f"""
+        import sys, torch, torch.nn.functional as F
+        if "{imported}" == "first":
+            import volta_fa
+
+        class Module(torch.nn.Module):
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
+
+        tensors = tuple(torch.randn(2, 2, 9, 16, requires_grad=True) for _ in range(3))
+
+        def compile():
+            return torch.compile(Module(), fullgraph=True, backend="aot_eager")(*tensors)
+
+        exec(__import__("textwrap").dedent(sys.argv[1]))
+        torch.compiler.reset()
+        import volta_fa
+        volta_fa.enable_sdpa("cpu")
+        for gradients in (True, False):
+            torch.set_grad_enabled(gradients)
+            out = compile()
+            print("Attention" in str(out.grad_fn.next_functions) if gradients else out.grad_fn, volta_fa.sdpa_stats(reset=True)["traced"] > 0)
+        decomposed = torch.export.export(Module(), tensors).run_decompositions()
+        print("volta_fa.fwd" in str(decomposed.graph))
+    """
+    lines = run_python(code, BEFORE_THE_SWITCH[before].strip("\n")).splitlines()
+    assert [line.split()[-1] for line in lines] == ["True"] * 3, lines
+
+
+@on("cpu-fp32")
+def test_export_takes_it_apart_as_ever(backend):
+    """ExportedProgram.run_decompositions, with the switch off before, on, and off again."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return causal(q, k, v)
+
+    def targets():
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                program = torch.export.export(Module(), tuple(qkv(backend)))
+                yield {str(node.target) for node in program.run_decompositions().graph.nodes}
+
+    before = list(targets())
+    with enabled():
+        assert all("volta_fa.fwd.default" in found for found in targets())
+    assert list(targets()) == before
+    assert all("aten._softmax.default" in found for found in before)
+
+
 @on("cpu-fp32")
 def test_caches_on_disk_know_the_switch(backend):
     from torch.compiler import config
@@ -542,21 +610,50 @@ def test_layers_train_with_dropout(backend, layer, compiled):
     torch.compiler.reset()
 
 
-@on("cuda")
-def test_encoder_fast_path(backend):
-    """torch.nn's inference kernel for whole encoder layers calls the op too (on CUDA; on the CPU it has its own)."""
-    module = LAYERS["TransformerEncoderLayer"]().to(backend.device, backend.dtype).eval()
+@pytest.mark.parametrize("masks", ["", "padding"])
+@pytest.mark.parametrize("layer", ["MultiheadAttention", "TransformerEncoderLayer"])
+@on("cpu-fp32", "cuda")
+def test_fast_path(backend, layer, masks):
+    """torch.nn's inference kernels for whole layers have attention of their own, on CUDA for calls with a mask only; they
+    can be switched off."""
+    module = LAYERS[layer]().to(backend.device, backend.dtype).eval()
+    name = "key_padding_mask" if layer == "MultiheadAttention" else "src_key_padding_mask"
+    masks = masks_on(backend, {name: PADDED} if masks else {})
     x = backend.randn(2, 9, 32)
-    with torch.inference_mode(), enabled(backend):
-        assert_ours(lambda: module(x), backward=False)
+    with torch.no_grad(), enabled(backend):
+        expected = module(x, **masks)
+        assert volta_fa.sdpa_stats(reset=True)["ran"] == int(backend.device == "cuda" and not masks)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert_ours(lambda: module(x, **masks), backward=False)
+            found = module(x, **masks)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    keep = ~PADDED.to(backend.device) if masks else slice(None)  # what is padding comes out as anything
+    torch.testing.assert_close(found[keep], expected[keep], **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
 
 
 @on("cpu-fp32")
+def test_multihead_attention_that_returns_weights(backend):
+    """need_weights, which is on by default, takes the op out of torch.nn.MultiheadAttention."""
+    module = torch.nn.MultiheadAttention(32, 2, batch_first=True)
+    x = backend.randn(2, 9, 32)
+    with enabled():
+        module(x, x, x)
+        assert volta_fa.sdpa_stats()["ran"] == 0
+        module(x, x, x, need_weights=False)
+        assert volta_fa.sdpa_stats()["ran"] == 1
+
+
+@on("cpu-fp32", "cuda")
 def test_autocast(backend):
-    tensors = qkv(backend)
-    with enabled(), torch.autocast("cpu", torch.bfloat16):
+    """fp32 tensors, which CUDA has no kernels for, arrive in the region's dtype; gradients go back in fp32."""
+    tensors = [t.float() for t in qkv(backend)]
+    dtype = torch.float16 if backend.kernels else torch.bfloat16
+    with enabled(backend), torch.autocast(backend.device, dtype):
         assert_ours(lambda: train(*tensors))
-        assert F.scaled_dot_product_attention(*tensors).dtype == torch.bfloat16
+        out, *gradients = train(*tensors)
+    assert out.dtype == dtype and all(g.dtype == torch.float32 for g in gradients)
 
 
 @on("cpu-fp32")
@@ -587,6 +684,7 @@ FALLBACKS = {
         "broadcast batch": lambda q, k, v: F.scaled_dot_product_attention(q, k[:1], v[:1]),
     },
     "headdim": {"": lambda q, k, v: F.scaled_dot_product_attention(*(t.repeat(1, 1, 1, 17) for t in (q, k, v)))},
+    "scale": {str(s): lambda q, k, v, s=s: F.scaled_dot_product_attention(q, k, v, scale=s) for s in (float("inf"), float("nan"))},
 }
 
 
@@ -600,7 +698,7 @@ def test_fallback(backend, reason, f):
         torch.manual_seed(0)
         found = train(*tensors, attention=f)
     for a, b in zip(found, expected):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {reason: 1}}
 
 
@@ -619,12 +717,30 @@ def test_dtypes_and_determinism_on_cuda(backend):
     assert volta_fa.sdpa_stats() == {"ran": 3, "traced": 0, "fell_back": {"dtype": 1}}
 
 
-@on("cpu-fp32")
-def test_users_choice_of_math_is_respected(backend):
+FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
+
+
+@pytest.mark.parametrize("allowed", [[MATH], [CUDNN, MATH], [EFFICIENT, MATH], [FLASH], [FLASH, MATH]], ids=lambda a: "+".join(b.name for b in a))
+@on("cpu-fp32", "cuda")
+def test_users_choice_is_respected(backend, allowed):
+    """We stand in for fused attention: flash on the CPU, which has no other, flash and memory-efficient on CUDA."""
     tensors = qkv(backend)
-    with enabled(), sdpa_kernel(SDPBackend.MATH):
-        assert_theirs(lambda: train(*tensors))
-    assert volta_fa.sdpa_stats()["fell_back"] == {"math_requested": 1}
+    ours = FLASH in allowed or (EFFICIENT in allowed and backend.device == "cuda")
+    with enabled(backend), sdpa_kernel(allowed):
+        train(*tensors)
+    found = volta_fa.sdpa_stats()
+    assert found == ({"ran": 1, "traced": 0, "fell_back": {}} if ours else {"ran": 0, "traced": 0, "fell_back": {"sdpa_kernel": 1}})
+
+
+@on("cpu-fp32")
+def test_nested_tensors_fall_back(backend):
+    nested = torch.nested.nested_tensor([torch.randn(2, 5, 16), torch.randn(2, 7, 16)])
+    expected = F.scaled_dot_product_attention(nested, nested, nested)
+    with enabled():
+        found = F.scaled_dot_product_attention(nested, nested, nested)
+    for a, b in zip(found.unbind(), expected.unbind()):
+        assert torch.equal(a, b)
+    assert volta_fa.sdpa_stats()["fell_back"] == {"layout": 1}
 
 
 @on("cpu-fp32")
@@ -634,24 +750,55 @@ def test_functorch_and_forward_mode_fall_back(backend):
     with enabled():
         found = torch.func.grad(lambda t: F.scaled_dot_product_attention(t, k, v).square().sum())(q)
         torch.testing.assert_close(found, expected)
+        # without a gradient, vmap has taken the op apart before our kernel is reached
+        found = torch.vmap(F.scaled_dot_product_attention)(*(t[None] for t in (q, k, v)))
+        torch.testing.assert_close(found[0], F.scaled_dot_product_attention(q, k, v))
         with torch.autograd.forward_ad.dual_level(), sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
             dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
             try:
                 F.scaled_dot_product_attention(dual, k, v)
             except NotImplementedError:
                 pass  # PyTorch's fused attention has no forward mode either
-    assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {"forward_mode": 1, "functorch": 1}}
+    assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {"forward_mode": 1, "functorch": 1}}
 
 
+def selective(f, *inputs):
+    """f, to be run again in the backward pass by selective checkpointing, which works by a dispatch mode."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    policy = lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+    return checkpoint(f, *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+
+
+def counted(f, *inputs):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        return f(*inputs)
+
+
+@pytest.mark.parametrize("under", [lambda f, *t: f(*t), selective, counted], ids=["", "selective checkpointing", "FlopCounterMode"])
 @on("cpu-fp32")
-def test_subclasses_fall_back(backend):
+def test_subclasses_fall_back(backend, under):
+    """Also where a dispatch mode is active that traces nothing."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     q, k, v = (TwoTensor(t, t.clone()) for t in qkv(backend))
     with enabled():
-        out = F.scaled_dot_product_attention(q, k, v)
-    assert isinstance(out, TwoTensor)
-    assert volta_fa.sdpa_stats()["fell_back"] == {"subclass": 1}
+        out = under(F.scaled_dot_product_attention, q, k, v)
+        assert isinstance(out, TwoTensor)
+        assert volta_fa.sdpa_stats() == {"ran": 0, "traced": 0, "fell_back": {"subclass": 1}}
+
+
+@pytest.mark.parametrize("under", [selective, counted], ids=["selective checkpointing", "FlopCounterMode"])
+@on("cpu-fp32")
+def test_calls_under_dispatch_modes_are_not_traced(backend, under):
+    tensors = leaves(*qkv(backend))
+    with enabled():
+        out = under(F.scaled_dot_product_attention, *tensors)
+        assert volta_fa.sdpa_stats(reset=True) == {"ran": 1, "traced": 0, "fell_back": {}}
+        out.sum().backward()
+        assert volta_fa.sdpa_stats() == {"ran": int(under is selective), "traced": 0, "fell_back": {}}
 
 
 def test_dtensor():
@@ -662,6 +809,7 @@ def test_dtensor():
         import torch.distributed as dist
         import torch.nn.functional as F
         from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+        from torch.utils.flop_counter import FlopCounterMode
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
@@ -679,13 +827,14 @@ def test_dtensor():
 
         volta_fa.enable_sdpa("cpu")
         print(call(F.scaled_dot_product_attention), volta_fa.sdpa_stats(reset=True)["fell_back"])
+        with FlopCounterMode(display=False):
+            print(call(F.scaled_dot_product_attention), volta_fa.sdpa_stats(reset=True)["fell_back"])
         for f in (F.scaled_dot_product_attention, local):
             print(call(torch.compile(lambda *t: f(*t), backend="aot_eager", fullgraph=True)))
         dist.destroy_process_group()
     """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python"), "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["['flash_attention_for_cpu'] {'subclass': 1}", "['volta_fa.fwd']", "None"], result.stderr
+    lines = run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines()
+    assert lines == [*["['flash_attention_for_cpu'] {'subclass': 1}"] * 2, "['volta_fa.fwd']", "None"]
 
 
 @on("cpu-fp32")
@@ -694,9 +843,9 @@ def test_flop_counting(backend):
     import volta_fa.flops  # noqa: F401  registers them
     from torch.utils.flop_counter import FlopCounterMode
 
-    def count():
+    def count(f=train):
         with FlopCounterMode(display=False) as counter:
-            train(*qkv(backend))
+            f(*qkv(backend))
         return counter.get_total_flops()
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -704,6 +853,8 @@ def test_flop_counting(backend):
     with enabled():
         # the backward pass multiplies Q and K again
         assert count() == expected + 2 * 2 * 2 * 9 * 9 * 16
+        with torch.inference_mode():
+            assert count(F.scaled_dot_product_attention) == 2 * 2 * 2 * 2 * 9 * 9 * 16
 
 
 WRONG = {
@@ -856,7 +1007,7 @@ def test_which_devices(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
     monkeypatch.setattr("volta_fa.sdpa.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
-    monkeypatch.setattr("volta_fa.sdpa._apply", lambda: asked.append(sorted(volta_fa.sdpa._switch.cuda)))
+    monkeypatch.setattr("volta_fa.sdpa._apply", lambda request, blocks: asked.append(sorted(request.cuda)))
     if expected is None:
         with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
             volta_fa.enable_sdpa(force=force)
@@ -866,23 +1017,128 @@ def test_which_devices(machine, monkeypatch):
     volta_fa.disable_sdpa()
 
 
-@pytest.mark.parametrize(
-    "value,switched_on,warning",
-    [("cpu", True, ""), ("0", False, ""), ("1", False, "no CUDA device"), ("force", False, "no CUDA device"), ("maybe", False, "expected 1, force, cpu or 0")],
-)
-def test_environment_variable(value, switched_on, warning):
-    """At import; it never makes the import fail, and never starts CUDA."""
+def test_a_refused_device_changes_nothing(monkeypatch):
+    """The library has room for 64 devices."""
+    monkeypatch.setattr("volta_fa.sdpa._request", lambda device, force: volta_fa.sdpa._Request(False, frozenset([64])))
+    with pytest.raises(ValueError, match="got CUDA device 64, expected one from 0 to 63"):
+        volta_fa.enable_sdpa()
+    with pytest.raises(ValueError, match="got CUDA device 64"), volta_fa.sdpa_enabled():
+        pass
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        volta_fa.enable_sdpa("cpu")
+    assert is_on()
+    volta_fa.disable_sdpa()
+    assert not is_on()
+
+
+# ---- the environment variable ----------------------------------------------------------------------------------------
+
+LOADED = {
+    "package": "import volta_fa",
+    "library": "torch.ops.load_library(sys.argv[1])",
+    "library, then package": "torch.ops.load_library(sys.argv[1]); import volta_fa",
+}
+VALUES = [
+    # how it is loaded, the variable, calls that are ours on the CPU
+    *(("package", value, int(value == "cpu")) for value in ("cpu", "0", "1", "force", "maybe")),
+    *(("library", value, int(value == "cpu")) for value in ("cpu", "", "maybe")),
+    *(("library, then package", value, int(value == "cpu")) for value in ("cpu", "1")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("loaded,value,ran", VALUES)
+def test_environment_variable(loaded, value, ran, tmp_path):
+    """When the library is loaded, with the Python package or without; it fails nothing, and does not start CUDA."""
+    torch.jit.script(causal).save(str(tmp_path / "program.pt"))
+    code = f"""
+        import sys, torch
+        {LOADED[loaded]}
+        program = torch.jit.load(sys.argv[2])
+        t = torch.randn(1, 1, 4, 8)
+        program(t, t, t)
+        print(torch.ops.volta_fa._sdpa_stats()["ran"], torch.cuda.is_initialized())
+        if "package" in "{loaded}":
+            from torch.compiler import config
+            print(config.cache_key_tag)
+            volta_fa.disable_sdpa()  # it counts as enable_sdpa
+            print(config.cache_key_tag)
+            program(t, t, t)
+            print(volta_fa.sdpa_stats()["ran"])
+    """
+    result = run_process(code, LIBRARY, tmp_path / "program.pt", VOLTA_FA_ENABLE_SDPA=value, CUDA_VISIBLE_DEVICES="")
+    asked = value in ("1", "force", "cpu")
+    expected = [f"{ran} False"] + (["volta_fa.sdpa" if asked else "", "", str(ran)] if "package" in loaded else [])
+    assert result.stdout.split("\n")[:-1] == expected
+    assert ("VOLTA_FA_ENABLE_SDPA: got 'maybe', expected 1, force, cpu or 0" in result.stderr) == (value == "maybe")
+    assert value == "maybe" or "VOLTA_FA_ENABLE_SDPA" not in result.stderr
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("how", ["1", "force", "cpu", "enable_sdpa"])
+def test_fork(how):
+    """Neither the variable nor switching on for the CPU uses CUDA, which a forked process could then not use."""
     code = """
-        import volta_fa, torch
+        import os, sys, torch, volta_fa
+        if sys.argv[1] == "enable_sdpa":
+            volta_fa.enable_sdpa("cpu")
         t = torch.randn(1, 1, 4, 8)
         torch.nn.functional.scaled_dot_product_attention(t, t, t)
-        print(volta_fa.sdpa_stats()["ran"], torch.cuda.is_initialized())
+        if os.fork() == 0:
+            torch.nn.functional.scaled_dot_product_attention(t, t, t)
+            print(torch.cuda._is_in_bad_fork(), volta_fa.sdpa_stats()["ran"], flush=True)
+            os._exit(0)
+        os.wait()
     """
-    environment = {**os.environ, "VOLTA_FA_ENABLE_SDPA": value, "PYTHONPATH": str(REPOSITORY / "python"), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True)
-    assert result.stdout.split() == [str(int(switched_on)), "False"], result.stderr
-    assert warning in result.stderr
-    assert ("VOLTA_FA_ENABLE_SDPA" in result.stderr) == bool(warning)
+    environment = {} if how == "enable_sdpa" else {"VOLTA_FA_ENABLE_SDPA": how}
+    assert run_python(code, how, **environment) == f"False {2 if how in ('cpu', 'enable_sdpa') else 0}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_environment_variable_where_a_device_cannot_be_asked():
+    """Its first call decides on a device, and says once why it stays off. Such tensors exist without a GPU, for shapes only."""
+    code = """
+        import torch, volta_fa
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            t = torch.empty(1, 1, 4, 8, device="cuda:1", dtype=torch.float16)
+            for _ in range(2):
+                print(torch.nn.functional.scaled_dot_product_attention(t, t, t).shape)
+                with volta_fa.sdpa_enabled("cpu"):
+                    pass
+        print(volta_fa.sdpa_stats())
+    """
+    result = run_process(code, VOLTA_FA_ENABLE_SDPA="1")
+    assert result.stdout.splitlines()[-1] == "{'ran': 0, 'traced': 0, 'fell_back': {}}"
+    assert result.stderr.count("VOLTA_FA_ENABLE_SDPA: cuda:1 keeps PyTorch's attention") == 1
+    assert "no CUDA driver" in result.stderr
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("loaded", LOADED)
+@on("cuda")
+def test_environment_variable_on_cuda(backend, loaded):
+    """CUDA is not started before the first tensor; a process forked before that uses the GPU too."""
+    code = f"""
+        import os, sys, torch
+        {LOADED[loaded]}
+        print(torch.cuda.is_initialized(), flush=True)
+        child = os.fork()
+        t = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(t, t, t).sum().backward()
+        print(torch.ops.volta_fa._sdpa_stats()["ran"], flush=True)
+        if child == 0:
+            os._exit(0)
+        os.wait()
+    """
+    forced = run_process(code, LIBRARY, VOLTA_FA_ENABLE_SDPA="force")
+    assert forced.stdout.split() == ["False", "1", "1"] and "VOLTA_FA_ENABLE_SDPA" not in forced.stderr
+    suitable = run_process(code, LIBRARY, VOLTA_FA_ENABLE_SDPA="1")
+    made_for = torch.cuda.get_device_capability() in ((7, 0), (7, 2))
+    assert suitable.stdout.split() == ["False", *["1" if made_for else "0"] * 2]
+    assert ("cuda:0 keeps PyTorch's attention: it is of sm_" in suitable.stderr) != made_for
 
 
 def test_modules_are_not_touched():

@@ -68,7 +68,7 @@ Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's i
 
 Environment, read at each call unless it says otherwise:
     VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
-    VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() at import; force: on newer GPUs too; cpu: on the CPU
+    VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
                                 (a build with the `sim` feature, as `make build` makes it; more in docs/architecture.md)
 
@@ -87,7 +87,7 @@ from .flash_attn_interface import (
 from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
 from .library import library_path, load
-from .sdpa import _enable_from_environment, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .version import __version__
 
 __all__ = [
@@ -110,5 +110,5 @@ __all__ = [
 ]
 
 load()
-_enable_from_environment()
-del load, _enable_from_environment
+_follow_the_library()
+del load, _follow_the_library

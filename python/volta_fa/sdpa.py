@@ -7,7 +7,6 @@ modules that imported the function long ago, TorchScript programs, torch.nn's la
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import warnings
@@ -20,7 +19,6 @@ import torch
 
 from .inspection import info
 
-_VARIABLE = "VOLTA_FA_ENABLE_SDPA"
 #: In the key of torch.compile's caches on disk while something is enabled: they know a graph by its Python code,
 #: which is the same whether we are switched on or not.
 _CACHE_TAG = "volta_fa.sdpa"
@@ -32,9 +30,11 @@ class _Request:
 
     cpu: bool
     cuda: frozenset[int]
+    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": CUDA devices that the library decides on when it first meets each
+    on_first_use: str = ""
 
     def __or__(self, other: _Request) -> _Request:
-        return _Request(self.cpu or other.cpu, self.cuda | other.cuda)
+        return _Request(self.cpu or other.cpu, self.cuda | other.cuda, self.on_first_use or other.on_first_use)
 
 
 _NOTHING = _Request(False, frozenset())
@@ -59,23 +59,20 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
 
     Raises RuntimeError where no device qualifies, ValueError for a device that does not exist.
     """
-    global _switch
     request = _request(device, force)
     with _lock:
-        if _switch == request:
+        before = _switch
+        _apply(request, _blocks)
+        if before == request:
             warnings.warn("volta_fa.enable_sdpa: it is enabled already: nothing changed", stacklevel=2)
-        elif _switch != _NOTHING:
+        elif before != _NOTHING:
             warnings.warn("volta_fa.enable_sdpa: it was enabled for other devices, which this call replaces", stacklevel=2)
-        _switch = request
-        _apply()
 
 
 def disable_sdpa() -> None:
     """Undo `enable_sdpa`; without effect if nothing is enabled, and on `sdpa_enabled` blocks that are open."""
-    global _switch
     with _lock:
-        _switch = _NOTHING
-        _apply()
+        _apply(_NOTHING, _blocks)
 
 
 @contextmanager
@@ -83,14 +80,14 @@ def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool 
     """`enable_sdpa` for the length of a `with` block, in all threads; blocks nest and overlap freely."""
     request = _request(device, force)
     with _lock:
-        _blocks.append(request)
-        _apply()
+        _apply(_switch, [*_blocks, request])
     try:
         yield
     finally:
         with _lock:
-            _blocks.remove(request)
-            _apply()
+            others = list(_blocks)
+            others.remove(request)
+            _apply(_switch, others)
 
 
 def sdpa_stats(reset: bool = False) -> dict[str, Any]:
@@ -125,40 +122,34 @@ def _request(device: str | torch.device | int | None, force: bool) -> _Request:
 
 def _usable(indices, force: bool) -> list[int]:
     """Those of the CUDA devices that qualify; raises RuntimeError if none does."""
-    families = {family["sm"]: family["name"] for family in info()["families"]}
-    oldest = min(families, default=None)
     usable, refused = [], []
     for index in indices:
         major, minor = torch.cuda.get_device_capability(index)
         sm = 10 * major + minor
-        if _family_made_for(sm, families) or (force and oldest is not None and sm >= oldest):
+        if torch.ops.volta_fa._sdpa_serves(sm, force):
             usable.append(index)
         else:
             refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{sm}")
     if not usable:
-        names = ", ".join(families.values()) or "no family: it was built without kernels"
+        names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
         found = "; ".join(refused) or "this machine has no CUDA device"
         hint = " (force=True uses newer devices too)" if refused and not force else ' (device="cpu" tries the routing without a GPU)'
         raise RuntimeError(f"volta_fa.enable_sdpa: this library has kernels for {names}, and {found}{hint}")
     return usable
 
 
-def _family_made_for(sm: int, families: dict[int, str]) -> bool:
-    """sm_72 runs sm_70's machine code as it is and just as well; sm_75 has other tensor cores."""
-    return sm in families or (sm == 72 and 70 in families)
-
-
-def _apply() -> None:
-    """Make what is asked for effective."""
-    global _active
-    wanted = _switch
-    for request in _blocks:
+def _apply(switch: _Request, blocks: list[_Request]) -> None:
+    """Make what is asked for effective, and then remember it: what the library refuses changes nothing."""
+    global _switch, _blocks, _active
+    wanted = switch
+    for request in blocks:
         wanted |= request
-    if wanted == _active:
-        return
-    torch.ops.volta_fa._sdpa_configure(wanted.cpu, sorted(wanted.cuda))
-    _active = wanted
-    _forget_compiled_programs(wanted != _NOTHING)
+    if wanted != _active:
+        torch.ops.volta_fa._sdpa_configure(wanted.cpu, sorted(wanted.cuda), wanted.on_first_use)
+    _switch, _blocks = switch, blocks
+    if wanted != _active:
+        _active = wanted
+        _forget_compiled_programs(wanted != _NOTHING)
 
 
 def _forget_compiled_programs(enabled: bool) -> None:
@@ -172,23 +163,10 @@ def _forget_compiled_programs(enabled: bool) -> None:
         dynamo.reset_code_caches()
 
 
-def _enable_from_environment() -> None:
-    """VOLTA_FA_ENABLE_SDPA at import. It must not start CUDA, which would make fork impossible, nor fail."""
-    value = os.environ.get(_VARIABLE, "").strip().lower()
-    if value in ("", "0"):
-        return
-    if value == "cpu":
-        enable_sdpa("cpu")
-    elif value not in ("1", "force"):
-        warnings.warn(f"{_VARIABLE}: got {value!r}, expected 1, force, cpu or 0: nothing is enabled", stacklevel=2)
-    elif not torch.cuda.is_available():
-        warnings.warn(f"{_VARIABLE}={value}: this machine has no CUDA device: nothing is enabled", stacklevel=2)
-    else:
-        torch.cuda._lazy_call(lambda: _enable_or_warn(force=value == "force"))
-
-
-def _enable_or_warn(force: bool) -> None:
-    try:
-        enable_sdpa(force=force)
-    except RuntimeError as error:
-        warnings.warn(f"{_VARIABLE}: nothing is enabled: {error}", stacklevel=2)
+def _follow_the_library() -> None:
+    """Where VOLTA_FA_ENABLE_SDPA is set, the library has switched on by itself, as it does without this package."""
+    global _switch, _active
+    cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
+    _switch = _active = _Request(cpu, frozenset(), on_first_use)
+    if _active != _NOTHING:
+        _forget_compiled_programs(enabled=True)
