@@ -5,11 +5,13 @@ scaled_dot_product_attention in test_sdpa.py.
 """
 
 import copy
+import functools
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -181,6 +183,34 @@ def test_export_package_without_our_python_package(backend, layer_on, tmp_path):
     assert run_python(code, LIBRARY, tmp_path / "layer.pt2", tmp_path / "data.pt") == "fine"
 
 
+@functools.cache
+def aot_inductor_works_on_cuda() -> bool:
+    """On some machines PyTorch's own packages crash as they are loaded: seen with torch 2.11 on an H200."""
+    make = """
+        import sys, torch
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return x * 2 + 1
+
+        program = torch.export.export(Module(), (torch.randn(8, device="cuda"),))
+        print(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1]))
+    """
+    load = """
+        import sys, torch
+        x = torch.randn(8, device="cuda")
+        torch.testing.assert_close(torch._inductor.aoti_load_package(sys.argv[1])(x), x * 2 + 1)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        package = run_python(make, f"{folder}/trivial.pt2").splitlines()[-1]
+        return subprocess.run([sys.executable, "-c", textwrap.dedent(load), package], capture_output=True, timeout=300).returncode == 0
+
+
+def need_aot_inductor(backend):
+    if backend.device == "cuda" and not aot_inductor_works_on_cuda():
+        pytest.skip("here PyTorch cannot load an AOTInductor package for CUDA, not even of a module without our op")
+
+
 AOTI = """
     import sys, torch
     library, package, data = sys.argv[1:]
@@ -198,6 +228,7 @@ AOTI = """
 @on("cpu-fp32", "cuda")
 def test_aot_inductor_package(backend, layer_on, tmp_path):
     """Compiled to machine code, loaded and run where only the library is."""
+    need_aot_inductor(backend)
     layer, inputs = layer_on()
     program = torch.export.export(layer.eval(), (inputs(8).detach(),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -217,6 +248,8 @@ class Packed(torch.nn.Module):
 @NEEDS_COMPILER
 @on("cpu-fp32", "cuda")
 def test_aot_inductor_package_with_optional_tensors(backend, tmp_path):
+    need_aot_inductor(backend)
+
     def arguments(lengths):
         return backend.randn(sum(lengths), 3, 2, 16), packed_lengths(backend, lengths), backend.randn(1, 2, 12, 12)
 
@@ -529,10 +562,11 @@ DDP = """
     import sys, torch
     import torch.distributed as dist
     torch.ops.load_library(sys.argv[1])
-    rank, port, source, backend = int(sys.argv[2]), *sys.argv[3:]
+    rank, port, source, backend, name = int(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
     sys.path.insert(0, source)
-    from routes_layer import Layer, data
+    import routes_layer
+    Layer, data = getattr(routes_layer, name), routes_layer.data
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     device = torch.device("cpu")
     if backend == "nccl":
@@ -550,19 +584,31 @@ DDP = """
     for p, q in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(p.grad, q.grad / 2, **({"rtol": 2e-2, "atol": 5e-2} if p.is_cuda else {"rtol": 1e-4, "atol": 1e-5}))
     dist.destroy_process_group()
+    assert torch.ops.volta_fa._sdpa_stats()["ran"] == (2 if name == "SdpaLayer" else 0)
     print("fine")
 """
 
 
+class SdpaLayer(Layer):
+    """The same through PyTorch's function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, w = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.nheads, w // self.nheads).permute(2, 0, 3, 1, 4).unbind(0)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_p, is_causal=True)
+        return self.out(out.transpose(1, 2).reshape(b, s, w))
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 @pytest.mark.parametrize("communication", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-def test_ddp_over_two_processes(tmp_path, communication):
+@pytest.mark.parametrize("module", [Layer, SdpaLayer])
+def test_ddp_over_two_processes(tmp_path, module, communication):
     if communication == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU at most")
     import inspect
 
     (tmp_path / "routes_layer.py").write_text(
-        f"import torch\n\n\n{inspect.getsource(Layer)}\n\ndef data():\n    g = torch.Generator().manual_seed(7)\n    return torch.randn(2, 9, 32, generator=g)\n"
+        f"import torch\n\n\n{inspect.getsource(Layer)}\n\n{inspect.getsource(SdpaLayer)}\n\ndef data():\n    g = torch.Generator().manual_seed(7)\n    return torch.randn(2, 9, 32, generator=g)\n"
     )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -570,11 +616,11 @@ def test_ddp_over_two_processes(tmp_path, communication):
     code = textwrap.dedent(DDP)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication],
+            [sys.executable, "-c", code, str(LIBRARY), str(rank), str(port), str(tmp_path), communication, module.__name__],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "VOLTA_FA_ENABLE_SDPA": "cpu" if communication == "gloo" else "force"},
         )
         for rank in range(2)
     ]
@@ -604,8 +650,10 @@ def build(source, target):
 @NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_cpp_program(tmp_path, layer):
-    """A program that links libtorch only: the op by name, its gradients, and a saved TorchScript module."""
+    """A program that links libtorch only: the op by name, its gradients, and saved TorchScript modules, also such that know
+    nothing of us, where the environment variable switches PyTorch's function to us."""
     torch.jit.script(layer).save(str(tmp_path / "layer.pt"))
+    torch.jit.script(SdpaLayer()).save(str(tmp_path / "sdpa.pt"))
     build(CPP / "attention.cpp", tmp_path / "attention")
     linked = subprocess.run(["ldd", tmp_path / "attention"], capture_output=True, text=True).stdout
     names = [line.split()[0] for line in linked.splitlines()]
@@ -613,3 +661,12 @@ def test_cpp_program(tmp_path, layer):
     result = subprocess.run([tmp_path / "attention", LIBRARY, tmp_path / "layer.pt"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr + result.stdout
     assert "gradients agree" in result.stdout and "module: 2 9 32" in result.stdout
+    for value, calls in (("", 0), ("cpu", 1)):
+        result = subprocess.run(
+            [tmp_path / "attention", LIBRARY, tmp_path / "sdpa.pt"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "VOLTA_FA_ENABLE_SDPA": value},
+        )
+        assert f"scaled_dot_product_attention run by volta_fa: {calls}" in result.stdout, result.stderr + result.stdout

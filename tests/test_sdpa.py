@@ -1,23 +1,29 @@
 """PyTorch's scaled_dot_product_attention through volta_fa: which kernel ran (a profiler says), and whether it is right."""
 
 import copy
+import functools
 import os
 import threading
 import warnings
-from contextlib import contextmanager
+import zipfile
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, on, run_process, run_python
+from test_routes import AOTI, need_aot_inductor
 
 if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 
 import volta_fa
+
+FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +80,16 @@ def train(q, k, v, attention=F.scaled_dot_product_attention, **options):
     inputs = leaves(q, k, v)
     out = attention(*inputs, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def recompute_all(context, op, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(f, *inputs):
+    """f, to be run again in the backward pass by selective checkpointing, which works by a dispatch mode."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, recompute_all)
+    return checkpoint(f, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
@@ -367,7 +383,7 @@ def dropped(q, k, v):
 @pytest.mark.parametrize("f", [causal, grouped, masked, dropped])
 @on("cpu-fp32", "cuda")
 def test_compile(backend, f, dynamic):
-    """Through AOTAutograd, which inductor sits on (test_routes.py has inductor)."""
+    """Through AOTAutograd, which inductor sits on."""
     torch.compiler.reset()
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with enabled(backend):
@@ -384,6 +400,109 @@ def test_compile(backend, f, dynamic):
                 assert_ours(lambda: compiled(*tensors), backward=False)
         assert volta_fa.sdpa_stats()["traced"] > 0
     torch.compiler.reset()
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.parametrize("f", [causal, masked, dropped])
+@on("cpu-fp32", "cuda")
+def test_inductor(backend, f):
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True)
+    tensors = qkv(backend)
+    with enabled(backend):
+        assert_ours(lambda: train(*tensors, attention=compiled))
+        if f is not dropped:  # inductor has random numbers of its own
+            for a, b in zip(train(*tensors, attention=compiled), train(*tensors, attention=f)):
+                torch.testing.assert_close(a, b, **({"rtol": 1e-2, "atol": 1e-2} if backend.kernels else {}))
+        with torch.no_grad():
+            assert_ours(lambda: compiled(*tensors), backward=False)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.parametrize("exported", ["on", "off"])
+@on("cpu-fp32", "cuda")
+def test_aot_inductor_package(backend, exported, tmp_path):
+    """Compiled with the switch on, it runs our op wherever the library is."""
+    need_aot_inductor(backend)
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return causal(q, k, v)
+
+    tensors = tuple(qkv(backend))
+    with enabled(backend) if exported == "on" else nullcontext():
+        program = torch.export.export(Module(), tensors, dynamic_shapes=({2: torch.export.Dim.DYNAMIC},) * 3)
+    with enabled(backend):
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+    with zipfile.ZipFile(package) as files:
+        assert any(b"volta_fa::fwd" in files.read(name) for name in files.namelist())
+    tensors = tuple(qkv(backend, 2, 2, 14, 16))
+    torch.save((tensors, causal(*tensors)), tmp_path / "data.pt")
+    assert run_python(AOTI, LIBRARY, package, tmp_path / "data.pt") == "fine"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant", "selective"])
+@on("cpu-fp32", "cuda")
+def test_checkpoint(backend, how, compiled):
+    """The recomputation drops the same, and runs ours again."""
+    if compiled and how == "reentrant":
+        pytest.skip("torch.compile takes the other kind only")
+    torch.compiler.reset()
+    tensors = qkv(backend)
+
+    def checkpointed(q, k, v):
+        if how == "selective":
+            return selective(dropped, q, k, v)
+        return checkpoint(dropped, q, k, v, use_reentrant=how == "reentrant")
+
+    def step(f):
+        torch.manual_seed(0)
+        inputs = leaves(*tensors)
+        f(*inputs).square().sum().backward()
+        return [t.grad for t in inputs]
+
+    run = torch.compile(checkpointed, fullgraph=True, backend="aot_eager_decomp_partition") if compiled else checkpointed
+    with enabled(backend):
+        expected = step(dropped)
+        assert_ours(lambda: step(run))
+        volta_fa.sdpa_stats(reset=True)
+        # on CUDA, what a compiled program recomputes has a generator that manual_seed does not set
+        for a, b in zip(step(run), expected if not (compiled and backend.kernels) else []):
+            torch.testing.assert_close(a, b, **({"rtol": 2e-2, "atol": 2e-2} if backend.kernels else {}))
+        assert volta_fa.sdpa_stats() == {"ran": 0 if compiled else 2, "traced": 0, "fell_back": {}}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["", "learned mask"])
+@on("cpu-fp32")
+def test_second_derivatives_name_the_op(backend, mask):
+    """PyTorch's own fused attention has none either, but takes a learned mask to its unfused one, which has."""
+    q, k, v, bias = leaves(*qkv(backend), backend.randn(9, 9))
+
+    def step():
+        out = F.scaled_dot_product_attention(q, k, v, bias if mask else None)
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
+
+    with enabled(), pytest.raises(RuntimeError, match="volta_fa::bwd is not implemented"):
+        step()
+    with nullcontext() if mask else pytest.raises(RuntimeError, match="is not implemented"):
+        step()
+    with enabled(), sdpa_kernel(MATH):
+        step()
+
+
+@on("cuda")
+def test_strides_are_those_of_memory_efficient_attention(backend):
+    """Which is the one that PyTorch uses on Volta."""
+    tensors = qkv(backend)
+    with sdpa_kernel(EFFICIENT):
+        expected = F.scaled_dot_product_attention(*tensors)
+    with enabled(backend):
+        assert F.scaled_dot_product_attention(*tensors).stride() == expected.stride()
 
 
 def self_attention(x):
@@ -717,9 +836,6 @@ def test_dtypes_and_determinism_on_cuda(backend):
     assert volta_fa.sdpa_stats() == {"ran": 3, "traced": 0, "fell_back": {"dtype": 1}}
 
 
-FLASH, EFFICIENT, MATH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
-
-
 @pytest.mark.parametrize("allowed", [[MATH], [CUDNN, MATH], [EFFICIENT, MATH], [FLASH], [FLASH, MATH]], ids=lambda a: "+".join(b.name for b in a))
 @on("cpu-fp32", "cuda")
 def test_users_choice_is_respected(backend, allowed):
@@ -762,15 +878,8 @@ def test_functorch_and_forward_mode_fall_back(backend):
     assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {"forward_mode": 1, "functorch": 1}}
 
 
-def selective(f, *inputs):
-    """f, to be run again in the backward pass by selective checkpointing, which works by a dispatch mode."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-    policy = lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
-    return checkpoint(f, *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
-
-
 def counted(f, *inputs):
+    """f under FlopCounterMode, another one."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False):

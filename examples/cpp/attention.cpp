@@ -2,7 +2,9 @@
 //
 //   attention /path/to/libvolta_fa.so [module.pt]
 //
-// The library is opened at run time: that registers the operators, and nothing else is needed.
+// The library is opened at run time: that registers the operators, and nothing else is needed. The environment variable
+// VOLTA_FA_ENABLE_SDPA sends calls of scaled_dot_product_attention to them, those in the module too; docs/sdpa.md has its
+// values.
 
 #include <dlfcn.h>
 #include <torch/script.h>
@@ -22,6 +24,14 @@ at::Tensor attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor 
     }
     op.callBoxed(stack);
     return stack[0].toTensor();  // out, softmax_lse, rng_state
+}
+
+// How many calls of PyTorch's own function volta_fa has run.
+int64_t calls_of_sdpa() {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_sdpa_stats", "");
+    torch::jit::Stack stack;
+    op.callBoxed(stack);
+    return stack[0].toGenericDict().at("ran").toInt();
 }
 
 int main(int argc, char **argv) {
@@ -60,11 +70,13 @@ int main(int argc, char **argv) {
 
     if (argc > 2) {
         auto module = torch::jit::load(argv[2]);
-        const auto result = module.forward({torch::randn({2, 9, 32})}).toTensor();
+        if (cuda) module.to(at::kCUDA, at::kHalf);
+        const auto result = module.forward({torch::randn({2, 9, 32}, options.requires_grad(false))}).toTensor();
         result.sum().backward();
         for (const auto &p : module.parameters()) {
             if (!p.grad().defined()) return std::cerr << "a parameter has no gradient\n", 1;
         }
         std::cout << "module: " << result.size(0) << ' ' << result.size(1) << ' ' << result.size(2) << '\n';
+        std::cout << "calls of scaled_dot_product_attention run by volta_fa: " << calls_of_sdpa() << '\n';
     }
 }
