@@ -607,9 +607,9 @@ def test_ddp_over_two_processes(tmp_path, module, communication):
         pytest.skip("one GPU at most")
     import inspect
 
-    (tmp_path / "routes_layer.py").write_text(
-        f"import torch\n\n\n{inspect.getsource(Layer)}\n\n{inspect.getsource(SdpaLayer)}\n\ndef data():\n    g = torch.Generator().manual_seed(7)\n    return torch.randn(2, 9, 32, generator=g)\n"
-    )
+    data = "def data():\n    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(7))\n"
+    sources = ["import torch\n", inspect.getsource(Layer), inspect.getsource(SdpaLayer), data]
+    (tmp_path / "routes_layer.py").write_text("\n\n".join(sources))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
