@@ -5,7 +5,7 @@ use crate::ffi::PlanArgs;
 use crate::kernels::{self, Variant};
 use crate::launch::driver;
 use crate::params::{BwdParams, FwdParams};
-use crate::plan::{self, DeviceLimits, Step};
+use crate::plan::{self, BackwardMode, DeviceLimits, Step};
 use crate::problem::{Attention, Features, Window};
 use serde_json::{json, Value};
 
@@ -80,7 +80,7 @@ pub fn plan(args: &PlanArgs) -> Result<Value> {
         value["grid"] = json!([s.blocks[0], s.blocks[1], a.batch]);
         value
     };
-    let backward = plan::backward(&a, false, &limits)?;
+    let backward = plan::backward(&a, BackwardMode::default(), &limits)?;
     Ok(json!({
         "forward": step(plan::forward(&a, &limits)?),
         "backward": {

@@ -16,7 +16,7 @@ pub struct Operand {
     pub head_stride: i64,
 }
 
-/// A writable fp16 tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
+/// A writable fp16 (gradients: or bf16) tensor (batch, seqlen, heads, headdim) with a contiguous last dimension.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
@@ -144,6 +144,8 @@ pub struct BwdParams {
     pub problem: Problem,
     /// `softmax_scale` with its sign: the factor of dk (dq comes from sign-flipped keys and takes `problem.scale`)
     pub signed_scale: f32,
+    /// not 0: dq, dk and dv are written as bf16 (operands are fp16 all the same). Plain kernels do not look at it
+    pub gradients_are_bf16: i32,
     pub lengths: Lengths,
     pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for

@@ -30,6 +30,14 @@ pub struct Step {
     pub blocks: [u32; 2],
 }
 
+/// How a backward pass differs from others of the same problem.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BackwardMode {
+    pub deterministic: bool,
+    /// dq, dk and dv leave the kernels as bf16 instead of fp16
+    pub bf16_gradients: bool,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
     pub prepare: Step,
@@ -71,8 +79,7 @@ fn flavor(pass: Pass, a: &Attention) -> Flavor {
 
 /// The cheapest variant that holds the problem: one that is prepared for no more than it needs, and since padding is
 /// computed on, the least padded. Of several, the first in the table, which has the larger blocks.
-fn choose(pass: Pass, a: &Attention, d: &DeviceLimits) -> Result<&'static Variant> {
-    let least = flavor(pass, a);
+fn choose(pass: Pass, a: &Attention, least: Flavor, d: &DeviceLimits) -> Result<&'static Variant> {
     let holds = |v: &&Variant| v.flavor >= least && v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
     let family = family(d)?;
     let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
@@ -106,28 +113,31 @@ fn smaller(large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&
 
 /// Plan the forward pass of a non-empty problem.
 pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
-    let large = choose(Pass::Forward, a, d)?;
+    let large = choose(Pass::Forward, a, flavor(Pass::Forward, a), d)?;
     Ok(step(smaller(large, a, d).unwrap_or(large), a.seqlen_q, a.nheads))
 }
 
 /// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
 /// that has to be deterministic, a kernel of its own computes S and dP again for dq.
-pub fn backward(a: &Attention, deterministic: bool, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let (main, finish) = match deterministic {
+pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    // plain kernels write fp16 only
+    let least = if mode.bf16_gradients { Flavor::Ragged } else { Flavor::Plain };
+    let writer = |pass| choose(pass, a, flavor(pass, a).max(least), d);
+    let (main, finish) = match mode.deterministic {
         false => (Pass::Backward, Pass::BackwardFinish),
         true => (Pass::BackwardKeys, Pass::BackwardQueries),
     };
-    let (main, finish) = (choose(main, a, d)?, choose(finish, a, d)?);
+    let (main, finish) = (writer(main)?, writer(finish)?);
     let rounded = |rows: i64| (rows + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
     // A packed sequence begins at (its first row + its number * QUERY_ROUNDING), rounded down (csrc/sequence.cuh):
     // that leaves each of them room for its own rounding.
     let scratch_rows = a.packed.map_or(rounded(a.seqlen_q), |p| rounded(p.total_q + a.batch * QUERY_ROUNDING));
     Ok(BackwardPlan {
-        prepare: step(choose(Pass::BackwardPrepare, a, d)?, rounded(a.seqlen_q), a.nheads),
+        prepare: step(choose(Pass::BackwardPrepare, a, flavor(Pass::BackwardPrepare, a), d)?, rounded(a.seqlen_q), a.nheads),
         main: step(main, a.seqlen_k, a.nheads_k),
         finish: step(finish, a.seqlen_q, a.nheads),
         scratch_rows,
-        headdim_rounded: if deterministic { 0 } else { main.headdim as i64 },
+        headdim_rounded: if mode.deterministic { 0 } else { main.headdim as i64 },
     })
 }
 

@@ -1,7 +1,7 @@
 //! Planning is a pure function: no device, no tensors.
 
 use volta_fa::kernels::{self, Flavor, Pass};
-use volta_fa::plan::{self, DeviceLimits};
+use volta_fa::plan::{self, BackwardMode, DeviceLimits};
 use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
@@ -19,6 +19,9 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
         features: Features::default(),
     }
 }
+
+const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
+const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and the kernels that are prepared for no more than that: forward's and backward's.
 fn wishes() -> [(Features, Option<Packed>, [Flavor; 2]); 6] {
@@ -39,7 +42,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
         for (features, packed, flavors) in wishes() {
             let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
-            let [backward, deterministic] = [false, true].map(|d| plan::backward(&a, d, &DeviceLimits::V100).unwrap());
+            let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
                 assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
                 let flavor = flavors[(v.pass != Pass::Forward) as usize];
@@ -69,8 +72,8 @@ fn every_variant_is_chosen_for_some_problem() {
                         Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
                     let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
                     unused.retain(|&name| name != forward.variant.name);
-                    for deterministic in [false, true] {
-                        let b = plan::backward(&a, deterministic, &DeviceLimits::V100).unwrap();
+                    for mode in [DEFAULT, DETERMINISTIC] {
+                        let b = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                         let used = [b.prepare, b.main, b.finish].map(|s| s.variant.name);
                         unused.retain(|name| !used.contains(name));
                     }
@@ -114,7 +117,7 @@ fn grids_cover_every_row() {
         assert_eq!(f.blocks[1], 8);
         assert!((f.blocks[0] * f.variant.block_rows) as i64 >= seqlen);
         assert!((((f.blocks[0] - 1) * f.variant.block_rows) as i64) < seqlen);
-        let b = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
+        let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
@@ -126,15 +129,34 @@ fn grids_cover_every_row() {
 fn the_deterministic_backward_has_no_accumulator() {
     for headdim in [32, 64, 96, 128, 192, 256] {
         let a = attention(1000, 700, headdim, headdim);
-        let p = plan::backward(&a, true, &DeviceLimits::V100).unwrap();
+        let p = plan::backward(&a, DETERMINISTIC, &DeviceLimits::V100).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
         assert_eq!(p.headdim_rounded, 0);
         assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (2, 8), "heads of keys, heads of queries");
         assert!((p.finish.blocks[0] * p.finish.variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
-        let default = plan::backward(&a, false, &DeviceLimits::V100).unwrap().main;
+        let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
         assert_eq!(p.main.blocks, default.blocks);
         assert_eq!(p.main.variant.shared_bytes, default.variant.shared_bytes);
+    }
+}
+
+/// Plain kernels write fp16 only.
+#[test]
+fn gradients_in_bf16_take_kernels_that_write_it() {
+    for mode in [DEFAULT, DETERMINISTIC] {
+        for headdim in (8..=256).step_by(8) {
+            for (features, packed, flavor) in wishes() {
+                let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
+                let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
+                for v in [plan.main.variant, plan.finish.variant] {
+                    assert!(v.flavor >= Flavor::Ragged, "{} for {features:?}", v.name);
+                }
+                let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
+                assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
+                assert!(flavor == Flavor::Plain || plan.main == fp16.main, "nothing else changes");
+            }
+        }
     }
 }
 
@@ -147,7 +169,7 @@ fn devices_that_cannot_run_the_kernels_are_refused() {
     let turing = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024 };
     for headdim in [64, 128, 256] {
         // on a device with less shared memory, a plan fits or is refused, with the reason
-        match plan::backward(&attention(10, 10, headdim, headdim), false, &turing) {
+        match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
             Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
             Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
         }
@@ -235,7 +257,7 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
         let longest = *lengths.iter().max().unwrap();
         let packed = Some(Packed { total_q, total_k: 10 });
         let a = Attention { packed, batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) };
-        let plan = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
+        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         let (mut first_row, mut free) = (0, 0);
         for (i, length) in lengths.iter().enumerate() {
             let start = (first_row + i as i64 * ROUNDING) / ROUNDING * ROUNDING;

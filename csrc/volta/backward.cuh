@@ -24,6 +24,7 @@
 #include "sequence.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
+#include "volta/gradients.cuh"
 #include "volta/mma.cuh"
 #include "volta/row_stats.cuh"
 
@@ -515,8 +516,8 @@ struct DqProduct {
 // ---- epilogue -------------------------------------------------------------------------------------
 
 // The block's gradients from the warps' accumulators to shared memory ...
-template <class S, int BLOCK_STEP, int M, int J>
-__device__ __forceinline__ void to_shared(const Accumulator (&c)[M][J][2], float factor, u32 tile, int first_row, int block) {
+template <bool BF16, class S, int BLOCK_STEP, int M, int J>
+__device__ __forceinline__ void to_shared_as(const Accumulator (&c)[M][J][2], float factor, u32 tile, int first_row, int block) {
     const Lane lane;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -529,8 +530,17 @@ __device__ __forceinline__ void to_shared(const Accumulator (&c)[M][J][2], float
                     const int row = first_row + score_own(lane, m, v);
                     const int column = 32 * (block + BLOCK_STEP * j) + column_in_block(lane, i, v);
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
-                                 "r"(to_half2(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
+                                 "r"(to_gradient2<BF16>(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
                 }
+}
+// One branch around all of it: the code is there twice, and runs once.
+template <class S, int BLOCK_STEP, int M, int J>
+__device__ __forceinline__ void to_shared(const Accumulator (&c)[M][J][2], const BwdParams& p, float factor, u32 tile, int first_row,
+                                          int block) {
+    if (gradients_are_bf16(p))
+        to_shared_as<true, S, BLOCK_STEP>(c, factor, tile, first_row, block);
+    else
+        to_shared_as<false, S, BLOCK_STEP>(c, factor, tile, first_row, block);
 }
 
 // ... and from there to the output, whole chunks of the rows and columns that exist.

@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(cons
     }
 
     // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
-    to_shared<S, kColumnSharers>(dq, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+    to_shared<S, kColumnSharers>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
     __syncthreads();
     shared_to_output<S>(p.dq, shared + S::kOwnS, sequence.first_q(), first_row, sequence.seqlen_q(), p.problem.headdim);
 }

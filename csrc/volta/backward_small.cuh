@@ -129,8 +129,8 @@ __device__ __forceinline__ void backward_small(const BwdParams& p) {
     // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
     __syncthreads();
     const int end_key = block_index_here() * S::kRows, end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
-    to_shared<S, 1>(dk, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
-    to_shared<S, 1>(dv, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
+    to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
+    to_shared<S, 1>(dv, p, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
     __syncthreads();
     const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
     shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim);

@@ -265,7 +265,7 @@ __device__ __forceinline__ void backward_split(const BwdParams& p) {
     __syncthreads();
     float dv_factor = 1.f / kProbabilityUnit;
     if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
-    to_shared<S, kSharers>(gradient, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key, share);
+    to_shared<S, kSharers>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key, share);
     __syncthreads();
     const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
     shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), first_key, end_sequence.stored_k(), p.problem.headdim);

@@ -1,4 +1,4 @@
-//! bf16 tensors on kernels that multiply fp16: converted on the way in and out.
+//! bf16 tensors on kernels that multiply fp16: converted on the way in, and out on the way out; gradients leave them as bf16.
 //!
 //! fp16 has more precision than bf16 and less range, so values are scaled by powers of two where the result is linear in
 //! them, which loses nothing: v on the way in and out of the forward pass, dout and v in the backward pass. The factors
@@ -8,6 +8,7 @@
 use super::{device, Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::launch::Launcher;
+use crate::plan::BackwardMode;
 use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
@@ -81,7 +82,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
         softmax_lse: saved.softmax_lse.shallow_clone(),
         attn_bias_requires_grad: saved.attn_bias_requires_grad,
     };
-    let g = device::backward(&converted(inputs, v.half)?, &saved, a, deterministic, launcher)?;
+    let g = device::backward(&converted(inputs, v.half)?, &saved, a, BackwardMode { deterministic, bf16_gradients: true }, launcher)?;
     // dq and dk are linear in dout and in v, as dS is; dv in dout alone
     let both = [&dout.factor, &v.factor];
     let of_scores = |t: Option<Tensor>, like: &Option<Tensor>| match (t, like) {

@@ -1,11 +1,11 @@
-//! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. fp16 only.
+//! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
 use super::features::{broadcast_strides, Features};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
-use crate::plan::{self, Step};
+use crate::plan::{self, BackwardMode, Step};
 use crate::problem::Attention;
 use crate::tensor::{self, extent, operand, output, with_aligned_rows};
 use tch::{Kind, Tensor};
@@ -44,14 +44,14 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
     Ok((out, softmax_lse))
 }
 
-pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
-    let plan = plan::backward(a, deterministic, &launcher.limits()?)?;
+pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
+    let plan = plan::backward(a, mode, &launcher.limits()?)?;
     let [q, k, v] = operands(inputs)?;
     let (dout, out) = (with_aligned_rows(&saved.dout)?, with_aligned_rows(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
     let features = Features::new(inputs, a)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
-    let like = |t: &Tensor| empty(&t.size(), t.kind());
+    let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
     let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
     // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
@@ -60,7 +60,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     let row_stats = empty(&[entries, a.nheads, rows / 4, 2, 8], Kind::Float)?;
     let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = inputs.attn_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
-    let dbias = bias.map(|bias| bias_accumulator(bias, a, deterministic)).transpose()?;
+    let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
     let mut extents = vec![
         extent("dout", &dout, false),
         extent("q", &q, false),
@@ -99,6 +99,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
             headdim_rounded: columns as i32,
             problem: plan::problem_block(a, batches),
             signed_scale: a.softmax_scale as f32,
+            gradients_are_bf16: mode.bf16_gradients as i32,
             lengths: features.lengths(a, first, rows),
             score_options: features.score_options(a, first),
             dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),

@@ -9,6 +9,7 @@ mod features;
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
+use crate::plan::BackwardMode;
 use crate::problem::{self, Attention, Backend, DType, Device, Options};
 use crate::tensor::{describe, readable_gradient};
 use std::ffi::c_void;
@@ -150,7 +151,7 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
         Target::Cpu => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) => half(
             inputs.q.kind(),
-            || device::backward(inputs, saved, &a, deterministic, &*launcher),
+            || device::backward(inputs, saved, &a, BackwardMode { deterministic, bf16_gradients: false }, &*launcher),
             || bf16::backward(inputs, saved, &a, deterministic, &*launcher),
         ),
     }
