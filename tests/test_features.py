@@ -329,6 +329,113 @@ def test_deterministic(backend, case):
     check(backend, *tensors, deterministic=True, **options)
 
 
+# ---- bf16, scaled and converted around the kernels ------------------------------------------------------------------
+
+
+def results(backend, q, k, v, dout, **options):
+    """out, softmax_lse and the gradients, which repeat to the bit."""
+    out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
+    if rng_state.numel():
+        options["rng_state"] = rng_state
+    return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True, **options)[0]]
+
+
+UNUSED = [
+    changed(BASE, used=(31, 92)),
+    changed(BASE, used=(0, 64), headdim=128, is_causal=True, sinks="fp32"),
+    changed(PACKED, used=(30, 0, 65, 5, 0, 0, 1, 129)),
+    changed(PACKED, used=(33, 1, 0, 0, 0, 0, 64, 130), bias="hqk:fp32"),
+]
+
+
+@pytest.mark.parametrize("junk", [1e9, 1e30, math.inf, math.nan])
+@on_cases((BF16_KERNELS, UNUSED))
+def test_what_unused_keys_hold(backend, case, junk):
+    """... decides nothing, nor how the others are scaled."""
+    (q, k, v, dout), options = case.problem(backend)
+    unused = reference.unused_keys(reference.groups(q, k, **options), k)
+    expected = results(backend, q, k, v, dout, **options)
+    assert expected[0].any() and all(t.any() for t in expected[2:])
+    for t in (k, v):
+        t.view(-1, *t.shape[-2:])[unused] = junk
+    for a, b in zip(expected, results(backend, q, k, v, dout, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+# an entry, or a key head with its query heads, of BASE and PACKED
+PARTS = {
+    "entry": (BASE, lambda t: t[1]),
+    "head": (BASE, lambda t: t.unflatten(-2, (2, -1))[..., 1, :, :]),
+    "head-128": (changed(BASE, headdim=128, is_causal=True), lambda t: t.unflatten(-2, (2, -1))[..., 1, :, :]),
+    "packed-head": (changed(PACKED, nheads=4, nheads_k=2), lambda t: t.unflatten(-2, (2, -1))[..., 1, :, :]),
+}
+
+
+@pytest.mark.parametrize("exponents", [(30, 30), (-40, 0), (100, -100), (-90, 120)], ids=str)
+@pytest.mark.parametrize("part", PARTS)
+@on(*BF16_KERNELS)
+def test_parts_of_different_size(backend, part, exponents):
+    """Powers of two in an entry's or a head's v and dout are those of its results, and leave the others alone."""
+    case, part = PARTS[part]
+    (q, k, v, dout), options = case.problem(backend)
+    out, lse, dq, dk, dv = results(backend, q, k, v, dout, **options)
+    of_v, of_dout = (2.0**e for e in exponents)
+    part(v).mul_(of_v)
+    part(dout).mul_(of_dout)
+    part(out).mul_(of_v)
+    part(dv).mul_(of_dout)
+    for t in (dq, dk):
+        part(t).mul_(of_v).mul_(of_dout)
+    for a, b in zip((out, lse, dq, dk, dv), results(backend, q, k, v, dout, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@on(*BF16_KERNELS)
+def test_where_infinity_goes(backend, value):
+    """One element of v is not finite: so is its column of the heads that read it, and nothing else is different."""
+    q, k, v, _ = BASE.inputs(backend)
+    v[0, 80, 1, 5] = 0.0
+    expected, _ = backend.forward(q, k, v)
+    v[0, 80, 1, 5] = value
+    out, _ = backend.forward(q, k, v)
+    at = (0, slice(None), slice(2, 4), 5)
+    torch.testing.assert_close(out[at], torch.full_like(out[at], value), equal_nan=True)
+    out[at] = expected[at]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [32, 64, 128])
+@on(*BF16_KERNELS)
+def test_sums_beyond_fp16(backend, headdim, deterministic):
+    """1100 rows whose parts of dk agree: scaled like v and dout, their sum is more than 65504."""
+    q = torch.ones(1, 1100, 1, headdim, dtype=backend.dtype, device=backend.device)
+    k = torch.zeros(1, 2, 1, headdim, dtype=backend.dtype, device=backend.device)
+    v = torch.ones_like(k)
+    v[:, 1] = -1.0
+    _, _, _, dk, _ = check(backend, q, k, v, torch.ones_like(q), deterministic=deterministic)
+    torch.testing.assert_close(dk, 550.0 * math.sqrt(headdim) * v, rtol=2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [32, 64, 128])
+@on(*BF16_KERNELS)
+def test_rounding_to_bf16(backend, headdim, deterministic):
+    """One key has all the attention, so that dv is the sum of the rows of dout, rounded once: to nearest, ties to even."""
+    q, k, v, dout = Case(2, 1, headdim, batch=4, nheads=1).inputs(backend)
+    half_a_unit = 2.0**-8
+    dout[0, 0] = 1.0 + torch.arange(headdim, device=backend.device)[None, :] / 128
+    dout[0, 1] = half_a_unit
+    dout[0, 1, :, ::3] = -half_a_unit
+    dout[1] = 3.0e38  # to infinity
+    dout[1, :, :, ::2] *= -1.0
+    dout[2, 0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan], device=backend.device)
+    out, lse = backend.forward(q, k, v)
+    for _, _, dv in backend.backward(dout, q, k, v, out, lse, deterministic=deterministic):
+        torch.testing.assert_close(dv, dout.float().sum(1, keepdim=True).to(dv.dtype), rtol=0.0, atol=0.0, equal_nan=True)
+
+
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 
