@@ -213,7 +213,7 @@ fn max_seqlen_does_not_make_the_grid() {
     assert_eq!((block.seqlen_q, block.seqlen_k, block.window_left, block.window_right), (300, 500, 800, 800));
     let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
     assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
-    let backward = plan::backward(&a, false, &DeviceLimits::V100).unwrap();
+    let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
     for (step, rows) in [(backward.prepare, 320), (backward.main, 500), (backward.finish, 300_u32)] {
         assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);
     }

@@ -390,6 +390,30 @@ def test_parts_of_different_size(backend, part, exponents):
         assert torch.equal(a, b)
 
 
+PRECISION = [
+    (Case(256, 256, 64, batch=1), 1.1, 0.55),
+    (Case(256, 256, 64, batch=1, is_causal=True), 1.3, 0.6),
+    (Case(256, 256, 128, batch=1), 1.1, 0.55),
+    # scores of several units: dq and dk depend on how bf16 rounds out
+    (Case(256, 256, 64, batch=1, spread=3.0), math.inf, 0.3),
+]
+
+
+@pytest.mark.parametrize("case,of_rounding,of_eager", PRECISION, ids=lambda x: str(x) if isinstance(x, Case) else "")
+@on(*BF16_KERNELS)
+def test_precision_of_bf16(backend, case, of_rounding, of_eager):
+    """Results are about as near as bf16 can be: docs/features.md has the figures that this prints."""
+    (q, k, v, dout), options = case.problem(backend)
+    v /= case.spread
+    found = results(backend, q, k, v, dout, **options)
+    exact = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
+    eager = [reference.eager(q, k, v, **options), *reference.eager_gradients(dout, q, k, v, **options)]
+    for name, f, r, e in zip(("out", "dq", "dk", "dv"), [found[0], *found[2:]], exact, eager, strict=True):
+        error, rounding, eagers = (reference.rms_error(x, r) for x in (f, r.to(q.dtype), e))
+        print(f"{case} {name}: {error / rounding:.3f} of rounding, {error / eagers:.3f} of eager")
+        assert error <= of_rounding * rounding and error <= of_eager * eagers, name
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @on(*BF16_KERNELS)
 def test_where_infinity_goes(backend, value):

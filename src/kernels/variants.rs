@@ -25,7 +25,7 @@ pub enum Pass {
     BackwardKeys,
     /// dq alone, for the deterministic mode
     BackwardQueries,
-    /// dq's accumulator to fp16
+    /// dq's accumulator to fp16 or bf16
     BackwardFinish,
 }
 
@@ -34,7 +34,7 @@ pub enum Pass {
 pub enum Flavor {
     /// all sequences have one length, and softmax(scale * QK^T) with a window is all there is
     Plain,
-    /// sequence lengths come from memory, and sinks join the rows of the forward pass
+    /// sequence lengths come from memory, sinks join the rows of the forward pass, and gradients may leave as bf16
     Ragged,
     /// and scores pass through softcap, ALiBi, bias and dropout, where the parameters ask for them
     General,

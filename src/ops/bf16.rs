@@ -16,8 +16,8 @@ use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
 const FP16_MAX: f64 = 65504.0;
-/// Scaled magnitudes are below 2 to this, the largest at least half of it: dP is below 16 * headdim then, so that dS, which the
-/// kernels keep in fp16, is in range; and 2^-26 of the largest is still not 0.
+/// Scaled magnitudes are below 2 to this, the largest at least half of it: dP is below 16 * headdim then, and dS, which the kernels
+/// keep in fp16, below twice that; and 2^-25 of the largest is still not 0.
 const LARGEST: i64 = 2;
 /// Powers of two with such exponents, and their inverses, are normal numbers in fp32 and bf16.
 const MOST: i64 = 126;

@@ -157,7 +157,7 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
     }
 }
 
-/// The kernels know fp16 only; bf16 is converted around them.
+/// The kernels compute with fp16 only; bf16 is converted around them.
 fn half<T>(kind: Kind, fp16: impl FnOnce() -> Result<T>, bf16: impl FnOnce() -> Result<T>) -> Result<T> {
     if kind == Kind::BFloat16 {
         bf16()
