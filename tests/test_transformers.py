@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from conftest import REPOSITORY, on
 
@@ -103,15 +104,59 @@ OTHERS = {
 }
 #: Their masks have a key too many in transformers 4.57.
 LONG_MASKS = {"persimmon": lambda t: (t.PersimmonConfig(**SMALL), t.PersimmonForCausalLM)}
-WITHOUT_INTERFACE_IN_4_57 = ("bert", "modernbert", "t5")
+WITHOUT_INTERFACE_IN_4_57 = ("bert", "modernbert", "t5", "beit", "deepseek_v4")
+GPT2 = dict(vocab_size=100, n_embd=64, n_layer=LAYERS, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+VISION = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32, patch_size=8)
+#: Their own eager attention, or what they do with masks, is unlike that of most, in one of the versions at least.
+PECULIAR_TEXT = {
+    # 4.57: how to scale is asked from the module, and what is causal
+    "gpt2": lambda t: (t.GPT2Config(**GPT2), t.GPT2LMHeadModel),
+    "gpt2 unscaled": lambda t: (t.GPT2Config(**GPT2, scale_attn_weights=False), t.GPT2LMHeadModel),
+    "gpt2 by layer": lambda t: (t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True), t.GPT2LMHeadModel),
+    "gpt2 upcast": lambda t: (
+        t.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), t.GPT2LMHeadModel,
+    ),
+    # calculate with their masks
+    "doge": lambda t: (t.DogeConfig(**GROUPED, pad_token_id=0, keep_window_size=8), t.DogeForCausalLM),
+    "deepseek_v4": lambda t: (
+        t.DeepseekV4Config(
+            vocab_size=100, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
+            head_dim=32, q_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2, max_position_embeddings=128, sliding_window=8,
+            index_topk=4, index_n_heads=2, index_head_dim=16, o_groups=2, o_lora_rank=16,
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        ),
+        t.DeepseekV4ForCausalLM,
+    ),
+    # attend in both directions, and their modules do not say so
+    "align": lambda t: (t.AlignTextConfig(**SMALL), t.AlignTextModel),
+    "clap": lambda t: (t.ClapTextConfig(**SMALL), t.ClapTextModel),
+    "markuplm": lambda t: (t.MarkupLMConfig(**SMALL), t.MarkupLMModel),
+    "splinter": lambda t: (t.SplinterConfig(**SMALL), t.SplinterModel),
+}  # fmt: skip
+
+
+def phi4_vision(t):
+    from transformers.models.phi4_multimodal import configuration_phi4_multimodal, modeling_phi4_multimodal
+
+    # it shows the last layer but one
+    config = configuration_phi4_multimodal.Phi4MultimodalVisionConfig(**dict(VISION, num_hidden_layers=LAYERS + 1), crop_size=32)
+    return config, modeling_phi4_multimodal.Phi4MultimodalVisionModel
+
+
+PECULIAR_VISION = {
+    "beit": lambda t: (t.BeitConfig(**VISION, use_relative_position_bias=True), t.BeitModel),
+    "chinese_clip": lambda t: (t.ChineseCLIPVisionConfig(**VISION), t.ChineseCLIPVisionModel),
+    # its modules say that they are causal, which eager attention does not mind
+    "phi4": phi4_vision,
+}
 
 
 @functools.cache
 def models(name: str):
     """The model twice, eager and ours, with the same weights."""
-    config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS | LONG_MASKS)[name](transformers)
     if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
-        pytest.skip("does not use the attention interface in transformers 4.57")
+        pytest.skip("does not use the attention interface in transformers 4.57, or is not in it")
+    config, cls = (CAUSAL | ENCODERS | ENCODERS_DECODERS | OTHERS | LONG_MASKS | PECULIAR_TEXT | PECULIAR_VISION)[name](transformers)
     eager, ours = (make(config, cls, implementation) for implementation in ("eager", "volta_fa"))
     ours.load_state_dict(eager.state_dict())
     return eager, ours
@@ -192,7 +237,8 @@ def compare(name: str, keep=None, **inputs) -> Calls:
     if keep is not None:
         expected, found = expected[keep.bool()], found[keep.bool()]
     torch.testing.assert_close(found, expected, **TOLERANCE)
-    assert not calls.theirs or name == "gpt_oss", calls.theirs  # its router has a softmax
+    # a router, compression, and pooling have a softmax
+    assert not calls.theirs or name in ("gpt_oss", "deepseek_v4", "phi4"), calls.theirs
     return calls
 
 
@@ -294,6 +340,29 @@ def test_users_own_mask(name, dtype):
 def test_masks_longer_than_the_keys(name):
     for mask in (None, padding("left")):
         assert compare(name, mask, input_ids=tokens(), attention_mask=mask).count == LAYERS
+
+
+@pytest.mark.parametrize("name", PECULIAR_TEXT)
+def test_peculiar_models(name):
+    for kind in ("none", "left", "holes"):
+        mask = None if kind == "none" else padding(kind)
+        calls = compare(name, mask, input_ids=tokens(), attention_mask=mask)
+        assert calls.count == models(name)[1].config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", PECULIAR_VISION)
+def test_peculiar_vision_models(name):
+    pixels = torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert compare(name, pixel_values=pixels).count >= LAYERS
+    if name == "beit":
+        mask = padding("right", 17)
+        assert compare(name, mask, pixel_values=pixels, attention_mask=mask).count == LAYERS
+
+
+def test_gpt2_with_a_mask_of_ones_own():
+    """In transformers 4.57 it remains causal, whatever the mask shows."""
+    additive = torch.where(torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril(4), 0.0, torch.finfo(torch.float32).min)
+    compare("gpt2", input_ids=tokens(), attention_mask=additive.expand(BATCH, 1, -1, -1))
 
 
 @on("sim", "cuda")
@@ -519,7 +588,7 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
     arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     expected = masking_utils.sdpa_mask(**arguments).expand(BATCH, 1, seqlen_q, kv_length)
     if found is None:
-        found = MaskRule(expected.shape, "cpu", window_right=-1 if "bidirectional" in pattern else 0)
+        found = MaskRule(expected.shape, "cpu")
     if isinstance(found, MaskRule):
         assert found.shape == expected.shape
         found = found.as_tensor()
@@ -542,14 +611,18 @@ def test_mask_function_makes_no_tensor():
     assert AttentionMaskInterface()["volta_fa"] is function
     plain = dict(batch_size=BATCH, kv_length=SEQLEN, device="cpu", **geometry(SEQLEN, 0))
     LEFT = [0, 5, 20, 21, 40, 60]
-    assert function(**plain) is None
-    assert function(**plain, attention_mask=padding("complete").bool()) is None
+    # causality is a rule, None is that nothing is hidden
+    causal = (-1, 0, SEQLEN, None, None)
+    assert contents(function(**plain)) == causal
+    assert contents(function(**plain, attention_mask=padding("complete").bool())) == causal
+    assert function(**dict(plain, **geometry(1, SEQLEN - 1))) is None
     assert contents(function(**plain, mask_function=causal_window(4))) == (3, 0, SEQLEN, None, None)
-    assert function(**plain, mask_function=causal_window(SEQLEN)) is None
+    assert contents(function(**plain, mask_function=causal_window(SEQLEN))) == causal
     assert contents(function(**plain, attention_mask=padding("left").bool())) == (-1, 0, SEQLEN, LEFT, LEFT)
     if V5:
         # of queries x keys, at least
         cross = dict(plain, mask_function=masking_utils.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+        assert function(**cross) is None
         assert contents(function(**cross, attention_mask=padding("left").bool())) == (-1, -1, SEQLEN, [0, 0, 20, 20, 40, 60], LEFT)
         assert function(**cross, attention_mask=padding("holes").bool()).shape == (BATCH, 1, 1, SEQLEN)
     static = dict(batch_size=BATCH, kv_length=50, device="cpu", **geometry(SEQLEN, 0))
@@ -591,6 +664,59 @@ def test_models_without_the_attention_interface_are_refused():
     with pytest.raises(ValueError, match="attn_implementation: got 'volta_fa', and XLNetModel .* expected 'sdpa', .* or 'eager'"):
         transformers.XLNetModel._from_config(config, attn_implementation="volta_fa")
     transformers.XLNetModel._from_config(config, attn_implementation="eager")
+
+
+#: What a notebook, a REPL or `python -` run: classes without a file.
+NOTEBOOK = """
+import torch, transformers, volta_fa.transformers
+
+class Own(transformers.LlamaForCausalLM):
+    pass
+
+class Refused(transformers.XLNetModel):
+    pass
+
+config = transformers.LlamaConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, attn_implementation="volta_fa"
+)
+model = Own(config).eval()
+ids = torch.arange(3, 23)[None]
+with torch.no_grad():
+    ours = model(ids).logits
+    model.set_attn_implementation("eager")
+    eager = model(ids).logits
+    model.set_attn_implementation("volta_fa")
+    torch.testing.assert_close(ours, eager, rtol=0, atol=2e-5)
+assert model.config._attn_implementation == "volta_fa"
+config = transformers.XLNetConfig(vocab_size=10, d_model=16, n_layer=1, n_head=2, d_inner=16)
+try:
+    Refused._from_config(config, attn_implementation="volta_fa")
+except ValueError as error:
+    assert "Refused" in str(error) and "does not use the attention interface" in str(error), error
+else:
+    raise AssertionError("accepted")
+"""
+
+
+def test_classes_without_a_source():
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
+    result = subprocess.run(
+        [sys.executable, "-"], input=NOTEBOOK, env={**os.environ, "PYTHONPATH": path}, cwd=FOLDER_4_57.parent, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+class Derived(transformers.LlamaForCausalLM):
+    pass
+
+
+class OtherAttention(nn.Module):
+    """Has nothing to do with Derived, and looks to transformers as if it had."""
+
+
+def test_a_class_in_a_program_with_other_attention():
+    config = transformers.LlamaConfig(**GROUPED)
+    assert Derived._from_config(config, attn_implementation="volta_fa").config._attn_implementation == "volta_fa"
 
 
 @pytest.mark.parametrize("version", [(4, 56), (6, 0)])
@@ -639,6 +765,39 @@ def test_arguments_that_nothing_can_do_are_refused(name):
     call(**{name: None})
 
 
+def test_head_masks_are_refused():
+    """In transformers 4.57 ViT and its relatives hand them over as masks."""
+    _, ours = models("vit")
+    pixels = torch.randn(BATCH, 3, 32, 32)
+    with pytest.raises(NotImplementedError, match="head_mask: ViT.*Attention uses a factor for each head"):
+        run(ours, pixel_values=pixels, head_mask=torch.tensor([1.0, 0.0, 1.0, 0.5]))
+
+
+def test_packed_sequences_with_a_mask_are_refused():
+    """Where it says more than the sequences do, which nothing would have looked at."""
+    sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
+    call(**sequences)
+    call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
+    for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6)):
+        with pytest.raises(NotImplementedError, match="attention_mask: SimpleNamespace got one that .*, and cu_seq_lens_q: expected one of them"):
+            call(mask, **sequences)
+    module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: SimpleNamespace attends in chunks"):
+        volta_fa.transformers.attention(module, *torch.randn(3, 2, 2, 6, 8), None, **sequences)
+
+
+def test_without_a_mask_what_the_module_says_holds():
+    q, k, v = torch.randn(3, 2, 2, 6, 8)
+    for module, is_causal, expected in (
+        (SimpleNamespace(is_causal=True), None, True),
+        (SimpleNamespace(is_causal=False), None, False),
+        (SimpleNamespace(is_causal=False), True, True),
+        (SimpleNamespace(), None, False),
+    ):
+        out, _ = volta_fa.transformers.attention(module, q, k, v, None, is_causal=is_causal)
+        torch.testing.assert_close(out.transpose(1, 2), F.scaled_dot_product_attention(q, k, v, is_causal=expected))
+
+
 @pytest.mark.parametrize(
     "mask",
     [torch.ones(2, 1, 6, 5, dtype=torch.bool), torch.ones(2, 3, 6, 6), torch.ones(2, 6), torch.ones(2, 1, 6, 6, dtype=torch.int64)],
@@ -674,6 +833,26 @@ def test_rules_are_tensors_to_everybody_else():
     ):
         assert type(f(rule)) is torch.Tensor and torch.equal(f(rule), f(plain))
     assert rule.contiguous() is rule and rule.to("cpu") is rule and rule.detach() is rule
+    moved = rule.to("meta")
+    assert type(moved) is MaskRule and (moved.device.type, moved.cu_seqlens_q.device.type) == ("meta", "meta")
+    assert contents(rule[:, :, :, :8]) == contents(rule)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_layers(name):
+    """Rules that are made outside of what is compiled: other rules for the same shapes are told apart."""
+    torch.compiler.reset()  # PyTorch counts what other tests have compiled of the same code
+    ours = make(*CAUSAL[name](transformers), "volta_fa")  # a fresh one: asking for attentions leaves a hook that cannot be compiled
+    compiled = copy.deepcopy(ours)
+    for layer in compiled.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    packed = torch.cat([torch.arange(8), torch.arange(12)]).expand(BATCH, -1)
+    for inputs in ({}, {"attention_mask": padding("left")}, {"attention_mask": padding("right")}, {}, {"position_ids": packed}):
+        keep = inputs.get("attention_mask", torch.ones(BATCH, SEQLEN)).bool()
+        inputs = {"input_ids": tokens(), "use_cache": False, **inputs}
+        found, calls = profile(lambda: run(compiled, **inputs))
+        torch.testing.assert_close(found[keep], run(ours, **inputs)[keep], **TOLERANCE)
+        assert calls.biased == 0
 
 
 @pytest.mark.skipif(not V5, reason="this is it")

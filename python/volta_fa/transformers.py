@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +85,17 @@ class MaskRule(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten.detach.default:  # gradient checkpointing
             return args[0]
+        if func is torch.ops.aten.alias.default:  # a slice of all keys, which some models take
+            return args[0]._copy(args[0].device)
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):  # layers on several devices
+            return args[0]._copy((kwargs or {}).get("device") or args[0].device)
         args, kwargs = tree_map_only(cls, cls.as_tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _copy(self, device: torch.device | str) -> MaskRule:
+        copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=device)
+        copy.__dict__.update({name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.__dict__.items()})
+        return copy
 
     def __repr__(self, **_: Any) -> str:
         return (
@@ -118,6 +129,11 @@ class _NeedsTensor(Exception):
     """No rule describes this mask."""
 
 
+#: Model types whose own code adds to the mask or compares it with 0: right with eager's additive masks only. (Gemma 4's
+#: vision tower, of another type, does not.)
+_CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
+
+
 def mask(
     batch_size: int,
     kv_length: int,
@@ -133,11 +149,21 @@ def mask(
 
     attention_mask: (batch, keys) bool, False for padding.
 
-    Returns None where at most causality limits what is visible; a `MaskRule` for windows, packed sequences, padding
-    at the ends, and a static cache that is being filled; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
-    keys), True where visible: for padding among cached keys or in the middle, for patterns that are not
-    transformers' own, and while tracing, which forbids a look at the values.
+    Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
+    a static cache that is being filled; else a bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where
+    visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
+    tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
     """
+    if getattr(kwargs.get("config"), "model_type", None) in _CALCULATE_WITH_MASKS:
+        return masking_utils.eager_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            **kwargs,
+        )
     try:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise _NeedsTensor
@@ -277,7 +303,8 @@ def _rule(
     one_each = cu_seqlens_q is None or len(cu_seqlens_q) == batch + 1
     if not one_each:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
-    if left >= 0 or right != pattern.window_right or seqlen_k != kv_length:
+    # Causality is no None: modules that do not say whether they are causal exist of both kinds.
+    if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k)
     return None
 
@@ -301,6 +328,8 @@ _LACKING = {
     "sinks": "sinks that differ from token to token",
     "cache": "a paged cache",
 }
+#: They say is_causal, and eager attention, which does not ask, shows them everything, as an image needs.
+_NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 _MAX_HEADDIM = 256
 _HEADDIM_MULTIPLE = 8
 
@@ -330,23 +359,24 @@ def attention(
     query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
         differ. Up to 256; what is not a multiple of 8 is padded, at the cost of a copy. float16 or bfloat16 on CUDA.
     attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
-        where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal,
-        says (the last query sees the last key), in a window of `sliding_window`.
+        where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal if
+        it has one, says (the last query sees the last key), in a window of `sliding_window`.
     softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
     position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen; then
-        these say what belongs together, and no tensor of a mask does.
+        these say what belongs together, and a tensor as a mask is refused, unless it comes from tracing: that one says
+        the same.
 
     Returns (out, None), out (batch, seqlen_q, nheads, headdim of value). Raises, before anything runs,
     NotImplementedError for what is lacking, output_attentions among it, and ValueError for wrong arguments.
     """
-    _refuse(module, query, value, kwargs)
+    packed = cu_seq_lens_q is not None
+    _refuse(module, query, key, value, attention_mask, packed, kwargs)
     batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
     rule = attention_mask if isinstance(attention_mask, MaskRule) else None
     if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
         # its cu_seqlens are on the GPU, where to check them would be to wait
         raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
-    packed = cu_seq_lens_q is not None
     if rule is not None and position_bias is not None and not packed and rule.cu_seqlens_q is not None:
         rule, attention_mask = None, rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
 
@@ -359,10 +389,19 @@ def attention(
     elif attention_mask is None or packed:
         if sliding_window is not None:
             window_left = window_right = sliding_window - 1
-        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", False) and type(module).__name__ not in _NOT_CAUSAL
+        if is_causal:
             window_right = 0
     else:
         bias = attention_mask[..., :keys] if _VERSION < (5, 0) else attention_mask  # some models of 4.57 make it too long
+        if _is_old_gpt2(module) and not module.is_cross_attention:
+            window_right = 0  # whatever the mask shows
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+        if _is_old_gpt2(module):
+            scaling = scaling if module.scale_attn_weights else 1.0
+            scaling /= module.layer_idx + 1 if module.scale_attn_by_inverse_layer_idx else 1
     if packed:
         sequences = _sequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if position_bias is not None:
@@ -381,7 +420,7 @@ def attention(
         attn_bias=bias,
         sinks=s_aux,
         dropout_p=dropout,
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softmax_scale=scaling,
         window_left=window_left,
         window_right=window_right,
         softcap=softcap or 0.0,
@@ -390,7 +429,15 @@ def attention(
     return out.view(batch, seqlen_q, *out.shape[-2:])[..., : value.shape[-1]], None
 
 
-def _refuse(module: torch.nn.Module, query: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+def _is_old_gpt2(module: torch.nn.Module) -> bool:
+    """GPT-2 and the decision transformer of transformers 4.57, whose eager attention looks up in the module how to scale,
+    and is causal by a table of its own."""
+    return _VERSION < (5, 0) and hasattr(module, "scale_attn_by_inverse_layer_idx")
+
+
+def _refuse(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed: bool, kwargs: dict[str, Any]
+) -> None:
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise NotImplementedError(
             "volta_fa: output_attentions: got True, expected False: the weights are never in memory; attn_implementation='eager' has them"
@@ -398,9 +445,21 @@ def _refuse(module: torch.nn.Module, query: Tensor, value: Tensor, kwargs: dict[
     for name, what in _LACKING.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"volta_fa: {name}: {type(module).__name__} uses {what}, which volta_fa does not have")
+    name = type(module).__name__
+    if attention_mask is not None and not isinstance(attention_mask, MaskRule):
+        additive = attention_mask.is_floating_point()
+        # 4.57's ViT and its relatives pass it as the mask, and eager multiplies by it
+        if additive and attention_mask.dim() == 4 and attention_mask.shape[2:] == (1, 1) and key.shape[2] > 1:
+            raise NotImplementedError(f"volta_fa: head_mask: {name} uses {_LACKING['head_mask']}, which volta_fa does not have")
+        if packed and (additive or not torch.compiler.is_compiling()):
+            raise NotImplementedError(
+                f"volta_fa: attention_mask: {name} got one that is more than causality or a window, and cu_seq_lens_q: expected one of them"
+            )
+    if packed and getattr(getattr(module, "config", None), "attention_chunk_size", None):
+        raise NotImplementedError(f"volta_fa: cu_seq_lens_q: {name} attends in chunks, which packed sequences here do not")
     headdim = max(query.shape[-1], value.shape[-1])
     if headdim > _MAX_HEADDIM:
-        raise NotImplementedError(f"volta_fa: headdim: {type(module).__name__} has {headdim}, expected at most {_MAX_HEADDIM}")
+        raise NotImplementedError(f"volta_fa: headdim: {name} has {headdim}, expected at most {_MAX_HEADDIM}")
 
 
 def _sum_of_biases(bias: Tensor | None, position_bias: Tensor) -> Tensor:
@@ -440,6 +499,22 @@ def _register() -> None:
     # with an attention of its own.
     accept = PreTrainedModel.get_correct_attn_implementation
 
+    ask = PreTrainedModel._can_set_attn_implementation.__func__
+
+    # transformers reads the source of the class's module: of a class from a notebook there is none, and other attention
+    # in a program says nothing about the model that it derives. What counts is the model of transformers underneath.
+    @classmethod
+    @functools.wraps(ask)
+    def can_set(cls: type[PreTrainedModel]) -> bool:
+        for base in cls.__mro__:
+            if base is not PreTrainedModel and base.__module__.startswith("transformers.") and issubclass(base, PreTrainedModel):
+                return ask(base)
+        try:
+            inspect.getsource(sys.modules[cls.__module__])
+        except (KeyError, OSError, TypeError):
+            return True
+        return ask(cls)
+
     @functools.wraps(accept)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == NAME and not self._can_set_attn_implementation():
@@ -449,6 +524,7 @@ def _register() -> None:
             )
         return accept(self, requested_attention, *args, **kwargs)
 
+    PreTrainedModel._can_set_attn_implementation = can_set
     PreTrainedModel.get_correct_attn_implementation = checked
 
 
