@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import volta_fa
 
@@ -28,6 +29,27 @@ class Attention(torch.nn.Module):
         return out.reshape(b, s, w)
 
 
+class ExistingModel(torch.nn.Module):
+    """As one finds it: scaled_dot_product_attention, and no word of volta_fa."""
+
+    def __init__(self, width: int = 64, nheads: int = 4):
+        super().__init__()
+        self.nheads = nheads
+        self.qkv = torch.nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        b, s, w = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.nheads, -1).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w)
+
+
+def calls(f) -> set[str]:
+    """Which attention ran in f()."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        f()
+    return {event.name for event in profiler.events() if "volta_fa::" in event.name or "scaled_dot_product" in event.name}
+
+
 LOADER = """
 import sys, torch
 library, package = sys.argv[1:]
@@ -39,6 +61,23 @@ print("the package returns", tuple(model(torch.randn(2, 33, 64)).shape), "withou
 
 def main():
     torch.manual_seed(0)
+
+    # An existing model: switch once, before anything is compiled. What torch.compile has made keeps what was on then.
+    existing, x = ExistingModel(), torch.randn(2, 20, 64)
+    expected = existing(x)
+    device = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (7, 0) else "cpu"
+    volta_fa.enable_sdpa(device)
+    if device == "cuda":
+        existing, x, expected = existing.half().cuda(), x.half().cuda(), expected.half().cuda()
+    compiled = torch.compile(existing, fullgraph=True)
+    compiled(x).float().square().mean().backward()
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if device == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(compiled(x), expected, **tolerance)
+    ran = calls(lambda: compiled(x).sum().backward())
+    print("an existing model, compiled:", *sorted(ran))
+    assert ran == {"volta_fa::fwd", "volta_fa::bwd"}
+    volta_fa.disable_sdpa()
+
     model = Attention()
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
@@ -46,6 +85,7 @@ def main():
         x = torch.randn(2, seqlen, 64)
         compiled(x).square().mean().backward()
         print(f"compiled, seqlen {seqlen}: largest difference", (compiled(x) - model(x)).abs().max().item())
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
     program = torch.export.export(model.eval(), (torch.randn(2, 20, 64),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
     with tempfile.TemporaryDirectory() as folder:

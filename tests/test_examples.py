@@ -6,14 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from conftest import REPOSITORY
 
+EXAMPLES = REPOSITORY / "examples"
 
-def run(name: str) -> str:
+
+def run(name: str, *arguments: object) -> str:
     path = [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, str(REPOSITORY / "examples" / name)]
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -35,7 +38,65 @@ def test_transformers_llama():
     assert training.startswith("packed training step: loss 5.") and training.endswith(" 2 calls")
 
 
+def test_transformers_generation():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    lines = run("transformers_generation.py").splitlines()[-4:]
+    if not torch.cuda.is_available():
+        assert [line.partition(": ")[2] for line in lines] == 4 * ["100% of the tokens are eager's"]
+    assert lines[1].startswith("beam search: ") and lines[2].startswith("static cache: ")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript(tmp_path):
+    """Also that the module is one that examples/cpp/attention.cpp takes: (2, 9, 32), with gradients."""
+    assert "agree with PyTorch's attention" in run("torchscript.py", tmp_path / "module.pt")
+    module = torch.jit.load(str(tmp_path / "module.pt"))
+    module(torch.randn(2, 9, 32)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_cuda_graph():
+    lines = run("cuda_graph.py").splitlines()
+    if torch.cuda.is_available():
+        assert lines == ["3 replays agree with PyTorch's attention"]
+    else:
+        assert lines == [
+            "CUDA graphs need a GPU, and there is none: running the step eagerly on the CPU",
+            "3 eager steps agree with PyTorch's attention",
+        ]
+
+
+#: They check themselves; this is the last line that they print.
+LAST_LINES = {
+    "autocast_training.py": "one step skipped",
+    "checkpointing.py": "selective: gradients equal to the bit",
+    "features.py": "with both: out and gradients agree",
+    "flash_attn_training.py": "with PyTorch's attention",
+}
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_self_checking(name):
+    assert LAST_LINES[name] in run(name).splitlines()[-1]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_ddp():
+    assert "gradients agree" in run("ddp.py").splitlines()[-1]
+
+
+def test_every_example_is_here_and_in_the_documentation():
+    """None is forgotten: each is run by this file, and named where the ways in are listed."""
+    tests = (REPOSITORY / "tests" / "test_examples.py").read_text()
+    documentation = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in tests, path
+        assert f"examples/{path.name}" in documentation, path
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_compile_and_package():
-    assert "without the Python package: True" in run("compile_and_package.py")
+    output = run("compile_and_package.py")
+    assert "an existing model, compiled: volta_fa::bwd volta_fa::fwd" in output
+    assert "without the Python package: True" in output
