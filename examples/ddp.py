@@ -63,7 +63,8 @@ def work(rank: int, meeting_point: str):
 def main():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (str(Path(folder) / "meeting_point"),), nprocs=WORLD)
+        method = "spawn" if torch.cuda.device_count() >= WORLD else "fork"  # which CUDA does not survive, and is quicker
+        torch.multiprocessing.start_processes(work, (str(Path(folder) / "meeting_point"),), nprocs=WORLD, start_method=method)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ def main():
     # Without a GPU, generate() does not compile the step with a static cache. With one, it compiles for a minute.
     device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
     config = MistralConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=16
-    )
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=16,
+    )  # fmt: skip
     torch.manual_seed(0)
     eager = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
     for parameter in eager.parameters():

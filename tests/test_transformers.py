@@ -698,11 +698,10 @@ else:
 """
 
 
-def test_classes_without_a_source():
+def test_classes_without_a_source(tmp_path):
     path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
-    result = subprocess.run(
-        [sys.executable, "-"], input=NOTEBOOK, env={**os.environ, "PYTHONPATH": path}, cwd=FOLDER_4_57.parent, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run([sys.executable, "-"], input=NOTEBOOK, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -779,7 +778,7 @@ def test_packed_sequences_with_a_mask_are_refused():
     call(**sequences)
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
     for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6)):
-        with pytest.raises(NotImplementedError, match="attention_mask: SimpleNamespace got one that .*, and cu_seq_lens_q: expected one of them"):
+        with pytest.raises(NotImplementedError, match="attention_mask: SimpleNamespace got .*, and cu_seq_lens_q: expected one of them"):
             call(mask, **sequences)
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q: SimpleNamespace attends in chunks"):
