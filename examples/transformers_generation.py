@@ -6,6 +6,8 @@ A small Mistral with random weights, prompts of different lengths, and the token
 examples/transformers_llama.py shows logits, greedy generation and training.
 """
 
+import copy
+
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -27,7 +29,8 @@ def main():
         sliding_window=16,
     )  # fmt: skip
     torch.manual_seed(0)
-    eager = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
+    # a copy each: the configuration says which attention is used
+    eager = MistralForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     for parameter in eager.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(5)  # random weights are so small that the next token would not depend on attention

@@ -5,6 +5,8 @@
 A small Llama with random weights, so that nothing is downloaded. On a machine without a GPU it runs on the CPU.
 """
 
+import copy
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +26,8 @@ def main():
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
     torch.manual_seed(0)
-    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager").to(device, dtype).eval()
+    # a copy each: the configuration says which attention is used
+    eager = LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").to(device, dtype).eval()
     # What from_pretrained(name, dtype=torch.float16, attn_implementation="volta_fa") does for weights on disk.
     model = LlamaForCausalLM._from_config(config, attn_implementation="volta_fa").to(device, dtype).eval()
     model.load_state_dict(eager.state_dict())

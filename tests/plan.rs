@@ -146,7 +146,7 @@ fn the_deterministic_backward_has_no_accumulator() {
 fn gradients_in_bf16_take_kernels_that_write_it() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
-            for (features, packed, flavor) in wishes() {
+            for (features, packed, [_, flavor]) in wishes() {
                 let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.variant] {
