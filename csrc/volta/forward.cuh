@@ -262,7 +262,6 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
             float reference = state.reference, sum = row_sum(state.sum), factor = 1.f;
             if (kRagged) factor = finish_row(p.score_options, head, reference, sum);
             SoftmaxResult result(reference, sum);
-            if (!sequence.valid()) result.lse = result.output_scale = __int_as_float(0x7fffffff);  // NaN
             scale[r] = kRagged ? result.output_scale * factor : result.output_scale;
             const int i = row + 16 * mt + lane.score_row() + 4 * r;
             if (lane.qn == 0 && (lane.t & 2) == 0 && i < sequence.seqlen_q()) lse[i] = result.lse;
