@@ -24,6 +24,8 @@ VOLTA_FIELDS = {
     "nheads_k": int,
     "batch": int,
     "causal": bool,
+    "heads_first": bool,
+    "feature": str,
     "tflops": float,
     "tflops_no_icache": float,
     "registers": int,

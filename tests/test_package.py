@@ -117,7 +117,7 @@ def test_the_package_says_every_argument():
         schema = op.default._schema
         names = {a.name for a in (*schema.arguments, *schema.returns)}
         assert not names - words, f"{op} has {sorted(names - words)}"
-    variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, ("src/ops/mod.rs", "python/volta_fa/sdpa.py")))))
+    variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, ("src/ops/mod.rs", "torch_ops/sdpa.cpp")))))
     assert len(variables) == 3 and variables <= words, variables - words
 
 
