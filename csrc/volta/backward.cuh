@@ -406,7 +406,7 @@ __device__ __forceinline__ void accumulate(Accumulator (&c)[M][J][2], u32 a_addr
 #pragma unroll
         for (int m = 0; m < M; m++) a[m] = load_shared(a0 + m * 16 * ScoreRows::kRowBytes);
         const u32 b_row = b_address + chunk * (8 * HeadRows::kRowBytes);
-#pragma unroll
+#pragma unroll (kGeneral && S::kHeaddim > 64 ? 1 : 2)  // general code is past the instruction cache
         for (int h = 0; h < 2; h++) {  // four rows; bit 2 of the row is bit 1 of the swizzle
             uint4 b[J];
 #pragma unroll
