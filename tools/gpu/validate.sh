@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with a GPU and a built library: the GPU tests, two bit-identical runs included, then
-# compute-sanitizer's memcheck, racecheck and initcheck on a small set. Logs go to the given folder.
+# On a machine with a GPU and a built library: the GPU tests, two bit-identical runs included, 2,000 random problems, the
+# examples, then compute-sanitizer's memcheck, racecheck and initcheck on a small set. Logs go to the given folder.
 #
 #   tools/gpu/validate.sh OUTPUT
 set -uo pipefail
@@ -21,6 +21,8 @@ step() {
 }
 
 step pytest env VOLTA_FA_TEST_REQUIRE=cuda python3 -m pytest -q -m cuda tests
+step sweep python3 tools/gpu/sweep.py
+step examples python3 -m pytest -q tests/test_examples.py
 for tool in memcheck racecheck initcheck; do
     # the caching allocator would hide accesses between tensors of one block
     step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
