@@ -22,8 +22,8 @@ def info() -> dict[str, Any]:
         cuda_driver: whether this machine has a CUDA driver.
         devices: for each CUDA device its name, compute capability and kernel family (None: unsupported).
         families: for each kernel family its name, lowest compute capability and number of variants.
-        variants: for each compiled kernel its name, family, pass, tile sizes, threads, registers a thread,
-            spilled bytes, and shared memory a block in bytes.
+        variants: for each compiled kernel its name, family, sm, pass, flavor (what it is prepared for), source, headdims, tile
+            sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
     families = _families(build["variants"])
@@ -44,7 +44,7 @@ def info() -> dict[str, Any]:
 
 
 def kernel_family(device: torch.device) -> str | None:
-    """Name of the kernel family that runs fp16 tensors of this device; None where there is none.
+    """Name of the kernel family that runs fp16 and bf16 tensors of this device (on a newer GPU: through PTX); None where there is none.
 
     CPU tensors are computed by ATen operations, so the CPU has no family.
     """
