@@ -192,6 +192,32 @@ def test_large_numbers_in_a_bias(backend, number):
             assert out[:, 20:30].isnan().all() and out[:, :20].isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("number", [7e4, -7e4, math.inf], ids=str)
+@on(*BF16_KERNELS)
+def test_numbers_beyond_fp16_saturate(backend, name, number):
+    """In q and k, which cannot be scaled: they count as fp16's largest."""
+    q, k, v, dout = Case(40, 50, 64, batch=1, nheads=1).inputs(backend)
+    q, k = q * 1e-2, k * 1e-2
+    {"q": q, "k": k}[name][0, 7, 0, 5] = number
+
+    def results(q, k):
+        out, lse = backend.forward(q, k, v)
+        return [out, lse, *backend.backward(dout, q, k, v, out, lse, deterministic=True)[0]]
+
+    found = results(q, k)
+    assert all(t.isfinite().all() for t in found)
+    # fp32 on the CPU with what the kernels see
+    seen = [t.cpu().half().clamp(-65504, 65504).float() for t in (q, k)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VOLTA_FA_SIMULATE", raising=False)
+        out, lse, _ = torch.ops.volta_fa.fwd(*seen, v.cpu().float())
+        dv = torch.ops.volta_fa.bwd(dout.cpu().float(), *seen, v.cpu().float(), out, lse)[2]
+    # dq and dk are differences that nearly vanish, times 65504
+    for a, b in ((found[0], out), (found[1], lse), (found[4], dv)):
+        torch.testing.assert_close(a.cpu().float(), b, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @on("cpu-fp32", *KERNELS)

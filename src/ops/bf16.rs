@@ -121,7 +121,8 @@ fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Res
 }
 
 fn saturated(t: &Tensor) -> Result<Tensor> {
-    Ok(t.f_clamp(-FP16_MAX, FP16_MAX)?.f_to_kind(Kind::Half)?)
+    // in this order: bf16 has no 65504, but a 65536
+    Ok(t.f_to_kind(Kind::Half)?.f_clamp(-FP16_MAX, FP16_MAX)?)
 }
 
 /// fp16 of a bf16 bias would lose range, so it travels as fp32; sinks too.
