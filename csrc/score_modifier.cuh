@@ -6,6 +6,7 @@
 // parameters ask for it; these branches are the same for the whole grid.
 #pragma once
 
+#include "half.cuh"
 #include "philox.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
@@ -16,15 +17,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// Four fp16 values, as one 8-byte load brings them, to fp32.
-__device__ __forceinline__ void half4_to_float(const uint2& packed, float (&x)[4]) {
-    asm("{.reg .f16 a, b, c, d;\n"
-        "mov.b32 {a, b}, %4; mov.b32 {c, d}, %5;\n"
-        "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
-        : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-        : "r"(packed.x), "r"(packed.y));
 }
 
 struct Softcap {
@@ -82,7 +74,8 @@ public:
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = bounded(__uint_as_float(words[i]));
         } else {
-            half4_to_float(make_uint2(loaded.x, loaded.y), x);
+            const float2 low = to_float2(loaded.x), high = to_float2(loaded.y);
+            x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
         }
     }
     // Of each four the first and third, or the second and fourth.
@@ -97,12 +90,7 @@ public:
         } else {
             const unsigned selector = second ? 0x7632 : 0x5410;  // halves of two words
 #pragma unroll
-            for (int i = 0; i < N; i++)
-                asm("{.reg .f16 a, b;\n"
-                    "mov.b32 {a, b}, %2;\n"
-                    "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-                    : "=f"(x[i].x), "=f"(x[i].y)
-                    : "r"(__byte_perm(loaded[i].x, loaded[i].y, selector)));
+            for (int i = 0; i < N; i++) x[i] = to_float2(__byte_perm(loaded[i].x, loaded[i].y, selector));
         }
     }
 

@@ -81,7 +81,12 @@ __device__ __forceinline__ int thread_index_here() {
     return x;
 }
 
-// The same of blockIdx.y and blockIdx.z.
+// The same of blockIdx: x, y and z.
+__device__ __forceinline__ int block_index_here() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
 __device__ __forceinline__ int block_head_here() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));

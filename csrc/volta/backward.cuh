@@ -20,6 +20,7 @@
 // one key are then four consecutive queries, 8 bytes of fp16.
 #pragma once
 
+#include "half.cuh"
 #include "mask.cuh"
 #include "sequence.cuh"
 #include "softmax.cuh"
@@ -107,13 +108,6 @@ public:
 using ::pinned;
 __device__ __forceinline__ float* pinned(float* x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
-    return x;
-}
-
-// blockIdx.x, read where it is asked for, as thread_index_here() does for threadIdx.x.
-__device__ __forceinline__ int block_index_here() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
     return x;
 }
 

@@ -1,6 +1,7 @@
 // Backward, first kernel: delta = rowsum(dout * out), the row statistics, and a zeroed dq accumulator.
 //
 // Bound by memory: reads dout and out once, writes the accumulator. Eight lanes a row, 16 bytes a lane.
+#include "half.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "volta/mma.cuh"

@@ -13,6 +13,7 @@
 // 2: these pick the bank group. Bit 0 of a V row is u, known at compile time.
 #pragma once
 
+#include "half.cuh"
 #include "mask.cuh"
 #include "score_modifier.cuh"
 #include "sequence.cuh"

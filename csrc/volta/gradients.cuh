@@ -1,6 +1,7 @@
 // In which type dq, dk and dv leave the kernels: fp16, or bf16 where the problem's tensors are bf16 (src/ops/bf16.rs).
 #pragma once
 
+#include "half.cuh"
 #include "sequence.cuh"
 #include "volta/mma.cuh"
 #include "volta_fa_params.h"

@@ -216,30 +216,7 @@ const PREPARE: Variant = Variant {
 };
 
 /// As `PREPARE`: any headdim. 34 registers.
-const FINISH: Variant = Variant {
-    name: "volta_bwd_finish",
-    family: VOLTA,
-    pass: Pass::BackwardFinish,
-    flavor: Flavor::Plain,
-    source: "volta/backward_finish.cu",
-    headdim: 256,
-    headdim_v: 256,
-    block_rows: 64,
-    step: 0,
-    threads: 256,
-    shared_bytes: 0,
-    blocks_per_sm: 4,
-};
-
-/// The same kernel for sequences whose lengths are in memory, with the same tiles.
-const fn ragged(plain: Variant, name: &'static str) -> Variant {
-    Variant { name, flavor: Flavor::Ragged, ..plain }
-}
-
-/// The queries kernel `queries` with everything; the tiles are the same.
-const fn general_queries(queries: Variant, name: &'static str) -> Variant {
-    Variant { name, flavor: Flavor::General, ..queries }
-}
+const FINISH: Variant = Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward_finish.cu", ..PREPARE };
 
 /// Both roles of `backward_split` for all headdims.
 const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32) -> Variant {
@@ -292,14 +269,14 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[4],
     QUERIES[5],
     FINISH,
-    ragged(PREPARE, "volta_bwd_ragged_prepare"),
-    ragged(MAIN[0], "volta_bwd_ragged_32"),
-    ragged(MAIN[1], "volta_bwd_ragged_64"),
-    ragged(MAIN[2], "volta_bwd_ragged_96"),
-    ragged(MAIN[3], "volta_bwd_ragged_128"),
-    ragged(MAIN[4], "volta_bwd_ragged_192"),
-    ragged(MAIN[5], "volta_bwd_ragged_256"),
-    ragged(FINISH, "volta_bwd_ragged_finish"),
+    PREPARE.flavored(Flavor::Ragged, "volta_bwd_ragged_prepare"),
+    MAIN[0].flavored(Flavor::Ragged, "volta_bwd_ragged_32"),
+    MAIN[1].flavored(Flavor::Ragged, "volta_bwd_ragged_64"),
+    MAIN[2].flavored(Flavor::Ragged, "volta_bwd_ragged_96"),
+    MAIN[3].flavored(Flavor::Ragged, "volta_bwd_ragged_128"),
+    MAIN[4].flavored(Flavor::Ragged, "volta_bwd_ragged_192"),
+    MAIN[5].flavored(Flavor::Ragged, "volta_bwd_ragged_256"),
+    FINISH.flavored(Flavor::Ragged, "volta_bwd_ragged_finish"),
     GENERAL[0],
     GENERAL[1],
     GENERAL[2],
@@ -310,9 +287,9 @@ pub const BACKWARD: &[Variant] = &[
     keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward_split_keys.cu"),
     keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward_split_keys.cu"),
     keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward_split_keys.cu"),
-    general_queries(QUERIES[1], "volta_bwd_general_queries_64"),
-    general_queries(QUERIES[2], "volta_bwd_general_queries_96"),
-    general_queries(QUERIES[3], "volta_bwd_general_queries_128"),
-    general_queries(QUERIES[4], "volta_bwd_general_queries_192"),
-    general_queries(QUERIES[5], "volta_bwd_general_queries_256"),
+    QUERIES[1].flavored(Flavor::General, "volta_bwd_general_queries_64"),
+    QUERIES[2].flavored(Flavor::General, "volta_bwd_general_queries_96"),
+    QUERIES[3].flavored(Flavor::General, "volta_bwd_general_queries_128"),
+    QUERIES[4].flavored(Flavor::General, "volta_bwd_general_queries_192"),
+    QUERIES[5].flavored(Flavor::General, "volta_bwd_general_queries_256"),
 ];

@@ -53,11 +53,6 @@ const LARGE: (u32, u32) = (128, 32);
 /// warps for the same rows, for grids that would leave SMs or their schedulers idle.
 const SMALL: (u32, u32) = (64, 64);
 
-/// The same kernel for sequences whose lengths are in memory, with the same tiles.
-const fn ragged(plain: Variant, name: &'static str) -> Variant {
-    Variant { name, flavor: Flavor::Ragged, ..plain }
-}
-
 /// The kernel with Q in shared memory, also for headdim 64, whose registers are needed for the scores. What changes them
 /// is made at every step from parameters, so that the tiles can be the plain kernels'.
 const fn general(plain: Variant, name: &'static str) -> Variant {
@@ -97,13 +92,13 @@ pub const FORWARD: &[Variant] = &[
     PLAIN_LARGE[4],
     PLAIN_LARGE[5],
     PLAIN_LARGE[6],
-    ragged(PLAIN_LARGE[0], "volta_fwd_ragged_32x32"),
-    ragged(PLAIN_LARGE[1], "volta_fwd_ragged_64x64"),
-    ragged(PLAIN_LARGE[2], "volta_fwd_ragged_96x96"),
-    ragged(PLAIN_LARGE[3], "volta_fwd_ragged_128x128"),
-    ragged(PLAIN_LARGE[4], "volta_fwd_ragged_192x128"),
-    ragged(PLAIN_LARGE[5], "volta_fwd_ragged_192x192"),
-    ragged(PLAIN_LARGE[6], "volta_fwd_ragged_256x256"),
+    PLAIN_LARGE[0].flavored(Flavor::Ragged, "volta_fwd_ragged_32x32"),
+    PLAIN_LARGE[1].flavored(Flavor::Ragged, "volta_fwd_ragged_64x64"),
+    PLAIN_LARGE[2].flavored(Flavor::Ragged, "volta_fwd_ragged_96x96"),
+    PLAIN_LARGE[3].flavored(Flavor::Ragged, "volta_fwd_ragged_128x128"),
+    PLAIN_LARGE[4].flavored(Flavor::Ragged, "volta_fwd_ragged_192x128"),
+    PLAIN_LARGE[5].flavored(Flavor::Ragged, "volta_fwd_ragged_192x192"),
+    PLAIN_LARGE[6].flavored(Flavor::Ragged, "volta_fwd_ragged_256x256"),
     // 122, 202, 182, 186, 216 and 254 registers
     general(PLAIN_LARGE[1], "volta_fwd_general_64x64"),
     general(PLAIN_LARGE[2], "volta_fwd_general_96x96"),

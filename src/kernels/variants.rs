@@ -64,3 +64,10 @@ pub struct Variant {
     /// blocks that an SM must be able to hold (`__launch_bounds__`)
     pub blocks_per_sm: u32,
 }
+
+impl Variant {
+    /// The same source and tiles, prepared for more.
+    pub const fn flavored(self, flavor: Flavor, name: &'static str) -> Variant {
+        Variant { name, flavor, ..self }
+    }
+}

@@ -79,8 +79,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
     extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
-    let sinks = features.sinks().map(SinkGradient::new).transpose()?;
-    let mut dsinks = None;
+    let mut dsinks = features.sinks().map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = BwdParams {
@@ -108,15 +107,15 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
             dbias_row_stride: dbias_row,
             dbias_key_stride: dbias_key,
         };
-        if sinks.is_some() {
+        if dsinks.is_some() {
             // what this launch does not write, rows between packed sequences and those of launches before: no probability
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
         for step in [&plan.prepare, &plan.main, &plan.finish] {
             run(launcher, step, batches, bytes_of(&params), &extents)?;
         }
-        if let Some(sinks) = &sinks {
-            sinks.add_to(&mut dsinks, &row_stats, params.problem.scale)?;
+        if let (Some(sums), Some(sinks)) = (&mut dsinks, features.sinks()) {
+            add_sink_gradient(sums, sinks, &row_stats, params.problem.scale)?;
         }
     }
     Ok(Gradients {
@@ -124,7 +123,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         dk,
         dv,
         dattn_bias: bias.zip(dbias).map(|(bias, sums)| sums.f_sum_to_size(bias.size())?.f_to_kind(bias.kind())).transpose()?,
-        dsinks: inputs.sinks.as_ref().zip(dsinks).map(|(sinks, sums): (_, Tensor)| sums.f_to_kind(sinks.kind())).transpose()?,
+        dsinks: inputs.sinks.as_ref().zip(dsinks).map(|(sinks, sums)| sums.f_to_kind(sinks.kind())).transpose()?,
     })
 }
 
@@ -155,33 +154,18 @@ fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result
     Ok(Tensor::f_zeros(sizes, (Kind::Float, bias.device()))?)
 }
 
-/// The gradient of a sink is the sum over its rows of exp(sink - lse) * -delta: both are in the row statistics that the
-/// prepare kernel leaves (csrc/volta/row_stats.cuh).
-struct SinkGradient {
-    /// (1, nheads, 1, 1)
-    sinks: Tensor,
-}
-
-impl SinkGradient {
-    fn new(sinks: &Tensor) -> Result<SinkGradient> {
-        Ok(SinkGradient { sinks: sinks.f_view([1, -1, 1, 1])? })
-    }
-
-    fn add_to(&self, sums: &mut Option<Tensor>, row_stats: &Tensor, scale: f32) -> Result<()> {
-        // of the two copies of each row's statistics the first: elements 0, 1 and 4, 5 of eight
-        let sizes = row_stats.size();
-        let split = [&sizes[..3], &[2, 2, 2, 2]].concat();
-        let once = row_stats.f_view(split.as_slice())?.f_select(5, 0)?.f_flatten(4, 5)?;
-        let statistic = |i: i64| once.f_select(3, i);
-        let p = (statistic(0)?.f_mul_scalar(f64::from(scale))?.f_add(&self.sinks)?).f_exp()?;
-        let products = p.f_mul(&statistic(1)?)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
-        let found = products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?;
-        *sums = Some(match sums.take() {
-            Some(sum) => sum.f_add(&found)?,
-            None => found,
-        });
-        Ok(())
-    }
+/// Adds the gradient of the sinks: the sum over their rows of exp(sink - lse) * -delta, both of which are in the row statistics
+/// that the prepare kernel leaves (csrc/volta/row_stats.cuh).
+fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scale: f32) -> Result<()> {
+    // of the two copies of each row's statistics the first: elements 0, 1 and 4, 5 of eight
+    let sizes = row_stats.size();
+    let split = [&sizes[..3], &[2, 2, 2, 2]].concat();
+    let once = row_stats.f_view(split.as_slice())?.f_select(5, 0)?.f_flatten(4, 5)?;
+    let statistic = |i: i64| once.f_select(3, i);
+    let p = (statistic(0)?.f_mul_scalar(f64::from(scale))?.f_add(&sinks.f_view([1, -1, 1, 1])?)?).f_exp()?;
+    let products = p.f_mul(&statistic(1)?)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
+    let _ = sums.f_add_(&products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?)?;
+    Ok(())
 }
 
 fn run(launcher: &dyn Launcher, step: &Step, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
