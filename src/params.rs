@@ -132,7 +132,7 @@ pub struct BwdParams {
     /// (batch, nheads, seqlen_q) fp32, from the forward pass
     pub softmax_lse: *const f32,
     /// scratch: (batch, nheads, seqlen_q_rounded / 4, 2, 8) fp32: for every four rows -lse/scale, then
-    /// -delta, in the order that the main kernel loads (`csrc/volta/row_stats.cuh`)
+    /// -delta, in the order that the main kernel loads (`csrc/volta/backward/row_stats.cuh`)
     pub row_stats: *mut f32,
     /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare; not there in the
     /// deterministic mode

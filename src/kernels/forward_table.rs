@@ -3,7 +3,7 @@
 
 use super::variants::*;
 
-/// `forward_register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
+/// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
 /// padded by 8 elements.
 const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per_sm: u32) -> Variant {
     let (slots, step, pad) = (4, 16, 8);
@@ -12,7 +12,7 @@ const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per
         family: VOLTA,
         pass: Pass::Forward,
         flavor: Flavor::Plain,
-        source: "volta/forward_register_q.cu",
+        source: "volta/forward/register_q.cu",
         headdim,
         headdim_v,
         block_rows: 128,
@@ -23,7 +23,7 @@ const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per
     }
 }
 
-/// `forward_shared_q`: a block's rows of Q and one step of K and of V in shared memory.
+/// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory.
 const fn shared_q(
     name: &'static str,
     (headdim, headdim_v): (u32, u32),
@@ -36,7 +36,7 @@ const fn shared_q(
         family: VOLTA,
         pass: Pass::Forward,
         flavor: Flavor::Plain,
-        source: "volta/forward_shared_q.cu",
+        source: "volta/forward/shared_q.cu",
         headdim,
         headdim_v,
         block_rows,

@@ -155,7 +155,7 @@ fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result
 }
 
 /// Adds the gradient of the sinks: the sum over their rows of exp(sink - lse) * -delta, both of which are in the row statistics
-/// that the prepare kernel leaves (csrc/volta/row_stats.cuh).
+/// that the prepare kernel leaves (csrc/volta/backward/row_stats.cuh).
 fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scale: f32) -> Result<()> {
     // of the two copies of each row's statistics the first: elements 0, 1 and 4, 5 of eight
     let sizes = row_stats.size();

@@ -1,4 +1,4 @@
-#include "volta/forward_shared_q.cuh"
+#include "volta/forward/shared_q.cuh"
 
 // A block of at least 128 rows has each row in one warp; a smaller one splits the keys between two groups of warps.
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;

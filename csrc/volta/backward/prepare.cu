@@ -5,7 +5,7 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "volta/mma.cuh"
-#include "volta/row_stats.cuh"
+#include "volta/backward/row_stats.cuh"
 
 namespace volta {
 

@@ -6,7 +6,7 @@
 // under the tensor cores), and the test of the lazy row maximum beside the second product.
 #pragma once
 
-#include "volta/forward.cuh"
+#include "volta/forward/forward.cuh"
 
 namespace volta {
 

@@ -8,7 +8,7 @@
 // stay inside the 12 KiB instruction cache.
 #pragma once
 
-#include "volta/forward.cuh"
+#include "volta/forward/forward.cuh"
 
 namespace volta {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "score_modifier.cuh"
-#include "volta/backward.cuh"
+#include "volta/backward/backward.cuh"
 
 namespace volta {
 

@@ -1,4 +1,4 @@
-// dk and dv, for the mode without atomics: backward_queries.cu computes dq.
-#include "volta/backward_small.cuh"
+// dk and dv, for the mode without atomics: queries.cu computes dq.
+#include "volta/backward/small.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { volta::backward_small<false>(p); }

@@ -7,7 +7,7 @@
 // of 16 queries, half the keys), of the gradient every second block of 32 columns.
 #pragma once
 
-#include "volta/backward_modifier.cuh"
+#include "volta/backward/modifier.cuh"
 
 namespace volta {
 
@@ -127,7 +127,7 @@ __device__ __forceinline__ void general_score_gradients(WarpScores& dp, const Bw
     }
 }
 
-// With DQ dq is added to the accumulator; without, another kernel computes it (backward_queries.cu).
+// With DQ dq is added to the accumulator; without, another kernel computes it (queries.cu).
 template <bool DQ>
 __device__ __forceinline__ void backward_split(const BwdParams& p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -1,4 +1,4 @@
-#include "volta/forward_register_q.cuh"
+#include "volta/forward/register_q.cuh"
 
 using Kernel = volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32>;
 static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kStep == STEP && Kernel::kSharedBytes == SHARED_BYTES,

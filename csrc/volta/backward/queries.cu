@@ -6,7 +6,7 @@
 // so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
 // with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
 // S and dP, and all of them together dQ, from dS in shared memory.
-#include "volta/backward_modifier.cuh"
+#include "volta/backward/modifier.cuh"
 
 namespace volta {
 

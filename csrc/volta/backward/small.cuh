@@ -3,7 +3,7 @@
 // of shared memory, one after the other.
 #pragma once
 
-#include "volta/backward.cuh"
+#include "volta/backward/backward.cuh"
 
 namespace volta {
 
@@ -13,7 +13,7 @@ static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys 
 
 constexpr int kBlocks = HEADDIM / 32;  // of 32 columns
 
-// With DQ dq is added to the accumulator; without, another kernel computes it (backward_queries.cu).
+// With DQ dq is added to the accumulator; without, another kernel computes it (queries.cu).
 template <bool DQ>
 __device__ __forceinline__ void backward_small(const BwdParams& p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];

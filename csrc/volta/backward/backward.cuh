@@ -1,6 +1,6 @@
 // The parts of the backward pass, and where everything lies. docs/backward-kernel.md tells the design.
 //
-// A block of the main kernels (backward_small.cuh, backward_split.cuh) owns some keys and walks over the queries
+// A block of the main kernels (small.cuh, split.cuh) owns some keys and walks over the queries
 // that see them, a step at a time:
 //
 //   S^T  = K Q^T - lse/scale     P = exp(scale * S)      dV += P^T dO
@@ -10,7 +10,7 @@
 // two products in the accumulator layout, go to shared memory as fp16, and are read back as the row-major
 // A operand of dV and dK and as the column-major A operand of dQ.
 //
-// Without atomics, dQ is left to backward_queries.cu, whose blocks own queries and walk over keys. It is made of
+// Without atomics, dQ is left to queries.cu, whose blocks own queries and walk over keys. It is made of
 // the same parts: what is said here of keys is there true of queries, and the other way round.
 //
 // Lanes: every product is made of 16x16 tiles, quad-pairs 2x2 (Lane::qm, Lane::qn). Row t of the A
@@ -25,9 +25,9 @@
 #include "sequence.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
-#include "volta/gradients.cuh"
+#include "volta/backward/gradients.cuh"
 #include "volta/mma.cuh"
-#include "volta/row_stats.cuh"
+#include "volta/backward/row_stats.cuh"
 
 namespace volta {
 
@@ -62,7 +62,7 @@ struct Rows {
 // A tile of P^T or dS^T: rows are keys, of four chunks of eight queries (steps of 16 queries use two of them).
 using ScoreRows = Rows<4>;
 
-// A block owns kRows rows, keys in the main kernels and queries in backward_queries.cu, and walks over the rows of
+// A block owns kRows rows, keys in the main kernels and queries in queries.cu, and walks over the rows of
 // the other kind in steps of kStep.
 template <int HEADDIM_, int ROWS_, int STEP_, int THREADS_, int SCORE_TILES_>
 struct Shape {

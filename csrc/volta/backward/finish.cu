@@ -3,8 +3,8 @@
 // The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
 // computed with carry the sign (Problem::sign_flip).
 #include "tile.cuh"
-#include "volta/gradients.cuh"
-#include "volta/row_stats.cuh"
+#include "volta/backward/gradients.cuh"
+#include "volta/backward/row_stats.cuh"
 
 namespace volta {
 
