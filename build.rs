@@ -4,6 +4,8 @@
 mod embed;
 #[path = "tools/build/nvrtc.rs"]
 mod nvrtc;
+#[path = "tools/build/options.rs"]
+mod options_header;
 #[path = "tools/build/python.rs"]
 mod python;
 #[path = "tools/build/shim.rs"]
@@ -16,13 +18,17 @@ mod backward_table;
 mod forward_table;
 #[path = "src/kernels/variants.rs"]
 mod variants;
+// ... and so is the list of the ops' options.
+#[path = "src/options.rs"]
+#[allow(dead_code)]
+mod options;
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/kernels"] {
+    for path in ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/options.rs", "src/kernels"] {
         println!("cargo:rerun-if-changed={path}");
     }
     let python = python::Environment::query()?;
@@ -34,6 +40,7 @@ fn run() -> Result<()> {
     embed::embed(&compiler, &variants, &out)?;
 
     c_header("src/ffi.rs", &out.join("volta_fa_abi.h"))?;
+    options_header::write_header(&out.join("volta_fa_options.h"))?;
     shim::build(&python, &out)
 }
 

@@ -6,8 +6,7 @@
 use crate::error::{Error, ErrorKind};
 use crate::launch::{driver::Driver, Launcher};
 use crate::ops::{self, Call, Gradients, Inputs, Saved};
-use crate::problem::Options;
-use crate::tensor::describe;
+use crate::options::OptionArgs;
 use std::ffi::{c_char, c_void, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
@@ -18,26 +17,9 @@ pub struct AttentionArgs {
     pub q: *mut c_void,
     pub k: *mut c_void,
     pub v: *mut c_void,
-    pub cu_seqlens_q: *mut c_void,
-    pub cu_seqlens_k: *mut c_void,
-    pub seqused_k: *mut c_void,
-    pub attn_bias: *mut c_void,
-    pub alibi_slopes: *mut c_void,
-    pub sinks: *mut c_void,
+    /// null without dropout
     pub rng_state: *mut c_void,
-    /// INT64_MIN is None
-    pub max_seqlen_q: i64,
-    /// INT64_MIN is None
-    pub max_seqlen_k: i64,
-    pub dropout_p: f64,
-    pub softmax_scale: f64,
-    /// false: softmax_scale was None
-    pub has_softmax_scale: bool,
-    pub softcap: f64,
-    pub window_left: i64,
-    pub window_right: i64,
-    pub is_causal: bool,
-    pub deterministic: bool,
+    pub options: OptionArgs,
     /// the current `cudaStream_t` of q's device; null on the CPU and for the default stream
     pub stream: *mut c_void,
 }
@@ -50,6 +32,26 @@ pub struct BackwardArgs {
     pub out: *mut c_void,
     pub softmax_lse: *mut c_void,
     pub attn_bias_requires_grad: bool,
+}
+
+/// What the shim tells of a tensor. Symbolic sizes and strides are [`crate::options::UNKNOWN`].
+#[repr(C)]
+pub struct TensorInfo {
+    /// `c10::ScalarType`
+    pub dtype: i32,
+    /// 0 CPU, 1 CUDA, 2 meta, 3 another
+    pub device_kind: i32,
+    pub device_index: i64,
+    pub rank: i64,
+    /// of the first eight dimensions
+    pub sizes: [i64; 8],
+    /// in elements
+    pub strides: [i64; 8],
+}
+
+extern "C" {
+    /// Fills in `info` (torch_ops/describe.cpp). Returns whether that could be done.
+    pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
 }
 
 /// `code`: 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError. `message` is null on success,
@@ -94,46 +96,32 @@ unsafe fn required(handle: *mut c_void) -> Tensor {
     unsafe { tensor(handle) }.expect("the schema makes this tensor present")
 }
 
-fn given(value: i64) -> Option<i64> {
-    (value != i64::MIN).then_some(value)
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn call(args: &AttentionArgs) -> Call {
+    unsafe {
+        let inputs = Inputs {
+            q: required(args.q),
+            k: required(args.k),
+            v: required(args.v),
+            rng_state: tensor(args.rng_state),
+            options: args.options.read(|handle| tensor(handle)),
+        };
+        Call { inputs, stream: args.stream }
+    }
 }
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn call(args: &AttentionArgs) -> crate::error::Result<Call> {
-    let inputs = unsafe {
-        Inputs {
-            q: required(args.q),
-            k: required(args.k),
-            v: required(args.v),
-            cu_seqlens_q: tensor(args.cu_seqlens_q),
-            cu_seqlens_k: tensor(args.cu_seqlens_k),
-            seqused_k: tensor(args.seqused_k),
-            attn_bias: tensor(args.attn_bias),
-            alibi_slopes: tensor(args.alibi_slopes),
-            sinks: tensor(args.sinks),
-            rng_state: tensor(args.rng_state),
+unsafe fn saved(args: &BackwardArgs) -> Saved {
+    unsafe {
+        Saved {
+            dout: required(args.dout),
+            out: required(args.out),
+            softmax_lse: required(args.softmax_lse),
+            attn_bias_requires_grad: args.attn_bias_requires_grad,
         }
-    };
-    let desc = |t: &Option<Tensor>| t.as_ref().map(describe).transpose();
-    let options = Options {
-        cu_seqlens_q: desc(&inputs.cu_seqlens_q)?,
-        cu_seqlens_k: desc(&inputs.cu_seqlens_k)?,
-        max_seqlen_q: given(args.max_seqlen_q),
-        max_seqlen_k: given(args.max_seqlen_k),
-        seqused_k: desc(&inputs.seqused_k)?,
-        attn_bias: desc(&inputs.attn_bias)?,
-        alibi_slopes: desc(&inputs.alibi_slopes)?,
-        sinks: desc(&inputs.sinks)?,
-        dropout_p: args.dropout_p,
-        softmax_scale: args.has_softmax_scale.then_some(args.softmax_scale),
-        is_causal: args.is_causal,
-        window_left: args.window_left,
-        window_right: args.window_right,
-        softcap: args.softcap,
-        deterministic: args.deterministic,
-    };
-    Ok(Call { inputs, options, stream: args.stream })
+    }
 }
 
 /// Hand a tensor to the caller as an owned `at::Tensor*`.
@@ -150,7 +138,7 @@ fn release(mut t: Tensor) -> *mut c_void {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
-        let (out, softmax_lse) = ops::forward(&call(&*args)?)?;
+        let (out, softmax_lse) = ops::forward(&call(&*args))?;
         for (i, t) in [out, softmax_lse].into_iter().enumerate() {
             *outputs.add(i) = release(t);
         }
@@ -166,18 +154,30 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
 pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
     status("bwd", || unsafe {
         let args = &*args;
-        let saved = Saved {
-            dout: required(args.dout),
-            out: required(args.out),
-            softmax_lse: required(args.softmax_lse),
-            attn_bias_requires_grad: args.attn_bias_requires_grad,
-        };
-        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention)?, &saved)?;
+        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention), &saved(args))?;
         for (i, t) in [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks].into_iter().enumerate() {
             *outputs.add(i) = t.map_or(std::ptr::null_mut(), release);
         }
         Ok(())
     })
+}
+
+/// What [`volta_fa_fwd`] would refuse, as far as sizes are known: for tensors without data.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Status {
+    status("fwd", || unsafe { ops::check_forward(&call(&*args)) })
+}
+
+/// The same for [`volta_fa_bwd`].
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
+    status("bwd", || unsafe { ops::check_backward(&call(&(*args).attention), &saved(&*args)) })
 }
 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.

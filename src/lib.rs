@@ -12,6 +12,7 @@
 //! launch                the seam: a planned launch runs on ...
 //!   launch::driver      the CUDA driver                          cudarc
 //!   launch::simulator   volta-sim (feature `sim`)
+//! options               the list of the ops' options
 //! kernels               the table of variants and their machine code
 //! params                the parameter blocks, shared with CUDA C++
 //! ```
@@ -22,6 +23,7 @@ pub mod info;
 pub mod kernels;
 pub mod launch;
 pub mod ops;
+pub mod options;
 pub mod params;
 pub mod plan;
 pub mod problem;

@@ -5,6 +5,7 @@
 //! anything is allocated or launched.
 
 use crate::error::{Error, Result};
+use crate::options::UNKNOWN;
 use std::fmt;
 
 /// Element types that the ops know.
@@ -39,6 +40,8 @@ impl fmt::Display for DType {
 pub enum Device {
     Cpu,
     Cuda(usize),
+    /// no data: shapes only
+    Meta,
 }
 
 impl fmt::Display for Device {
@@ -46,11 +49,12 @@ impl fmt::Display for Device {
         match self {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(i) => write!(f, "cuda:{i}"),
+            Device::Meta => f.write_str("meta"),
         }
     }
 }
 
-/// What validation needs to know of one tensor.
+/// What validation needs to know of one tensor. Sizes and strides may be [`UNKNOWN`]: what depends on them is not checked then.
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
     pub dtype: DType,
@@ -67,27 +71,12 @@ pub enum Backend {
     Cpu,
     /// our kernels, on a GPU or in the simulator: fp16 (bf16 is converted)
     Kernels,
+    /// nobody: tensors without data, which may stand for those of either
+    Meta,
 }
 
-/// Arguments of `volta_fa::fwd` (and, but for the tensors, of `volta_fa::bwd`) that are not q, k, v.
-#[derive(Clone, Debug, Default)]
-pub struct Options {
-    pub cu_seqlens_q: Option<TensorDesc>,
-    pub cu_seqlens_k: Option<TensorDesc>,
-    pub max_seqlen_q: Option<i64>,
-    pub max_seqlen_k: Option<i64>,
-    pub seqused_k: Option<TensorDesc>,
-    pub attn_bias: Option<TensorDesc>,
-    pub alibi_slopes: Option<TensorDesc>,
-    pub sinks: Option<TensorDesc>,
-    pub dropout_p: f64,
-    pub softmax_scale: Option<f64>,
-    pub is_causal: bool,
-    pub window_left: i64,
-    pub window_right: i64,
-    pub softcap: f64,
-    pub deterministic: bool,
-}
+/// The options of a call, with its tensors described.
+pub type Options = crate::options::Options<TensorDesc>;
 
 impl Options {
     /// Whether sequences of different lengths lie one after the other in tensors without a batch dimension.
@@ -180,10 +169,8 @@ impl Attention {
 
 /// Largest headdim of the compiled kernels.
 pub const MAX_HEADDIM: i64 = 256;
-/// 16-byte accesses of fp16.
-const HEADDIM_MULTIPLE: i64 = 8;
 /// Rows and keys are int32 in the kernels. The mask (csrc/mask.cuh) adds up to three sequence lengths and a tile, and four bytes
-/// for each key of an fp32 bias must not overflow either (`load_bias4` in csrc/score_modifier.cuh).
+/// for each key of an fp32 bias must not overflow either (`Bias::load4` in csrc/score_modifier.cuh).
 const MAX_SEQLEN: i64 = (1 << 29) - 1;
 /// What `max_seqlen_q` and `max_seqlen_k` may be: any length that int32 cu_seqlens can say.
 const MAX_GIVEN_SEQLEN: i64 = i32::MAX as i64;
@@ -199,8 +186,17 @@ const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
 const MAX_HEADS: i64 = 65535;
 
 fn listed(sizes: &[i64]) -> String {
-    let dims: Vec<String> = sizes.iter().map(i64::to_string).collect();
+    let dims: Vec<String> = sizes.iter().map(|&n| if n == UNKNOWN { "?".into() } else { n.to_string() }).collect();
     format!("({})", dims.join(", "))
+}
+
+/// Whether a size is, or may be, another.
+fn same_size(a: i64, b: i64) -> bool {
+    a == b || a == UNKNOWN || b == UNKNOWN
+}
+
+fn same_sizes(a: &[i64], b: &[i64]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same_size(a, b))
 }
 
 fn shape(d: &TensorDesc) -> String {
@@ -235,7 +231,7 @@ impl Sizes {
 fn check_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     let (ok, allowed) = match backend {
         Backend::Kernels => (matches!(d.dtype, DType::Half | DType::BFloat16), "torch.float16 or torch.bfloat16"),
-        Backend::Cpu => (
+        Backend::Cpu | Backend::Meta => (
             matches!(d.dtype, DType::Half | DType::BFloat16 | DType::Float | DType::Double),
             "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
         ),
@@ -250,11 +246,16 @@ fn check_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
 fn check_operand(name: &str, d: &TensorDesc, packed: bool, backend: Backend) -> Result<Sizes> {
     check_dtype(name, d, backend)?;
     let sizes = Sizes::of(name, d, packed)?;
+    check_layout(name, d, backend)?;
+    Ok(sizes)
+}
+
+fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
     if d.sizes.contains(&0) {
-        return Ok(sizes);
+        return Ok(());
     }
     let (columns, rows) = (d.sizes.len() - 1, d.sizes.len() - 3);
-    if d.sizes[columns] > 1 && d.strides[columns] != 1 {
+    if d.sizes[columns] > 1 && !same_size(d.strides[columns], 1) {
         return Err(Error::value(
             name,
             format!("stride {} in the last dimension", d.strides[columns]),
@@ -265,18 +266,21 @@ fn check_operand(name: &str, d: &TensorDesc, packed: bool, backend: Backend) -> 
     if backend == Backend::Kernels && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
         return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
     }
-    Ok(sizes)
+    Ok(())
 }
 
 fn check_headdim(name: &str, what: &str, headdim: i64) -> Result<()> {
-    if !(1..=MAX_HEADDIM).contains(&headdim) || headdim % HEADDIM_MULTIPLE != 0 {
-        return Err(Error::value(
-            name,
-            format!("{what} {headdim}"),
-            format!("a multiple of {HEADDIM_MULTIPLE} from {HEADDIM_MULTIPLE} to {MAX_HEADDIM}"),
-        ));
+    if headdim != UNKNOWN && !(1..=MAX_HEADDIM).contains(&headdim) {
+        return Err(Error::value(name, format!("{what} {headdim}"), format!("a headdim from 1 to {MAX_HEADDIM}")));
     }
     Ok(())
+}
+
+fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected: i64) -> Result<()> {
+    if same_size(found, expected) {
+        return Ok(());
+    }
+    check_same(name, what, found, other, expected)
 }
 
 fn check_same<T: PartialEq + fmt::Display>(name: &str, what: &str, found: T, other: &str, expected: T) -> Result<()> {
@@ -291,11 +295,12 @@ fn check_lengths(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>,
     if d.dtype != DType::Int32 {
         return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.int32"));
     }
-    if d.sizes.len() != 1 || count.is_some_and(|n| d.sizes[0] != n) || (count.is_none() && d.sizes[0] < 1) {
+    let wrong = |found: i64| count.map_or(found != UNKNOWN && found < 1, |n| !same_size(found, n));
+    if d.sizes.len() != 1 || wrong(d.sizes[0]) {
         let n = count.map_or(String::new(), |n| format!(", here ({n},)"));
         return Err(Error::value(name, shape(d), format!("shape {what}{n}")));
     }
-    if d.sizes[0] > 1 && d.strides[0] != 1 {
+    if d.sizes[0] > 1 && !same_size(d.strides[0], 1) {
         return Err(Error::value(name, format!("stride {}", d.strides[0]), "a contiguous tensor"));
     }
     check_same(name, "device", d.device, "q", q.device)
@@ -308,7 +313,7 @@ fn check_packed(q: &TensorDesc, o: &Options, totals: Packed) -> Result<(i64, i64
     let cu_k = o.cu_seqlens_k.as_ref().ok_or_else(|| Error::value("cu_seqlens_k", "None", both))?;
     check_lengths("cu_seqlens_q", cu_q, q, None, "(batch + 1,)")?;
     check_lengths("cu_seqlens_k", cu_k, q, Some(cu_q.sizes[0]), "(batch + 1,), that of cu_seqlens_q")?;
-    let batch = cu_q.sizes[0] - 1;
+    let batch = if cu_q.sizes[0] == UNKNOWN { UNKNOWN } else { cu_q.sizes[0] - 1 };
     if batch > MAX_SEQUENCES {
         return Err(Error::value("cu_seqlens_q", shape(cu_q), format!("at most {MAX_SEQUENCES} sequences")));
     }
@@ -324,6 +329,7 @@ fn check_packed(q: &TensorDesc, o: &Options, totals: Packed) -> Result<(i64, i64
     }
     let longest = |name: &str, given: Option<i64>, total: i64| match given {
         None => Err(Error::value(name, "None", "the length of the longest sequence, since cu_seqlens_q and cu_seqlens_k are given")),
+        Some(UNKNOWN) => Ok(UNKNOWN),
         Some(n) if !(0..=MAX_GIVEN_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_GIVEN_SEQLEN}"))),
         Some(0) if total > 0 => {
             Err(Error::value(name, 0, format!("the length of the longest sequence, at least 1: there are {total} rows")))
@@ -342,7 +348,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
         if d.dtype != DType::Float {
             return Err(Error::value("alibi_slopes", format!("dtype {}", d.dtype), "torch.float32"));
         }
-        if d.sizes != [a.nheads] && d.sizes != [a.batch, a.nheads] {
+        if !same_sizes(&d.sizes, &[a.nheads]) && !same_sizes(&d.sizes, &[a.batch, a.nheads]) {
             return Err(Error::value(
                 "alibi_slopes",
                 shape(d),
@@ -355,7 +361,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
         if d.dtype != q.dtype && d.dtype != DType::Float {
             return Err(Error::value("sinks", format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
         }
-        if d.sizes != [a.nheads] {
+        if !same_sizes(&d.sizes, &[a.nheads]) {
             return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", a.nheads)));
         }
         check_same("sinks", "device", d.device, "q", q.device)?;
@@ -365,7 +371,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
             return Err(Error::value("attn_bias", format!("dtype {}", d.dtype), format!("torch.bool, {} (q's) or torch.float32", q.dtype)));
         }
         let full = [a.batch, a.nheads, longest[0], longest[1]];
-        if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && n != full) {
+        if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && !same_size(n, full)) {
             return Err(Error::value(
                 "attn_bias",
                 shape(d),
@@ -396,7 +402,7 @@ fn check_scalars(o: &Options) -> Result<f64> {
         }
     }
     for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
-        if w < -1 {
+        if w != UNKNOWN && w < -1 {
             return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
         }
     }
@@ -423,14 +429,14 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     for (name, d, sizes) in [("k", k, ks), ("v", v, vs)] {
         check_same(name, "dtype", d.dtype, "q", q.dtype)?;
         check_same(name, "device", d.device, "q", q.device)?;
-        check_same(name, "batch", sizes.batch, "q", qs.batch)?;
+        check_same_size(name, "batch", sizes.batch, "q", qs.batch)?;
     }
     let rows = if packed { "total" } else { "seqlen" };
-    check_same("v", rows, vs.rows, "k", ks.rows)?;
-    check_same("v", "nheads", vs.nheads, "k", ks.nheads)?;
-    check_same("k", "headdim", ks.headdim, "q", qs.headdim)?;
+    check_same_size("v", rows, vs.rows, "k", ks.rows)?;
+    check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
+    check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;
     let (nheads, nheads_k) = (qs.nheads, ks.nheads);
-    if nheads > 0 && (nheads_k == 0 || nheads % nheads_k != 0) {
+    if nheads > 0 && nheads_k != UNKNOWN && (nheads_k == 0 || nheads % nheads_k != 0) {
         return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of k and v")));
     }
     check_headdim("q", "headdim", qs.headdim)?;
@@ -454,6 +460,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         }
         (qs.batch, qs.rows, ks.rows)
     };
+    // an unknown one bounds nothing: no kernel runs
     let bound = |w: i64| (w >= 0).then_some(w);
     let right = if o.is_causal { Some(0) } else { bound(o.window_right) };
     let a = Attention {
@@ -532,10 +539,15 @@ pub fn validate_backward(
 ) -> Result<()> {
     let expected = a.query_shape(a.headdim_v);
     for (name, d) in [("dout", dout), ("out", out)] {
-        check_operand(name, d, a.packed.is_some(), backend)?;
+        check_dtype(name, d, backend)?;
+        Sizes::of(name, d, a.packed.is_some())?;
         check_same(name, "dtype", d.dtype, "q", q.dtype)?;
         check_same(name, "device", d.device, "q", q.device)?;
-        if d.sizes != expected {
+        // an incoming gradient in a layout that no backend reads is copied before it is used (`readable_gradient` in tensor.rs)
+        if !(name == "dout" && backend == Backend::Meta) {
+            check_layout(name, d, backend)?;
+        }
+        if !same_sizes(&d.sizes, &expected) {
             return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
         }
     }
@@ -543,12 +555,12 @@ pub fn validate_backward(
         return Err(Error::value("softmax_lse", format!("dtype {}", softmax_lse.dtype), "torch.float32"));
     }
     check_same("softmax_lse", "device", softmax_lse.device, "q", q.device)?;
-    if softmax_lse.sizes != a.lse_shape() {
+    if !same_sizes(&softmax_lse.sizes, &a.lse_shape()) {
         return Err(Error::value("softmax_lse", shape(softmax_lse), format!("shape {}", listed(&a.lse_shape()))));
     }
     match rng_state {
         Some(d) if a.features.dropout_p > 0.0 => {
-            if d.dtype != DType::Int64 || d.sizes != [2] {
+            if d.dtype != DType::Int64 || !same_sizes(&d.sizes, &[2]) {
                 return Err(Error::value(
                     "rng_state",
                     format!("{} of dtype {}", shape(d), d.dtype),

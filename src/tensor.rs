@@ -1,6 +1,7 @@
 //! From tch tensors to what the pure modules and the launch seam see.
 
 use crate::error::{Error, Result};
+use crate::ffi::{volta_fa_describe, TensorInfo};
 use crate::launch::Extent;
 use crate::params::{Operand, Output};
 use crate::problem::{DType, Device, TensorDesc};
@@ -11,48 +12,78 @@ const ALIGNMENT: usize = 16;
 /// The same in fp16 elements.
 const ALIGNED_STRIDE: i64 = 8;
 
-fn dtype(kind: Kind) -> DType {
-    match kind {
-        Kind::Half => DType::Half,
-        Kind::BFloat16 => DType::BFloat16,
-        Kind::Float => DType::Float,
-        Kind::Double => DType::Double,
-        Kind::Int => DType::Int32,
-        Kind::Int64 => DType::Int64,
-        Kind::Int16 => DType::Other("torch.int16"),
-        Kind::Int8 => DType::Other("torch.int8"),
-        Kind::Uint8 => DType::Other("torch.uint8"),
-        Kind::Bool => DType::Bool,
-        Kind::ComplexHalf => DType::Other("torch.complex32"),
-        Kind::ComplexFloat => DType::Other("torch.complex64"),
-        Kind::ComplexDouble => DType::Other("torch.complex128"),
+/// Of a `c10::ScalarType`.
+fn dtype(scalar_type: i32) -> DType {
+    match scalar_type {
+        0 => DType::Other("torch.uint8"),
+        1 => DType::Other("torch.int8"),
+        2 => DType::Other("torch.int16"),
+        3 => DType::Int32,
+        4 => DType::Int64,
+        5 => DType::Half,
+        6 => DType::Float,
+        7 => DType::Double,
+        8 => DType::Other("torch.complex32"),
+        9 => DType::Other("torch.complex64"),
+        10 => DType::Other("torch.complex128"),
+        11 => DType::Bool,
+        15 => DType::BFloat16,
         _ => DType::Other("another dtype"),
     }
 }
 
-/// Describe a tensor for validation.
+/// Describe a tensor for validation. Of one whose sizes are symbolic it says what is known.
+///
+/// # Errors
+/// Where the tensor is on a device that the ops do not run on, or has no strides.
 pub fn describe(t: &Tensor) -> Result<TensorDesc> {
-    let device = match t.device() {
-        tch::Device::Cpu => Device::Cpu,
-        tch::Device::Cuda(i) => Device::Cuda(i),
-        other => return Err(Error::unsupported(format!("device {other:?}: volta_fa runs on cpu and cuda tensors"))),
+    let mut info = TensorInfo { dtype: -1, device_kind: -1, device_index: 0, rank: 0, sizes: [0; 8], strides: [0; 8] };
+    // SAFETY: the handle is that of a live tensor.
+    if !unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) } {
+        return Err(Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"));
+    }
+    let device = match info.device_kind {
+        0 => Device::Cpu,
+        1 => Device::Cuda(info.device_index as usize),
+        2 => Device::Meta,
+        _ => return Err(Error::unsupported("a tensor on another device: volta_fa runs on cpu and cuda tensors")),
     };
-    Ok(TensorDesc { dtype: dtype(t.f_kind()?), device, sizes: t.size(), strides: t.stride() })
+    let rank = (info.rank as usize).min(info.sizes.len());
+    Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: info.sizes[..rank].into(), strides: info.strides[..rank].into() })
 }
 
-/// `t` itself where all its rows start on 16-byte boundaries, else a contiguous copy: slices of wider tensors may begin
-/// anywhere and have any stride.
-pub fn with_aligned_rows(t: &Tensor) -> Result<Tensor> {
-    let (sizes, strides) = (t.size(), t.stride());
+/// headdim as the kernels read it: in 16-byte accesses of fp16.
+pub fn padded_headdim(headdim: i64) -> i64 {
+    (headdim + ALIGNED_STRIDE - 1) / ALIGNED_STRIDE * ALIGNED_STRIDE
+}
+
+/// `t` itself where the kernels can read it: all rows start on 16-byte boundaries and consist of whole groups of 8 elements. Else
+/// a contiguous copy, padded with zeros, which add nothing to a dot product: slices of wider tensors may begin anywhere and have
+/// any stride.
+pub fn readable(t: &Tensor) -> Result<Tensor> {
+    let (mut sizes, strides) = (t.size(), t.stride());
     let last = sizes.len() - 1;
+    let headdim = sizes[last];
     let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
-    if aligned {
+    sizes[last] = padded_headdim(headdim);
+    if aligned && sizes[last] == headdim {
         return Ok(t.shallow_clone());
     }
     // not f_contiguous, which returns a misaligned tensor as it is
-    let mut copy = Tensor::f_empty(&sizes, (t.kind(), t.device()))?;
-    copy.f_copy_(t)?;
+    let copy = Tensor::f_empty(&sizes, (t.kind(), t.device()))?;
+    copy.f_narrow(last as i64, 0, headdim)?.f_copy_(t)?;
+    if sizes[last] > headdim {
+        let _ = copy.f_narrow(last as i64, headdim, sizes[last] - headdim)?.f_zero_()?;
+    }
     Ok(copy)
+}
+
+/// A result without the columns that [`readable`] added to its inputs, contiguous.
+pub fn without_padding(t: Tensor, headdim: i64) -> Result<Tensor> {
+    match t.size().last() {
+        Some(&columns) if columns != headdim => Ok(t.f_narrow(-1, 0, headdim)?.f_contiguous()?),
+        _ => Ok(t),
+    }
 }
 
 /// A gradient as autograd left it, in a layout the backends read: an expanded or transposed one is copied.

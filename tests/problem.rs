@@ -1,6 +1,7 @@
 //! Validation without tensors: every rule refuses with the argument's name, what was given and what is allowed.
 
 use volta_fa::error::ErrorKind;
+use volta_fa::options::UNKNOWN;
 use volta_fa::problem::*;
 
 fn tensor(sizes: [i64; 4]) -> TensorDesc {
@@ -54,10 +55,36 @@ fn wrong_tensors() {
     refused(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
     refused(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
     refused(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
-    refused(Value, &["v", "headdim 264", "256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
-    refused(Value, &["v", "headdim 12", "multiple of 8"], |_, _, v, _| *v = tensor([2, 12, 3, 12]));
-    refused(Value, &["q", "headdim 20", "multiple of 8"], |q, k, _, _| (*q, *k) = (tensor([2, 10, 6, 20]), tensor([2, 12, 3, 20])));
+    refused(Value, &["v: got headdim 264, expected a headdim from 1 to 256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
+    refused(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| (*q, *k) = (tensor([2, 10, 6, 0]), tensor([2, 12, 3, 0])));
     refused(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
+}
+
+/// What is symbolic is taken as it has to be; what is known beside it is checked all the same.
+#[test]
+fn unknown_sizes() {
+    let unknown = |mut d: TensorDesc, dims: &[usize]| {
+        d.device = Device::Meta;
+        dims.iter().for_each(|&i| d.sizes[i] = UNKNOWN);
+        dims.iter().filter(|&&i| i > 0).for_each(|&i| d.strides[..i].fill(UNKNOWN));
+        d
+    };
+    let q = unknown(tensor([2, 10, 6, 64]), &[0, 1]);
+    let (k, v) = (unknown(tensor([2, 12, 3, 64]), &[1]), unknown(tensor([2, 12, 3, 32]), &[0, 1]));
+    let check = |q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options| validate(q, k, v, o, Backend::Meta);
+    let a = check(&q, &k, &v, &options()).unwrap();
+    assert_eq!((a.seqlen_q, a.nheads, a.headdim, a.headdim_v), (UNKNOWN, 6, 64, 32));
+    assert!(check(&q, &k, &v, &Options { window_left: UNKNOWN, ..options() }).is_ok());
+    let all = [0, 1, 2, 3].as_slice();
+    assert!(check(&unknown(q.clone(), all), &unknown(k.clone(), all), &unknown(v.clone(), all), &options()).is_ok());
+
+    let message = |q: &TensorDesc, k: &TensorDesc, o: &Options| check(q, k, &v, o).expect_err("must be refused").message;
+    assert!(message(&q, &unknown(tensor([2, 12, 4, 64]), &[1]), &options()).contains("v: got nheads 3, expected nheads 4"));
+    assert!(message(&q, &TensorDesc { device: Device::Cpu, ..k.clone() }, &options()).contains("k: got device cpu, expected device meta"));
+    let huge = || unknown(tensor([2, 12, 3, 264]), &[1]);
+    assert!(message(&unknown(tensor([2, 10, 6, 264]), &[1]), &huge(), &options()).contains("q: got headdim 264"));
+    let sinks = Some(TensorDesc { device: Device::Meta, ..vector(DType::Half, &[5]) });
+    assert!(message(&q, &k, &Options { sinks, ..options() }).contains("sinks: got shape (5)"));
 }
 
 #[test]

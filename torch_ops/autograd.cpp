@@ -13,27 +13,32 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-bool needs_gradient(const OptionalTensor &t) { return t && t->defined() && t->requires_grad(); }
+const Tensor *given(const Tensor &t) { return t.defined() ? &t : nullptr; }
+const Tensor *given(const OptionalTensor &t) { return t ? given(*t) : nullptr; }
+
+template <class... Tensors>
+bool any_needs_gradient(const Tensors &...tensors) {
+    return ((given(tensors) && given(tensors)->requires_grad()) || ...);
+}
+
+template <class... Tensors>
+bool any_has_tangent(const Tensors &...tensors) {
+    return ((given(tensors) && given(tensors)->_fw_grad(/*level=*/0).defined()) || ...);
+}
 
 struct Attention : torch::autograd::Function<Attention> {
     static variable_list forward(AutogradContext *ctx, const Tensor &q, const Tensor &k, const Tensor &v,
                                  VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), std::optional<at::Generator> generator) {
         at::AutoDispatchBelowADInplaceOrView guard;
         auto [out, softmax_lse, rng_state] = fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
-        const auto tensor = [](const OptionalTensor &t) { return t.value_or(Tensor()); };
-        ctx->save_for_backward({q, k, v, out, softmax_lse, rng_state, tensor(cu_seqlens_q), tensor(cu_seqlens_k),
-                                tensor(seqused_k), tensor(attn_bias), tensor(alibi_slopes), tensor(sinks)});
-        auto &saved = ctx->saved_data;
-        saved["max_seqlen_q"] = max_seqlen_q;
-        saved["max_seqlen_k"] = max_seqlen_k;
-        saved["dropout_p"] = dropout_p;
-        saved["softmax_scale"] = softmax_scale;
-        saved["is_causal"] = is_causal;
-        saved["window_left"] = window_left;
-        saved["window_right"] = window_right;
-        saved["softcap"] = softcap;
-        saved["deterministic"] = deterministic;
-        saved["attn_bias_requires_grad"] = needs_gradient(attn_bias);
+        // in the order of SavedTensor
+        const OptionalTensor saved[] = {q, k, v, out, softmax_lse, rng_state, VOLTA_FA_TENSOR_OPTIONS};
+        static_assert(std::size(saved) == SavedTensor::count);
+        variable_list tensors;
+        for (const auto &t : saved) tensors.push_back(t.value_or(Tensor()));
+        ctx->save_for_backward(std::move(tensors));
+        save_options(ctx->saved_data, VOLTA_FA_OPTION_ARGUMENTS);
+        ctx->saved_data["attn_bias_requires_grad"] = any_needs_gradient(attn_bias);
         ctx->mark_non_differentiable({softmax_lse, rng_state});
         // gradients of the non-differentiable outputs arrive undefined, not as zeros to allocate
         ctx->set_materialize_grads(false);
@@ -41,36 +46,30 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 
     static variable_list backward(AutogradContext *ctx, const variable_list &grads) {
-        constexpr size_t inputs = 19;  // q, k, v, the 15 options and the generator
-        constexpr size_t attn_bias_input = 8, sinks_input = 10;
-        variable_list result(inputs);
+        variable_list result(FwdInput::count);
         const Tensor &dout = grads[0];
         if (!dout.defined()) return result;
         const auto t = ctx->get_saved_variables();
-        const auto optional = [&](size_t i) { return t[i].defined() ? OptionalTensor(t[i]) : std::nullopt; };
-        auto &saved = ctx->saved_data;
+        auto options = saved_options(ctx->saved_data, t);
+        options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
+        const bool attn_bias_requires_grad = ctx->saved_data["attn_bias_requires_grad"].toBool();
         const auto [dq, dk, dv, dattn_bias, dsinks] = bwd_op().call(
-            dout, t[0], t[1], t[2], t[3], t[4], t[5], optional(6), optional(7), saved["max_seqlen_q"].to<std::optional<c10::SymInt>>(),
-            saved["max_seqlen_k"].to<std::optional<c10::SymInt>>(), optional(8), optional(9), optional(10), optional(11),
-            saved["dropout_p"].toDouble(), saved["softmax_scale"].to<std::optional<double>>(), saved["is_causal"].toBool(),
-            saved["window_left"].toSymInt(), saved["window_right"].toSymInt(), saved["softcap"].toDouble(),
-            saved["deterministic"].toBool() || at::globalContext().deterministicAlgorithms(), saved["attn_bias_requires_grad"].toBool());
-        result[0] = dq;
-        result[1] = dk;
-        result[2] = dv;
-        if (saved["attn_bias_requires_grad"].toBool()) result[attn_bias_input] = dattn_bias;
-        if (t[11].defined()) result[sinks_input] = dsinks;
+            dout, t[SavedTensor::q], t[SavedTensor::k], t[SavedTensor::v], t[SavedTensor::out], t[SavedTensor::softmax_lse],
+            optional(t[SavedTensor::rng_state]), VOLTA_FA_OPTION_MEMBERS(options), attn_bias_requires_grad);
+        result[FwdInput::q] = dq;
+        result[FwdInput::k] = dk;
+        result[FwdInput::v] = dv;
+        if (attn_bias_requires_grad) result[FwdInput::attn_bias] = dattn_bias;
+        if (options.sinks) result[FwdInput::sinks] = dsinks;
         return result;
     }
 };
 
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator> generator) {
-    const auto has_tangent = [](const OptionalTensor &t) { return t && t->defined() && t->_fw_grad(/*level=*/0).defined(); };
-    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(q) || has_tangent(k) || has_tangent(v) || has_tangent(attn_bias) || has_tangent(sinks)),
+    TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
-    if (!at::GradMode::is_enabled() ||
-        !(q.requires_grad() || k.requires_grad() || v.requires_grad() || needs_gradient(attn_bias) || needs_gradient(sinks))) {
+    if (!at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
         // inference: no graph node to build
         at::AutoDispatchBelowADInplaceOrView guard;
         return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));

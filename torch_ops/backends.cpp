@@ -14,40 +14,9 @@
 namespace volta_fa {
 namespace {
 
-void *handle(const Tensor &t) { return const_cast<Tensor *>(&t); }
-void *handle(const OptionalTensor &t) { return t && t->defined() ? handle(*t) : nullptr; }
-
 void *current_stream(const Tensor &t) {
     if (!t.is_cuda()) return nullptr;
     return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
-}
-
-AttentionArgs arguments(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &rng_state,
-                        VOLTA_FA_OPTION_PARAMETERS(int64_t)) {
-    constexpr int64_t none = std::numeric_limits<int64_t>::min();
-    AttentionArgs a{};
-    a.q = handle(q);
-    a.k = handle(k);
-    a.v = handle(v);
-    a.cu_seqlens_q = handle(cu_seqlens_q);
-    a.cu_seqlens_k = handle(cu_seqlens_k);
-    a.seqused_k = handle(seqused_k);
-    a.attn_bias = handle(attn_bias);
-    a.alibi_slopes = handle(alibi_slopes);
-    a.sinks = handle(sinks);
-    a.rng_state = rng_state.defined() && rng_state.numel() > 0 ? handle(rng_state) : nullptr;
-    a.max_seqlen_q = max_seqlen_q.value_or(none);
-    a.max_seqlen_k = max_seqlen_k.value_or(none);
-    a.dropout_p = dropout_p;
-    a.softmax_scale = softmax_scale.value_or(0.0);
-    a.has_softmax_scale = softmax_scale.has_value();
-    a.softcap = softcap;
-    a.window_left = window_left;
-    a.window_right = window_right;
-    a.is_causal = is_causal;
-    a.deterministic = deterministic;
-    a.stream = current_stream(q);
-    return a;
 }
 
 // Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
@@ -61,24 +30,21 @@ Tensor draw_rng_state(const Tensor &q, double dropout_p, std::optional<at::Gener
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               std::optional<at::Generator> generator) {
     const c10::DeviceGuard guard(q.device());
-    Tensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
-    const AttentionArgs args = arguments(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
+    const OptionalTensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
+    auto args = attention_args<int64_t>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
+    args.stream = current_stream(q);
     std::array<void *, 2> outputs{};
     check(volta_fa_fwd(&args, outputs.data()));
-    return {take_tensor(outputs[0]), take_tensor(outputs[1]), std::move(rng_state)};
+    return {take_tensor(outputs[0]), take_tensor(outputs[1]), *rng_state};
 }
 
 BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
               const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               bool attn_bias_requires_grad) {
     const c10::DeviceGuard guard(q.device());
-    const Tensor random = rng_state.value_or(Tensor());  // args points to it
-    BackwardArgs args{};
-    args.attention = arguments(q, k, v, random, VOLTA_FA_OPTION_ARGUMENTS);
-    args.dout = handle(dout);
-    args.out = handle(out);
-    args.softmax_lse = handle(softmax_lse);
-    args.attn_bias_requires_grad = attn_bias_requires_grad;
+    auto args =
+        backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
+    args.attention.stream = current_stream(q);
     std::array<void *, 5> outputs{};
     check(volta_fa_bwd(&args, outputs.data()));
     const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : at::empty({0}, q.options()); };

@@ -1,6 +1,7 @@
-// Shapes and dtypes without data: what torch.compile and fake tensors see. SymInt throughout.
+// Shapes and dtypes without data: what torch.compile and fake tensors see. SymInt throughout; Rust checks all that is known.
 
 #include "ops.h"
+#include "rust.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -10,33 +11,28 @@ namespace {
 
 Tensor contiguous_like(const Tensor &t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-// (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
-void check_rank(const char *name, const Tensor &t, bool packed) {
-    TORCH_CHECK_VALUE(t.dim() == (packed ? 3 : 4), "volta_fa: ", name, ": got a tensor of rank ", t.dim(), ", expected rank ",
-                      packed ? "3, (total, nheads, headdim), with cu_seqlens_q" : "4, (batch, seqlen, nheads, headdim)");
-}
-
 FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator>) {
-    const bool packed = cu_seqlens_q && cu_seqlens_q->defined();
-    check_rank("q", q, packed);
-    check_rank("k", k, packed);
-    check_rank("v", v, packed);
+    const auto args = attention_args<c10::SymInt>(q, k, v, /*rng_state=*/std::nullopt, VOLTA_FA_OPTION_ARGUMENTS);
+    check(volta_fa_check_fwd(&args));
     c10::SymDimVector out(q.sym_sizes().begin(), q.sym_sizes().end());
     out.back() = v.sym_sizes().back();
     const auto nheads = q.sym_size(-2), rows = q.sym_size(-3);
-    const auto lse = packed ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{q.sym_size(0), nheads, rows};
+    const auto lse = q.dim() == 3 ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{q.sym_size(0), nheads, rows};
     return {at::empty_symint(out, q.options()), at::empty_symint(lse, q.options().dtype(at::kFloat)),
             at::empty_symint({c10::SymInt(dropout_p > 0.0 ? 2 : 0)}, q.options().dtype(at::kLong))};
 }
 
-BwdResult bwd(const Tensor &, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &, const Tensor &,
-              const OptionalTensor &, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad) {
-    const auto optional = [&](bool there, const OptionalTensor &t) {
+BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
+              const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
+              bool attn_bias_requires_grad) {
+    const auto args = backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
+                                                 attn_bias_requires_grad);
+    check(volta_fa_check_bwd(&args));
+    const auto like = [&](bool there, const OptionalTensor &t) {
         return there && t && t->defined() ? contiguous_like(*t) : at::empty_symint({c10::SymInt(0)}, q.options());
     };
-    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), optional(attn_bias_requires_grad, attn_bias),
-            optional(true, sinks)};
+    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), like(attn_bias_requires_grad, attn_bias), like(true, sinks)};
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "ops.h"
 #include "volta_fa_abi.h"
 
 namespace volta_fa {
@@ -29,9 +30,27 @@ inline void check(Status status) {
 }
 
 // Take over a tensor that Rust released.
-inline at::Tensor take_tensor(void *handle) {
-    std::unique_ptr<at::Tensor> owned(static_cast<at::Tensor *>(handle));
+inline Tensor take_tensor(void *handle) {
+    std::unique_ptr<Tensor> owned(static_cast<Tensor *>(handle));
     return std::move(*owned);
+}
+
+// The arguments that both ops have, all but the stream. They borrow the tensors. fwd without dropout returns an empty
+// rng_state, which is none.
+template <class Int>
+AttentionArgs attention_args(const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &rng_state,
+                             VOLTA_FA_OPTION_PARAMETERS(Int)) {
+    const bool drawn = rng_state && rng_state->defined() && known(rng_state->sym_numel()) != 0;
+    return {handle(q), handle(k), handle(v), drawn ? handle(rng_state) : nullptr, option_args<Int>(VOLTA_FA_OPTION_ARGUMENTS),
+            /*stream=*/nullptr};
+}
+
+template <class Int>
+BackwardArgs backward_args(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
+                           const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(Int),
+                           bool attn_bias_requires_grad) {
+    return {attention_args<Int>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS), handle(dout), handle(out), handle(softmax_lse),
+            attn_bias_requires_grad};
 }
 
 }  // namespace volta_fa

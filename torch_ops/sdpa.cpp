@@ -18,7 +18,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/Dict.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
@@ -166,7 +165,6 @@ bool fused_allowed(const Call &c) {
 }
 
 constexpr int64_t max_headdim = 256;
-constexpr int64_t headdim_multiple = 8;
 
 bool dtype_supported(const Call &c) {
     const auto dtype = c.q.scalar_type();
@@ -224,12 +222,6 @@ std::optional<Decision> reason_to_fall_back(const Call &c) {
 
 // ---- the call --------------------------------------------------------------------------------------------------------
 
-// The headdim padded with zeros to what the kernels take: zeros add nothing to a dot product.
-Tensor padded(const Tensor &t) {
-    const auto excess = t.sym_size(3) % headdim_multiple;
-    return excess == 0 ? t : at::constant_pad_nd_symint(t, {c10::SymInt(0), headdim_multiple - excess});
-}
-
 // volta_fa::fwd wants a contiguous last dimension.
 Tensor readable(const Tensor &t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
 
@@ -244,29 +236,25 @@ OptionalTensor bias(const Call &c) {
 Tensor run(const Call &c) {
     const auto seqlen_q = c.q.sym_size(2);
     Tensor k = c.k, v = c.v;
+    Options<c10::SymInt> options;
+    options.attn_bias = bias(c);
+    options.dropout_p = c.dropout_p;
+    options.softmax_scale = c.scale;
+    options.is_causal = c.is_causal;
     // is_causal is aligned top-left here, query i sees the keys j <= i, and bottom-right in volta_fa:
     // j <= i + seqlen_k - seqlen_q + window_right.
-    bool is_causal = c.is_causal;
-    c10::SymInt window_right = -1;
-    if (is_causal && k.sym_size(2) > seqlen_q) {
+    if (c.is_causal && k.sym_size(2) > seqlen_q) {
         // no query sees these keys; without them the two alignments are one
         k = k.narrow_symint(2, 0, seqlen_q);
         v = v.narrow_symint(2, 0, seqlen_q);
-    } else if (is_causal && k.sym_size(2) < seqlen_q) {
-        is_causal = false;
-        window_right = seqlen_q - k.sym_size(2);
+    } else if (c.is_causal && k.sym_size(2) < seqlen_q) {
+        options.is_causal = false;
+        options.window_right = seqlen_q - k.sym_size(2);
     }
-    const double scale = c.scale ? *c.scale : std::pow(c.q.sym_size(3).guard_int(__FILE__, __LINE__), -0.5);
-    const auto operand = [](const Tensor &t) { return readable(padded(t)).transpose(1, 2); };
-    const OptionalTensor none;
-    const std::optional<c10::SymInt> no_length;
-    Tensor out = std::get<0>(fwd_op().call(operand(c.q), operand(k), operand(v), /*cu_seqlens=*/none, none, no_length,
-                                           no_length, /*seqused_k=*/none, bias(c), /*alibi_slopes=*/none,
-                                           /*sinks=*/none, c.dropout_p, scale, is_causal, /*window_left=*/-1,
-                                           window_right, /*softcap=*/0.0, /*deterministic=*/false, /*generator=*/{}));
-    const auto headdim_v = c.v.sym_size(3);
-    if (headdim_v % headdim_multiple != 0) out = out.narrow_symint(3, 0, headdim_v);
-    return out.transpose(1, 2);
+    const auto operand = [](const Tensor &t) { return readable(t).transpose(1, 2); };
+    const auto result =
+        fwd_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_OPTION_MEMBERS(options), /*generator=*/std::nullopt);
+    return std::get<0>(result).transpose(1, 2);
 }
 
 Tensor scaled_dot_product_attention(const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &attn_mask,

@@ -10,7 +10,8 @@ Importing this package loads the native library, which registers
 fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. bwd has
 no derivative.
 
-Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are multiples of 8 up to 256:
+Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (on the kernels what
+is not a multiple of 8 costs a copy):
 
                     dense                                    packed (with cu_seqlens_q and cu_seqlens_k)
     q               (batch, seqlen_q, nheads, headdim)       (total_q, nheads, headdim)

@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 _MAX_HEADDIM = 256
-_HEADDIM_MULTIPLE = 8
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -47,7 +46,7 @@ def flash_attn_func(
     """Attention of a batch of sequences of one length.
 
     q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
-        most 256; what is not a multiple of 8 is padded, at the cost of a copy.
+        most 256; one that is not a multiple of 8 costs a copy.
     k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
     v: (batch, seqlen_k, nheads_k, headdim_v).
     dropout_p: probability of dropping an element of softmax's result, in [0, 1).
@@ -253,8 +252,8 @@ def flash_attn_with_kvcache(
     """
     if block_table is not None:
         raise NotImplementedError("volta_fa: block_table: paged caches are not implemented; pass contiguous k_cache and v_cache")
-    _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache}, packed=False)
-    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
     batch, appended = q.shape[0], 0 if k is None else k.shape[1]
     if isinstance(cache_seqlens, int):
@@ -388,8 +387,7 @@ def _attention(
     packed: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """What all functions for training share; packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
-    _check_headdims({"q": q, "k": k, "v": v}, packed=packed is not None)
-    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
         options |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed)
@@ -400,7 +398,6 @@ def _attention(
 
 
 def _options(
-    q: Tensor,
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
@@ -410,7 +407,7 @@ def _options(
     """The op's names for what every function has."""
     left, right = _window(window_size)
     return {
-        "softmax_scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of headdim before padding
+        "softmax_scale": softmax_scale,
         "is_causal": causal,
         "window_left": left,
         "window_right": -1 if causal else right,  # flash-attn lets causal win; the op refuses to choose
@@ -420,14 +417,13 @@ def _options(
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The op, for every headdim and any strides."""
-    out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(_operand(q), _operand(k), _operand(v), **options)
-    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]], softmax_lse, rng_state
+    """The op, for any strides."""
+    return torch.ops.volta_fa.fwd(_operand(q), _operand(k), _operand(v), **options)
 
 
-def _check_headdims(operands: dict[str, Tensor], packed: bool) -> None:
-    """The rules that padding would hide from the op: it sees multiples of 8 only."""
-    layout = ("total", "nheads", "headdim") if packed else ("batch", "seqlen", "nheads", "headdim")
+def _check_headdims(operands: dict[str, Tensor]) -> None:
+    """The op's own rules, under the names that the arguments have here."""
+    layout = ("batch", "seqlen", "nheads", "headdim")
     for name, t in operands.items():
         if t.dim() != len(layout):
             expected = f"rank {len(layout)}, ({', '.join(layout)})"
@@ -445,9 +441,7 @@ def _wrong(name: str, got: str, expected: str) -> ValueError:
 
 
 def _operand(t: Tensor) -> Tensor:
-    if t.shape[-1] % _HEADDIM_MULTIPLE:
-        return F.pad(t, (0, -t.shape[-1] % _HEADDIM_MULTIPLE))
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if t.dim() == 0 or t.stride(-1) == 1 else t.contiguous()
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
@@ -482,7 +476,7 @@ def _s_dmask(
     rng_state: Tensor,
     *,
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     is_causal: bool,
     window_left: int,
     window_right: int,
@@ -495,6 +489,8 @@ def _s_dmask(
 ) -> Tensor:
     """softmax's result, negative where dropped. softcap is not among the options here: it excludes dropout."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
     if cu_seqlens_q is None:
         batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         sequences = zip(q, k, softmax_lse)

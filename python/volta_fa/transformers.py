@@ -331,7 +331,6 @@ _LACKING = {
 #: They say is_causal, and eager attention, which does not ask, shows them everything, as an image needs.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 _MAX_HEADDIM = 256
-_HEADDIM_MULTIPLE = 8
 
 
 def attention(
@@ -357,7 +356,7 @@ def attention(
     """The attention function: runs `volta_fa::fwd`.
 
     query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
-        differ. Up to 256; what is not a multiple of 8 is padded, at the cost of a copy. float16 or bfloat16 on CUDA.
+        differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA.
     attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
         where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal if
         it has one, says (the last query sees the last key), in a window of `sliding_window`.
@@ -409,7 +408,7 @@ def attention(
             raise NotImplementedError("volta_fa: position_bias: got it together with cu_seq_lens_q, expected one of them")
         bias = _sum_of_biases(bias, position_bias[..., :keys])
 
-    q, k, v = (_padded(t.transpose(1, 2)) for t in (query, key[:, :, :keys], value[:, :, :keys]))
+    q, k, v = (t.transpose(1, 2) for t in (query, key[:, :, :keys], value[:, :, :keys]))
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(
@@ -426,7 +425,7 @@ def attention(
         softcap=softcap or 0.0,
         deterministic=bool(deterministic),
     )
-    return out.view(batch, seqlen_q, *out.shape[-2:])[..., : value.shape[-1]], None
+    return out.view(batch, seqlen_q, *out.shape[-2:]), None
 
 
 def _is_old_gpt2(module: torch.nn.Module) -> bool:
@@ -468,11 +467,6 @@ def _sum_of_biases(bias: Tensor | None, position_bias: Tensor) -> Tensor:
     if bias.dtype == torch.bool:
         return torch.where(bias, position_bias, float("-inf"))
     return bias + position_bias
-
-
-def _padded(t: Tensor) -> Tensor:
-    missing = -t.shape[-1] % _HEADDIM_MULTIPLE
-    return F.pad(t, (0, missing)) if missing else t
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor) -> dict[str, Any]:

@@ -112,12 +112,12 @@ fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) ->
 
 fn of_v(inputs: &Inputs, shared: Shared, a: &Attention) -> Result<Exponents> {
     let rows = a.packed.map_or(a.seqlen_k, |p| p.total_k);
-    Exponents::new(&inputs.v, &unused_rows(&inputs.cu_seqlens_k, inputs.seqused_k.as_ref(), rows)?, shared, a)
+    Exponents::new(&inputs.v, &unused_rows(&inputs.options.cu_seqlens_k, inputs.options.seqused_k.as_ref(), rows)?, shared, a)
 }
 
 fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Result<Exponents> {
     let rows = a.packed.map_or(a.seqlen_q, |p| p.total_q);
-    Exponents::new(&saved.dout, &unused_rows(&inputs.cu_seqlens_q, None, rows)?, shared, a)
+    Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
 fn saturated(t: &Tensor) -> Result<Tensor> {
@@ -127,19 +127,7 @@ fn saturated(t: &Tensor) -> Result<Tensor> {
 
 /// fp16 of a bf16 bias would lose range, so it travels as fp32; sinks too.
 fn converted(inputs: &Inputs, v: Tensor) -> Result<Inputs> {
-    let shared = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-    Ok(Inputs {
-        q: saturated(&inputs.q)?,
-        k: saturated(&inputs.k)?,
-        v,
-        cu_seqlens_q: shared(&inputs.cu_seqlens_q),
-        cu_seqlens_k: shared(&inputs.cu_seqlens_k),
-        seqused_k: shared(&inputs.seqused_k),
-        attn_bias: shared(&inputs.attn_bias),
-        alibi_slopes: shared(&inputs.alibi_slopes),
-        sinks: shared(&inputs.sinks),
-        rng_state: shared(&inputs.rng_state),
-    })
+    Ok(Inputs { q: saturated(&inputs.q)?, k: saturated(&inputs.k)?, v, ..inputs.shallow_clone() })
 }
 
 /// (out, softmax_lse).
@@ -150,7 +138,7 @@ pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Resul
 }
 
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
-    let sums_over_heads = (saved.attn_bias_requires_grad && inputs.attn_bias.is_some()) || inputs.sinks.is_some();
+    let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
     let (v, dout) = (of_v(inputs, shared, a)?, of_dout(inputs, saved, shared, a)?);
     let scaled = Saved {

@@ -1,71 +1,70 @@
 //! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
-use super::features::{broadcast_strides, Features};
+use super::parameters::{self, broadcast_strides, lengths, score_options};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, Step};
 use crate::problem::Attention;
-use crate::tensor::{self, extent, operand, output, with_aligned_rows};
+use crate::tensor::{self, extent, operand, output, padded_headdim, readable, without_padding};
 use tch::{Kind, Tensor};
 
+/// The problem as the kernels see it: headdims in whole groups of 8.
+fn padded(a: &Attention) -> Attention {
+    Attention { headdim: padded_headdim(a.headdim), headdim_v: padded_headdim(a.headdim_v), ..*a }
+}
+
 /// (out, softmax_lse).
-pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let a = &padded(given);
     let step = plan::forward(a, &launcher.limits()?)?;
-    let [q, k, v] = operands(inputs)?;
-    let features = Features::new(inputs, a)?;
+    let inputs = &parameters::readable(inputs, a)?;
+    let Inputs { q, k, v, .. } = inputs;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let mut extents = vec![
-        extent("q", &q, false),
-        extent("k", &k, false),
-        extent("v", &v, false),
-        extent("out", &out, true),
-        extent("softmax_lse", &softmax_lse, true),
-    ];
-    extents.extend(features.extents());
+    let mut extents = vec![extent("out", &out, true), extent("softmax_lse", &softmax_lse, true)];
+    extents.extend(parameters::extents(inputs));
     launcher.begin(&extents);
     fill_ragged(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = FwdParams {
-            q: operand(&q, first),
-            k: operand(&k, first),
-            v: operand(&v, first),
+            q: operand(q, first),
+            k: operand(k, first),
+            v: operand(v, first),
             out: output(&out, first),
             softmax_lse: lse_at(&softmax_lse, a, first),
             problem: plan::problem_block(a, batches),
-            lengths: features.lengths(a, first, 0),
-            score_options: features.score_options(a, first),
+            lengths: lengths(inputs, a, first, 0),
+            score_options: score_options(inputs, a, first),
         };
         run(launcher, &step, batches, bytes_of(&params), &extents)?;
     }
-    Ok((out, softmax_lse))
+    Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
-pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
+pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
+    let a = &padded(given);
     let plan = plan::backward(a, mode, &launcher.limits()?)?;
-    let [q, k, v] = operands(inputs)?;
-    let (dout, out) = (with_aligned_rows(&saved.dout)?, with_aligned_rows(&saved.out)?);
+    let (given_bias, given_sinks) = (&inputs.options.attn_bias, &inputs.options.sinks);
+    let inputs = &parameters::readable(inputs, a)?;
+    let Inputs { q, k, v, .. } = inputs;
+    let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
-    let features = Features::new(inputs, a)?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
-    let (dq, dk, dv) = (like(&q)?, like(&k)?, like(&v)?);
+    let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
     // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let row_stats = empty(&[entries, a.nheads, rows / 4, 2, 8], Kind::Float)?;
     let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
-    let bias = inputs.attn_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
+    let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
     let mut extents = vec![
         extent("dout", &dout, false),
-        extent("q", &q, false),
-        extent("k", &k, false),
-        extent("v", &v, false),
         extent("out", &out, false),
         extent("softmax_lse", &softmax_lse, false),
         extent("dq", &dq, true),
@@ -74,19 +73,20 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         extent("row_stats", &row_stats, true),
         extent("dq_accum", &dq_accum, true),
     ];
-    extents.extend(features.extents());
+    extents.extend(parameters::extents(inputs));
     launcher.begin(&extents);
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
     extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
-    let mut dsinks = features.sinks().map(Tensor::f_zeros_like).transpose()?;
+    let sinks = inputs.options.sinks.as_ref();
+    let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = BwdParams {
             dout: operand(&dout, first),
-            q: operand(&q, first),
-            k: operand(&k, first),
-            v: operand(&v, first),
+            q: operand(q, first),
+            k: operand(k, first),
+            v: operand(v, first),
             out: operand(&out, first),
             dq: output(&dq, first),
             dk: output(&dk, first),
@@ -99,8 +99,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
             problem: plan::problem_block(a, batches),
             signed_scale: a.softmax_scale as f32,
             gradients_are_bf16: mode.bf16_gradients as i32,
-            lengths: features.lengths(a, first, rows),
-            score_options: features.score_options(a, first),
+            lengths: lengths(inputs, a, first, rows),
+            score_options: score_options(inputs, a, first),
             dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),
             dbias_batch_stride: dbias_batch,
             dbias_head_stride: dbias_head,
@@ -114,16 +114,16 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, mode: BackwardMod
         for step in [&plan.prepare, &plan.main, &plan.finish] {
             run(launcher, step, batches, bytes_of(&params), &extents)?;
         }
-        if let (Some(sums), Some(sinks)) = (&mut dsinks, features.sinks()) {
+        if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, params.problem.scale)?;
         }
     }
     Ok(Gradients {
-        dq,
-        dk,
-        dv,
+        dq: without_padding(dq, given.headdim)?,
+        dk: without_padding(dk, given.headdim)?,
+        dv: without_padding(dv, given.headdim_v)?,
         dattn_bias: bias.zip(dbias).map(|(bias, sums)| sums.f_sum_to_size(bias.size())?.f_to_kind(bias.kind())).transpose()?,
-        dsinks: inputs.sinks.as_ref().zip(dsinks).map(|(sinks, sums)| sums.f_to_kind(sinks.kind())).transpose()?,
+        dsinks: given_sinks.as_ref().zip(dsinks).map(|(sinks, sums)| sums.f_to_kind(sinks.kind())).transpose()?,
     })
 }
 
@@ -136,10 +136,6 @@ fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
         }
     }
     Ok(())
-}
-
-fn operands(inputs: &Inputs) -> Result<[Tensor; 3]> {
-    Ok([with_aligned_rows(&inputs.q)?, with_aligned_rows(&inputs.k)?, with_aligned_rows(&inputs.v)?])
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where

@@ -4,36 +4,46 @@ mod bf16;
 pub mod cpu;
 mod device;
 pub mod dropout;
-mod features;
+mod parameters;
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
+use crate::options::Options;
 use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend, DType, Device, Options};
+use crate::problem::{self, Attention, Backend, DType, Device};
 use crate::tensor::{describe, readable_gradient};
+use std::convert::Infallible;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// The tensors that both ops compute on.
+/// What both ops compute on.
 pub struct Inputs {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
-    pub cu_seqlens_q: Option<Tensor>,
-    pub cu_seqlens_k: Option<Tensor>,
-    pub seqused_k: Option<Tensor>,
-    pub attn_bias: Option<Tensor>,
-    pub alibi_slopes: Option<Tensor>,
-    pub sinks: Option<Tensor>,
     /// (2) int64, seed and offset; there with dropout
     pub rng_state: Option<Tensor>,
+    pub options: Options<Tensor>,
+}
+
+impl Inputs {
+    /// The same tensors again.
+    pub fn shallow_clone(&self) -> Inputs {
+        let Ok(options) = self.options.try_map(|t| Ok::<_, Infallible>(t.shallow_clone()));
+        Inputs {
+            q: self.q.shallow_clone(),
+            k: self.k.shallow_clone(),
+            v: self.v.shallow_clone(),
+            rng_state: self.rng_state.as_ref().map(Tensor::shallow_clone),
+            options,
+        }
+    }
 }
 
 /// What both ops take.
 pub struct Call {
     pub inputs: Inputs,
-    pub options: Options,
     /// the current stream of q's device
     pub stream: *mut c_void,
 }
@@ -68,6 +78,8 @@ impl Target {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
             Device::Cpu if matches!(q.dtype, DType::Half | DType::BFloat16) => simulated(),
             Device::Cpu => Ok(Target::Cpu),
+            // only the dispatcher's own checks come here, with tensors of several devices
+            Device::Meta => Err(Error::unsupported("a meta tensor has no data to compute with")),
         }
     }
 
@@ -123,30 +135,11 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
         softmax_lse: saved.softmax_lse.shallow_clone(),
         ..*saved
     };
-    let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
-    problem::validate_backward(
-        &describe(&saved.dout)?,
-        &describe(&saved.out)?,
-        &describe(&saved.softmax_lse)?,
-        rng_state.as_ref(),
-        &describe(&inputs.q)?,
-        &a,
-        target.backend(),
-    )?;
-    if saved.attn_bias_requires_grad {
-        let given = match &inputs.attn_bias {
-            None => Some("True without an attn_bias"),
-            Some(bias) if bias.kind() == Kind::Bool => Some("True for an attn_bias of dtype torch.bool"),
-            Some(_) => None,
-        };
-        if let Some(given) = given {
-            return Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
-        }
-    }
+    validate_backward(inputs, saved, &a, target.backend())?;
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
-    let deterministic = call.options.deterministic;
+    let deterministic = inputs.options.deterministic;
     match target {
         Target::Cpu => cpu::backward(inputs, saved, &a),
         Target::Kernels(launcher) => half(
@@ -154,6 +147,41 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
             || device::backward(inputs, saved, &a, BackwardMode { deterministic, bf16_gradients: false }, &*launcher),
             || bf16::backward(inputs, saved, &a, deterministic, &*launcher),
         ),
+    }
+}
+
+/// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
+pub fn check_forward(call: &Call) -> Result<()> {
+    validate(&call.inputs, Backend::Meta).map(|_| ())
+}
+
+/// The same for [`backward`].
+pub fn check_backward(call: &Call, saved: &Saved) -> Result<()> {
+    let a = validate(&call.inputs, Backend::Meta)?;
+    validate_backward(&call.inputs, saved, &a, Backend::Meta)
+}
+
+fn validate(inputs: &Inputs, backend: Backend) -> Result<Attention> {
+    let options = inputs.options.try_map(describe)?;
+    problem::validate(&describe(&inputs.q)?, &describe(&inputs.k)?, &describe(&inputs.v)?, &options, backend)
+}
+
+fn validate_backward(inputs: &Inputs, saved: &Saved, a: &Attention, backend: Backend) -> Result<()> {
+    let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
+    problem::validate_backward(
+        &describe(&saved.dout)?,
+        &describe(&saved.out)?,
+        &describe(&saved.softmax_lse)?,
+        rng_state.as_ref(),
+        &describe(&inputs.q)?,
+        a,
+        backend,
+    )?;
+    let refuse = |given| Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
+    match &inputs.options.attn_bias {
+        None if saved.attn_bias_requires_grad => refuse("True without an attn_bias"),
+        Some(bias) if saved.attn_bias_requires_grad && bias.kind() == Kind::Bool => refuse("True for an attn_bias of dtype torch.bool"),
+        _ => Ok(()),
     }
 }
 
@@ -182,13 +210,14 @@ fn checks_lengths(target: &Target, device: Device) -> Result<bool> {
 }
 
 fn prepare(call: &Call) -> Result<(Target, Attention)> {
-    let Call { inputs, options, stream } = call;
-    let q_desc = describe(&inputs.q)?;
-    let target = Target::of(&q_desc, *stream)?;
-    let a = problem::validate(&q_desc, &describe(&inputs.k)?, &describe(&inputs.v)?, options, target.backend())?;
-    if a.is_ragged() && checks_lengths(&target, q_desc.device)? {
+    let Call { inputs, stream } = call;
+    let q = describe(&inputs.q)?;
+    let target = Target::of(&q, *stream)?;
+    let a = validate(inputs, target.backend())?;
+    if a.is_ragged() && checks_lengths(&target, q.device)? {
+        let o = &inputs.options;
         let values = |t: &Option<Tensor>| t.as_ref().map(|t| Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?)).transpose();
-        let (cu_q, cu_k, used) = (values(&inputs.cu_seqlens_q)?, values(&inputs.cu_seqlens_k)?, values(&inputs.seqused_k)?);
+        let (cu_q, cu_k, used) = (values(&o.cu_seqlens_q)?, values(&o.cu_seqlens_k)?, values(&o.seqused_k)?);
         problem::validate_lengths(&a, cu_q.as_deref(), cu_k.as_deref(), used.as_deref())?;
     }
     Ok((target, a))
@@ -199,7 +228,7 @@ fn empty_forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let device = inputs.q.device();
     let out = Tensor::f_zeros(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
     let lse = Tensor::f_full(a.lse_shape(), f64::INFINITY, (Kind::Float, device))?;
-    if let Some(sinks) = &inputs.sinks {
+    if let Some(sinks) = &inputs.options.sinks {
         // a sink of -inf is none
         lse.f_transpose(-1, -2)?.f_copy_(&sinks.f_masked_fill(&sinks.f_eq(f64::NEG_INFINITY)?, f64::INFINITY)?)?;
     }
@@ -212,7 +241,7 @@ fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradi
         dq: zeros(&inputs.q)?,
         dk: zeros(&inputs.k)?,
         dv: zeros(&inputs.v)?,
-        dattn_bias: inputs.attn_bias.as_ref().filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad).map(zeros).transpose()?,
-        dsinks: inputs.sinks.as_ref().map(zeros).transpose()?,
+        dattn_bias: inputs.options.attn_bias.as_ref().filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad).map(zeros).transpose()?,
+        dsinks: inputs.options.sinks.as_ref().map(zeros).transpose()?,
     })
 }

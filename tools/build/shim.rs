@@ -11,7 +11,8 @@ pub fn build(python: &Environment, generated: &Path) -> Result<()> {
     let (sources, headers): (Vec<_>, Vec<_>) = files("torch_ops")?.into_iter().partition(|p| p.extension().is_some_and(|e| e == "cpp"));
     // cargo runs build.rs again for every changed kernel; torch's headers take g++ a minute.
     let mut hash = Sha256::new();
-    for input in sources.iter().chain(&headers).chain([&generated.join("volta_fa_abi.h"), &PathBuf::from("tools/build/shim.rs")]) {
+    let others = [generated.join("volta_fa_abi.h"), generated.join("volta_fa_options.h"), PathBuf::from("tools/build/shim.rs")];
+    for input in sources.iter().chain(&headers).chain(&others) {
         hash.update(std::fs::read(input)?);
     }
     hash.update(format!("{:?} {}", python.torch_includes, python.cxx11_abi));
@@ -44,7 +45,8 @@ fn compile(python: &Environment, generated: &Path, sources: &[PathBuf]) -> Resul
         .cpp(true)
         .std("c++17")
         .files(sources)
-        .include(generated)
+        // the generated headers include our own
+        .includes([generated, Path::new("torch_ops")])
         // torch's own headers are not ours to warn about
         .flags(python.torch_includes.iter().map(|d| format!("-isystem{}", d.display())))
         .define("_GLIBCXX_USE_CXX11_ABI", python.cxx11_abi.as_str())

@@ -44,7 +44,7 @@ impl Span {
             return Ok(vec![whole]);
         }
         let values = |t: &Option<Tensor>| t.as_ref().map(Vec::<i32>::try_from).transpose();
-        let (cu_q, cu_k, used) = (values(&inputs.cu_seqlens_q)?, values(&inputs.cu_seqlens_k)?, values(&inputs.seqused_k)?);
+        let (cu_q, cu_k, used) = (values(&inputs.options.cu_seqlens_q)?, values(&inputs.options.cu_seqlens_k)?, values(&inputs.options.seqused_k)?);
         let rows = |cu: &Option<Vec<i32>>, entry: usize, seqlen: i64| {
             cu.as_ref().map_or((0, seqlen), |cu| (i64::from(cu[entry]), i64::from(cu[entry + 1] - cu[entry])))
         };
@@ -104,9 +104,9 @@ impl Span {
             q: self.queries(&inputs.q)?,
             k: self.keys(&inputs.k)?,
             v: self.keys(&inputs.v)?,
-            attn_bias: inputs.attn_bias.as_ref().map(|t| self.bias(t)).transpose()?,
-            alibi_slopes: inputs.alibi_slopes.as_ref().map(slopes).transpose()?,
-            sinks: inputs.sinks.as_ref().map(Tensor::shallow_clone),
+            attn_bias: inputs.options.attn_bias.as_ref().map(|t| self.bias(t)).transpose()?,
+            alibi_slopes: inputs.options.alibi_slopes.as_ref().map(slopes).transpose()?,
+            sinks: inputs.options.sinks.as_ref().map(Tensor::shallow_clone),
             dropout: match &inputs.rng_state {
                 Some(state) if a.features.dropout_p > 0.0 => Some(Dropout::new(state, a.features.dropout_p)?),
                 _ => None,
@@ -169,8 +169,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradien
     let sums_of =
         |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
     let sums = Sums {
-        dattn_bias: if saved.attn_bias_requires_grad { sums_of(&inputs.attn_bias)? } else { None },
-        dsinks: sums_of(&inputs.sinks)?,
+        dattn_bias: if saved.attn_bias_requires_grad { sums_of(&inputs.options.attn_bias)? } else { None },
+        dsinks: sums_of(&inputs.options.sinks)?,
     };
     let spans = Span::all(inputs, a)?;
     let [dq, dk, dv] = if a.is_ragged() {
@@ -189,7 +189,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradien
     };
     let rounded =
         |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
-    Ok(Gradients { dq, dk, dv, dattn_bias: rounded(sums.dattn_bias, &inputs.attn_bias)?, dsinks: rounded(sums.dsinks, &inputs.sinks)? })
+    Ok(Gradients { dq, dk, dv, dattn_bias: rounded(sums.dattn_bias, &inputs.options.attn_bias)?, dsinks: rounded(sums.dsinks, &inputs.options.sinks)? })
 }
 
 fn part_backward(span: Span, inputs: &Inputs, saved: &Saved, a: &Attention, sums: &Sums) -> Result<[Tensor; 3]> {

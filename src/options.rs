@@ -1,0 +1,187 @@
+//! The keyword options of `volta_fa::fwd` and `volta_fa::bwd`: the one list of them.
+//!
+//! Each row gives an option's name, kind and default. From the rows come [`Options`], which the ops work with, and
+//! [`OptionArgs`], in which the shim hands them over; and in C++ the schema, the parameters and arguments of every
+//! registration, and what autograd saves (tools/build/options.rs writes `volta_fa_options.h`). What an option means is in
+//! the package's docstring, what it may be in `problem.rs`.
+//!
+//! This file is also a module of build.rs, so it depends on nothing but `std`.
+
+use std::ffi::c_void;
+
+/// A size or number that is not known yet: symbolic, as in `torch.compile`'s dynamic shapes. Checks leave it out.
+pub const UNKNOWN: i64 = i64::MIN;
+
+/// How an option is typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// an optional tensor without a gradient
+    Tensor,
+    /// an optional tensor that may need a gradient
+    Differentiable,
+    OptionalInt,
+    Int,
+    OptionalFloat,
+    Float,
+    Bool,
+}
+
+/// One option, as build.rs sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// as Rust writes it
+    pub default: &'static str,
+}
+
+/// An optional number in the C ABI.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Maybe<T> {
+    pub given: bool,
+    /// meaningful where given
+    pub value: T,
+}
+
+impl<T: Copy> Maybe<T> {
+    fn get(&self) -> Option<T> {
+        self.given.then_some(self.value)
+    }
+}
+
+/// A [`Kind`] as a type: how a value of it travels in the C ABI and stands in [`Options`].
+pub trait Typed {
+    const KIND: Kind;
+    type C: Copy;
+    type Value<T>;
+    fn read<T>(c: Self::C, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Self::Value<T>;
+    fn try_map<T, U, E>(value: &Self::Value<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Self::Value<U>, E>;
+    /// The tensor, if it is one and is there.
+    fn tensor<T>(value: &Self::Value<T>) -> Option<&T>;
+}
+
+macro_rules! tensor_kind {
+    ($kind:ident) => {
+        impl Typed for kinds::$kind {
+            const KIND: Kind = Kind::$kind;
+            type C = *mut c_void;
+            type Value<T> = Option<T>;
+            fn read<T>(c: *mut c_void, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Option<T> {
+                tensor(c)
+            }
+            fn try_map<T, U, E>(value: &Option<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Option<U>, E> {
+                value.as_ref().map(f).transpose()
+            }
+            fn tensor<T>(value: &Option<T>) -> Option<&T> {
+                value.as_ref()
+            }
+        }
+    };
+}
+
+macro_rules! scalar_kind {
+    ($kind:ident, $c:ty, $value:ty, $read:expr) => {
+        impl Typed for kinds::$kind {
+            const KIND: Kind = Kind::$kind;
+            type C = $c;
+            type Value<T> = $value;
+            fn read<T>(c: $c, _: &impl Fn(*mut c_void) -> Option<T>) -> $value {
+                $read(&c)
+            }
+            fn try_map<T, U, E>(value: &$value, _: &impl Fn(&T) -> Result<U, E>) -> Result<$value, E> {
+                Ok(*value)
+            }
+            fn tensor<T>(_: &$value) -> Option<&T> {
+                None
+            }
+        }
+    };
+}
+
+/// [`Kind`] as types.
+#[allow(missing_docs)]
+pub mod kinds {
+    pub struct Tensor;
+    pub struct Differentiable;
+    pub struct OptionalInt;
+    pub struct Int;
+    pub struct OptionalFloat;
+    pub struct Float;
+    pub struct Bool;
+}
+tensor_kind!(Tensor);
+tensor_kind!(Differentiable);
+scalar_kind!(OptionalInt, Maybe<i64>, Option<i64>, Maybe::get);
+scalar_kind!(Int, i64, i64, i64::clone);
+scalar_kind!(OptionalFloat, Maybe<f64>, Option<f64>, Maybe::get);
+scalar_kind!(Float, f64, f64, f64::clone);
+scalar_kind!(Bool, bool, bool, bool::clone);
+
+macro_rules! options {
+    ($($name:ident: $kind:ident = $default:expr,)*) => {
+        /// The rows of the list, in the order of the schema.
+        pub const OPTIONS: &[Row] = &[$(Row { name: stringify!($name), kind: <kinds::$kind as Typed>::KIND, default: stringify!($default) }),*];
+
+        /// The options of a call on their way from C++: tensors are `at::Tensor*`, null where they are not there.
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug)]
+        #[allow(missing_docs)] // the package's docstring has them
+        pub struct OptionArgs {
+            $(pub $name: <kinds::$kind as Typed>::C,)*
+        }
+
+        impl OptionArgs {
+            /// `tensor` makes a tensor of a handle.
+            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> Options<T> {
+                Options { $($name: kinds::$kind::read(self.$name, &tensor),)* }
+            }
+        }
+
+        /// The options of a call: with tensors, or with descriptions of them.
+        #[derive(Clone, Debug)]
+        #[allow(missing_docs)] // the package's docstring has them
+        pub struct Options<T> {
+            $(pub $name: <kinds::$kind as Typed>::Value<T>,)*
+        }
+
+        impl<T> Default for Options<T> {
+            fn default() -> Self {
+                Options { $($name: $default,)* }
+            }
+        }
+
+        impl<T> Options<T> {
+            /// The same with something else for each tensor.
+            ///
+            /// # Errors
+            /// The first that `f` has.
+            pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<Options<U>, E> {
+                Ok(Options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
+            }
+
+            /// The tensors that are there, by name.
+            pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &T)> {
+                [$((stringify!($name), kinds::$kind::tensor(&self.$name)),)*].into_iter().filter_map(|(name, t)| Some((name, t?)))
+            }
+        }
+    };
+}
+
+options! {
+    cu_seqlens_q: Tensor = None,
+    cu_seqlens_k: Tensor = None,
+    max_seqlen_q: OptionalInt = None,
+    max_seqlen_k: OptionalInt = None,
+    seqused_k: Tensor = None,
+    attn_bias: Differentiable = None,
+    alibi_slopes: Tensor = None,
+    sinks: Differentiable = None,
+    dropout_p: Float = 0.0,
+    softmax_scale: OptionalFloat = None,
+    is_causal: Bool = false,
+    window_left: Int = -1,
+    window_right: Int = -1,
+    softcap: Float = 0.0,
+    deterministic: Bool = false,
+}
