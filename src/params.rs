@@ -50,8 +50,9 @@ pub struct Problem {
     pub scale: f32,
     /// `scale * log2(e)`
     pub scale_log2: f32,
-    /// XORed into each pair of fp16 query (forward) or key (backward) elements as they are loaded:
-    /// 0x80008000 where softmax_scale is negative, else 0. Kernels may then assume a positive scale.
+    /// XORed into each pair of fp16 elements of the rows that a block keeps and multiplies with all others: queries in forward and
+    /// where dq has a kernel of its own, keys in the other backward kernels. 0x80008000 where softmax_scale is negative, else 0:
+    /// kernels may then assume a positive scale.
     pub sign_flip: u32,
 }
 
@@ -142,7 +143,8 @@ pub struct BwdParams {
     /// headdim rounded up to the variant's; 0 without an accumulator
     pub headdim_rounded: i32,
     pub problem: Problem,
-    /// `softmax_scale` with its sign: the factor of dk (dq comes from sign-flipped keys and takes `problem.scale`)
+    /// `softmax_scale` with its sign: the factor of dk, and of dq where a kernel of its own computes it from flipped queries. (The
+    /// accumulator of dq comes from flipped keys and takes `problem.scale`.)
     pub signed_scale: f32,
     /// not 0: dq, dk and dv are written as bf16 (operands are fp16 all the same). Plain kernels do not look at it
     pub gradients_are_bf16: i32,

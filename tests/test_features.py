@@ -656,7 +656,7 @@ def test_autograd(backend):
 
 
 @st.composite
-def combinations(draw, most, headdims=(8, 32, 40, 64, 128)):
+def combinations(draw, most, headdims=(8, 32, 40, 64, 20, 128)):
     return random_case(lambda options: draw(st.sampled_from(options)), lambda: draw(st.integers(0, most)), headdims)
 
 

@@ -33,6 +33,12 @@ MIXED_HEADDIMS = [
     for qk, v in [(192, 128), (128, 192), (64, 128), (128, 64), (8, 256), (256, 8), (40, 104), (96, 64), (72, 24)]
 ]
 
+# Not multiples of 8: padded in the op, whose default scale is that of the given headdim.
+ODD_HEADDIMS = [
+    Case(37, 50, qk, v, batch=1, is_causal=True, **options)
+    for qk, v, options in [(20, 20, {}), (13, 57, {}), (1, 8, {}), (64, 3, {"nheads": 4, "nheads_k": 2}), (121, 66, {}), (250, 255, {})]
+]
+
 GROUPS = [
     Case(37, 50, 64, nheads=4, nheads_k=2),
     Case(37, 50, 64, nheads=6, nheads_k=2, is_causal=True),
@@ -83,7 +89,7 @@ REAL = [
 ]
 
 
-@on_cases((ALL, [*shapes(), *MIXED_HEADDIMS, *GROUPS, *MASKS, *SCALES]), (["cpu-fp32", "cpu-bf16", *KERNELS], REAL))
+@on_cases((ALL, [*shapes(), *MIXED_HEADDIMS, *ODD_HEADDIMS, *GROUPS, *MASKS, *SCALES]), (["cpu-fp32", "cpu-bf16", *KERNELS], REAL))
 def test_problem(backend, case):
     q, k, v, dout = case.inputs(backend)
     check(backend, q, k, v, dout, **case.options)
@@ -453,8 +459,8 @@ def problems(draw, most_keys):
     return Case(
         seqlen_q=draw(st.integers(1, most_keys)),
         seqlen_k=draw(st.integers(1, most_keys)),
-        headdim=8 * draw(st.integers(1, 12)),
-        headdim_v=8 * draw(st.integers(1, 12)),
+        headdim=draw(st.integers(1, 12).map(lambda n: 8 * n) | st.integers(1, 96)),
+        headdim_v=draw(st.integers(1, 12).map(lambda n: 8 * n) | st.integers(1, 96)),
         batch=draw(st.integers(1, 2)),
         nheads=nheads_k * draw(st.integers(1, 3)),
         nheads_k=nheads_k,

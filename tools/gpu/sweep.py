@@ -27,7 +27,7 @@ from conftest import _worst, repeat  # noqa: E402
 
 # of the grids that this field tests with, and everything up to 2048 between them
 SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)
-HEADDIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+HEADDIMS = (32, 40, 64, 80, 91, 96, 112, 128, 160, 192, 224, 256)
 # (nheads, nheads_k): multi-head, multi-query, grouped
 HEADS = ((6, 6), (4, 4), (6, 1), (5, 1), (6, 2), (8, 4))
 # Scores of a problem: the reference holds several matrices of as many fp64 numbers. By machine.
