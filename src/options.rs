@@ -184,4 +184,5 @@ options! {
     window_right: Int = -1,
     softcap: Float = 0.0,
     deterministic: Bool = false,
+    check_lengths: Bool = false,
 }

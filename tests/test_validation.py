@@ -302,6 +302,18 @@ def test_lengths_of_a_dense_batch(backend, good, checked):
     refused(call({**good, "seqused_k": backend.ints([12, 13])}), ValueError, *words)
 
 
+@pytest.mark.parametrize("variable", ["", "0"])
+@on("cpu-fp32", "sim", "cuda")
+def test_check_lengths_of_a_call(backend, good, variable):
+    """Whatever the environment says; in backward as in forward."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", variable)
+    arguments = packed(backend, good) | {"cu_seqlens_k": backend.ints([0, 9, 11, 23]), "check_lengths": True}
+    refused(call(arguments), ValueError, "volta_fa::fwd", "cu_seqlens_k: got 23")
+    q, k, v = (arguments.pop(n) for n in "qkv")
+    out, lse = backend.randn(20, 6, 32), torch.zeros(6, 20, device=backend.device)
+    refused(lambda: torch.ops.volta_fa.bwd(out, q, k, v, out, lse, **arguments), ValueError, "volta_fa::bwd", "cu_seqlens_k: got 23")
+
+
 @on("cpu-fp32", "sim", "cuda")
 def test_check_lengths_variable(backend, good):
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "yes")

@@ -48,6 +48,8 @@ Lengths:
                     Both or neither. Sequences may be empty
     max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. Needed with cu_seqlens, refused without
     seqused_k       int32, (batch): of an entry's keys only so many, the first, exist; masks are aligned to that length
+    check_lengths   look at the values of these tensors on a GPU too, which waits for it; so does VOLTA_FA_CHECK_LENGTHS=1 for
+                    all calls
 
 Of fwd alone:
     generator       torch.Generator of dropout's random numbers; PyTorch's default one (torch.manual_seed) unless given

@@ -195,9 +195,9 @@ fn half<T>(kind: Kind, fp16: impl FnOnce() -> Result<T>, bf16: impl FnOnce() -> 
 }
 
 /// Whether to look at the values in cu_seqlens and seqused_k. On a GPU that means waiting for it, so there it is done on request
-/// only; the kernels leave out a sequence that cannot be (csrc/sequence.cuh). Simulated kernels are
-/// checked unless the environment says no, and then show what a GPU does. The CPU backend relies on the check.
-fn checks_lengths(target: &Target, device: Device) -> Result<bool> {
+/// only, by the call (`requested`) or in the environment; the kernels leave out a sequence that cannot be (csrc/sequence.cuh).
+/// Simulated kernels are checked unless the environment says no, and then show what a GPU does. The CPU backend relies on the check.
+fn checks_lengths(target: &Target, device: Device, requested: bool) -> Result<bool> {
     const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";
     let value = std::env::var_os(VARIABLE).unwrap_or_default();
     let asked = match value.to_str() {
@@ -206,7 +206,7 @@ fn checks_lengths(target: &Target, device: Device) -> Result<bool> {
         Some("1") => Some(true),
         _ => return Err(Error::value(VARIABLE, format!("`{}`", value.to_string_lossy()), "0 or 1")),
     };
-    Ok(matches!(target, Target::Cpu) || asked.unwrap_or(device == Device::Cpu))
+    Ok(requested || matches!(target, Target::Cpu) || asked.unwrap_or(device == Device::Cpu))
 }
 
 fn prepare(call: &Call) -> Result<(Target, Attention)> {
@@ -214,7 +214,7 @@ fn prepare(call: &Call) -> Result<(Target, Attention)> {
     let q = describe(&inputs.q)?;
     let target = Target::of(&q, *stream)?;
     let a = validate(inputs, target.backend())?;
-    if a.is_ragged() && checks_lengths(&target, q.device)? {
+    if a.is_ragged() && checks_lengths(&target, q.device, inputs.options.check_lengths)? {
         let o = &inputs.options;
         let values = |t: &Option<Tensor>| t.as_ref().map(|t| Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?)).transpose();
         let (cu_q, cu_k, used) = (values(&o.cu_seqlens_q)?, values(&o.cu_seqlens_k)?, values(&o.seqused_k)?);
