@@ -29,7 +29,6 @@ fn variant(v: &Variant) -> Value {
         "shared_bytes": v.shared_bytes,
         "blocks_per_sm": v.blocks_per_sm,
         "registers": image.registers,
-        "declared_registers": v.registers,
         "spill_bytes": image.spill_bytes,
         "params_bytes": kernels::params_bytes(v.pass.facts().params),
     })

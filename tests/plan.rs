@@ -302,15 +302,17 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
     }
 }
 
-// ---- families that do not exist yet -----------------------------------------------------------------------------------
+// ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
-const TURING: Family = Family { name: "turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+const TURING: Family = Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None };
 
-/// The compiled kernels, and before them a table of others.
-fn with_table(rows: Vec<Variant>) -> Kernels {
-    Kernels([vec![&*rows.leak()], COMPILED.0.to_vec()].concat().leak())
+/// Volta's kernels, whatever else is compiled, and before them tables of others.
+fn volta_and(tables: &[&[Variant]]) -> Kernels {
+    let others = tables.iter().map(|rows| &*rows.to_vec().leak());
+    let volta = COMPILED.0.iter().copied().filter(|table| table[0].family == VOLTA);
+    Kernels(others.chain(volta).collect::<Vec<_>>().leak())
 }
 
 /// Volta's kernel of this name as one of another family.
@@ -324,12 +326,11 @@ fn chosen(plan: plan::PlannedKernel) -> (&'static str, &'static str) {
 
 #[test]
 fn the_order_of_families() {
-    let next = Family { name: "next", sm: 80, native: &[80, 86], ..TURING };
+    let next = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..TURING };
     let named = |family| like("volta_fwd_64x64", family);
     let found = |kernels: Kernels, sm| kernels.families_for(sm).into_iter().map(|(f, code)| (f.name, code)).collect::<Vec<_>>();
-    let (two, three) =
-        (with_table(vec![named(TURING)]), Kernels([with_table(vec![named(TURING)]).0, &[vec![named(next)].leak()]].concat().leak()));
-    let (volta, turing, next) = ("volta", "turing", "next");
+    let [one, two, three] = [volta_and(&[]), volta_and(&[&[named(TURING)]]), volta_and(&[&[named(TURING)], &[named(next)]])];
+    let (volta, turing, next) = (VOLTA.name, TURING.name, next.name);
     for sm in [60, 61, 69] {
         assert_eq!(found(three, sm), []);
     }
@@ -337,7 +338,7 @@ fn the_order_of_families() {
         assert_eq!(found(three, sm), [(volta, Code::Cubin)]);
     }
     assert_eq!(found(two, 75), [(turing, Code::Cubin), (volta, Code::Ptx)]);
-    assert_eq!(found(COMPILED, 80), [(volta, Code::Ptx)]);
+    assert_eq!(found(one, 80), [(volta, Code::Ptx)]);
     for sm in [80, 86, 90, 120] {
         assert_eq!(found(two, sm), [(turing, Code::Ptx), (volta, Code::Ptx)]);
     }
@@ -349,10 +350,10 @@ fn the_order_of_families() {
 /// A family that is complete in one pass only is taken for that, and only where its kernel holds the problem.
 #[test]
 fn forward_is_chosen_alone() {
-    let kernels = with_table(vec![like("volta_fwd_64x64", TURING)]);
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
     let a = attention(2000, 2000, 64, 64);
-    for (device, expected) in [(T4, "turing"), (H200, "turing"), (DeviceLimits::V100, "volta")] {
+    for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (DeviceLimits::V100, VOLTA.name)] {
         assert_eq!(family(&a, &device), expected);
         let backward = plan::backward_among(kernels, &a, DEFAULT, &device).unwrap();
         for kernel in [backward.prepare, backward.main, backward.finish] {
@@ -360,10 +361,10 @@ fn forward_is_chosen_alone() {
         }
         assert_eq!(backward.scratch, VOLTA.scratch.unwrap());
     }
-    assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), "turing", "padded");
+    assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), TURING.name, "padded");
     assert_eq!(family(&attention(2000, 2000, 72, 64), &T4), "volta");
     assert_eq!(family(&Attention { features: Features { sinks: true, ..a.features }, ..a }, &T4), "volta");
-    assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), "turing", "18 KB");
+    assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
 }
 
 /// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
@@ -374,7 +375,7 @@ fn backward_is_chosen_as_a_set() {
     let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_finish"].map(|name| like(name, turing)).to_vec();
     let a = attention(1000, 1000, 64, 64);
     let of = |rows: &[Variant], a: &Attention, mode| {
-        let plan = plan::backward_among(with_table(rows.to_vec()), a, mode, &T4).unwrap();
+        let plan = plan::backward_among(volta_and(&[rows]), a, mode, &T4).unwrap();
         let names = [plan.prepare, plan.main, plan.finish].map(|k| k.variant.family.name);
         assert!(names.iter().all(|n| *n == names[0]), "{names:?}");
         assert_eq!(plan.scratch, plan.main.variant.family.scratch.unwrap());
@@ -382,7 +383,7 @@ fn backward_is_chosen_as_a_set() {
     };
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16));
     rows.push(like("volta_bwd_prepare", turing));
-    assert_eq!(of(&rows, &a, DEFAULT), ("turing", 1008, 16));
+    assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
     assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "it has no such kernels");
     let bf16 = BackwardMode { bf16_gradients: true, ..DEFAULT };
     assert_eq!(of(&rows, &a, bf16).0, "volta", "nor bf16");
@@ -390,15 +391,18 @@ fn backward_is_chosen_as_a_set() {
 
 #[test]
 fn the_environment_may_restrict_the_choice() {
-    let kernels = with_table(vec![like("volta_fwd_64x64", TURING)]);
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
     let a = attention(2000, 2000, 64, 64);
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!(chosen(volta), ("volta", "volta_fwd_64x64"));
-    assert_eq!(chosen(plan::forward_among(kernels, &a, &only("turing", T4)).unwrap()).0, "turing");
-    let e = plan::forward_among(kernels, &a, &only("turing", DeviceLimits::V100)).unwrap_err();
-    assert_eq!(e.message, "VOLTA_FA_FAMILY: got `turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta");
-    let e = plan::backward_among(kernels, &a, DEFAULT, &only("turing", T4)).unwrap_err();
+    assert_eq!(chosen(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap()).0, TURING.name);
+    let e = plan::forward_among(kernels, &a, &only(TURING.name, DeviceLimits::V100)).unwrap_err();
+    assert_eq!(
+        e.message,
+        "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta"
+    );
+    let e = plan::backward_among(kernels, &a, DEFAULT, &only(TURING.name, T4)).unwrap_err();
     for part in ["turing", "headdim 64", "65536 bytes", "VOLTA_FA_FAMILY"] {
         assert!(e.message.contains(part) && !e.message.contains("volta kernels"), "{e}");
     }
@@ -408,7 +412,7 @@ fn the_environment_may_restrict_the_choice() {
 #[test]
 fn the_kernel_with_the_fewest_needs_wins() {
     let alibi = Variant { name: "alibi", needs: Needs::of(&[Need::Alibi]), ..like("volta_fwd_general_64x64", VOLTA) };
-    let kernels = with_table(vec![alibi]);
+    let kernels = volta_and(&[&[alibi]]);
     let name = |features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
@@ -427,12 +431,12 @@ fn the_kernel_with_the_fewest_needs_wins() {
 fn a_device_is_served_by_whole_families_of_its_own() {
     let served = |kernels: Kernels, newer_too| [61, 70, 72, 75, 86, 90].map(|sm| kernels.serve(sm, newer_too));
     let volta = [false, true, true, false, false, false];
-    assert_eq!(served(COMPILED, false), volta);
-    assert_eq!(served(COMPILED, true), [false, true, true, true, true, true]);
-    assert_eq!(served(with_table(vec![like("volta_fwd_64x64", TURING)]), false), volta, "one kernel is no family");
+    assert_eq!(served(volta_and(&[]), false), volta);
+    assert_eq!(served(volta_and(&[]), true), [false, true, true, true, true, true]);
+    assert_eq!(served(volta_and(&[&[like("volta_fwd_64x64", TURING)]]), false), volta, "one kernel is no family");
     let whole = |family: Family, without: &str| {
-        let rows = kernels::variants().filter(|v| v.name != without).map(|v| Variant { family, ..*v }).collect();
-        served(with_table(rows), false)
+        let rows = volta_and(&[]).variants().filter(|v| v.name != without).map(|v| Variant { family, ..*v });
+        served(volta_and(&[&rows.collect::<Vec<_>>()]), false)
     };
     let turing = Family { shared_bytes: 96 * 1024, ..TURING };
     assert_eq!(whole(turing, ""), [false, true, true, true, false, false]);
