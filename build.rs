@@ -11,20 +11,19 @@ mod python;
 #[path = "tools/build/shim.rs"]
 mod shim;
 
-// The kernel table is the library's own source: one list of variants for build and run time.
-#[path = "src/kernels/backward_table.rs"]
-mod backward_table;
-#[path = "src/kernels/forward_table.rs"]
-mod forward_table;
-#[path = "src/kernels/variants.rs"]
-mod variants;
-// ... and so is the list of the ops' options.
-#[path = "src/options.rs"]
+// The kernel tables are the library's own source: one list of variants for build and run time, of which either uses a part.
 #[allow(dead_code)]
+#[path = "src/kernels/tables.rs"]
+mod tables;
+
+// ... and so is the list of the ops' options.
+#[allow(dead_code)]
+#[path = "src/options.rs"]
 mod options;
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
+use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
@@ -36,8 +35,7 @@ fn run() -> Result<()> {
     let params = out.join("volta_fa_params.h");
     c_header("src/params.rs", &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
-    let variants: Vec<_> = [forward_table::FORWARD, backward_table::BACKWARD].concat();
-    embed::embed(&compiler, &variants, &out)?;
+    embed::embed(&compiler, &tables::TABLES.concat(), &out)?;
 
     c_header("src/ffi.rs", &out.join("volta_fa_abi.h"))?;
     options_header::write_header(&out.join("volta_fa_options.h"))?;
@@ -54,7 +52,7 @@ fn c_header(source: &str, header: &Path) -> Result<()> {
         sys_includes: vec![],
         usize_is_size_t: true,
         // the parameter blocks: no Rust function mentions them, so cbindgen must be told
-        export: cbindgen::ExportConfig { include: vec!["FwdParams".into(), "BwdParams".into()], ..Default::default() },
+        export: cbindgen::ExportConfig { include: ParamBlock::ALL.iter().map(|block| block.name().into()).collect(), ..Default::default() },
         ..Default::default()
     };
     cbindgen::Builder::new()

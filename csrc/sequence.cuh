@@ -76,8 +76,9 @@ public:
     }
 };
 
-// What this kernel is compiled for: Flavor in src/kernels/variants.rs.
-constexpr bool kRagged = RAGGED, kGeneral = GENERAL;
+// What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of a group has the code of all of it.
+constexpr bool kGeneral = NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
+constexpr bool kRagged = kGeneral || NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
 using BlockSequence = Sequence<kRagged>;
 
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSequence& sequence) {

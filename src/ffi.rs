@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind};
 use crate::launch::{driver::Driver, Launcher};
 use crate::ops::{self, Call, Gradients, Inputs, Saved};
 use crate::options::OptionArgs;
-use std::ffi::{c_char, c_void, CString};
+use std::ffi::{c_char, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
 
@@ -245,16 +245,32 @@ pub struct PlanArgs {
     pub capability_major: i64,
     pub capability_minor: i64,
     pub shared_bytes_per_block: i64,
+    pub deterministic: bool,
+    /// what the problem needs, as kernels say it in `_info()`, between commas
+    pub needs: *const c_char,
 }
 
 /// JSON of what the plan picks for a shape, see [`crate::info::plan`].
 ///
 /// # Safety
-/// `args` is valid and `json` has room for a pointer, written on success only.
+/// `args` and its text are valid and `json` has room for a pointer, written on success only.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
     status("_plan", || unsafe {
-        *json = c_string(&crate::info::plan(&*args)?.to_string());
+        let needs = CStr::from_ptr((*args).needs).to_string_lossy();
+        *json = c_string(&crate::info::plan(&*args, &needs)?.to_string());
+        Ok(())
+    })
+}
+
+/// JSON of the families that a device runs, see [`crate::info::families`].
+///
+/// # Safety
+/// `json` has room for a pointer, written on success only.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_families(major: i32, minor: i32, json: *mut *mut c_char) -> Status {
+    status("_families", || unsafe {
+        *json = c_string(&crate::info::families((major, minor))?.to_string());
         Ok(())
     })
 }

@@ -2,12 +2,15 @@
 
 use crate::error::{Error, Result};
 use crate::ffi::PlanArgs;
-use crate::kernels::{self, Variant};
-use crate::launch::driver;
-use crate::params::{BwdParams, FwdParams};
-use crate::plan::{self, BackwardMode, DeviceLimits, Step};
+use crate::kernels::{self, Code, Need, Needs, Pass, Variant, COMPILED};
+use crate::launch::{driver, only_family};
+use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, Features, Window};
 use serde_json::{json, Value};
+
+fn names(needs: Needs) -> Vec<&'static str> {
+    needs.iter().map(Need::name).collect()
+}
 
 fn variant(v: &Variant) -> Value {
     let image = kernels::image(v);
@@ -16,7 +19,7 @@ fn variant(v: &Variant) -> Value {
         "family": v.family.name,
         "sm": v.family.sm,
         "pass": format!("{:?}", v.pass),
-        "flavor": format!("{:?}", v.flavor),
+        "needs": names(v.needs),
         "source": v.source,
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
@@ -27,30 +30,82 @@ fn variant(v: &Variant) -> Value {
         "blocks_per_sm": v.blocks_per_sm,
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
-        "params_bytes": match v.pass {
-            kernels::Pass::Forward => size_of::<FwdParams>(),
-            _ => size_of::<BwdParams>(),
-        },
+        "params_bytes": kernels::params_bytes(v.pass.facts().params),
     })
 }
 
-/// Version, features and every variant with its resources.
+/// Version, features, passes, families and every variant with its resources.
 pub fn describe() -> Value {
     let variants: Vec<Value> = kernels::variants().map(variant).collect();
+    let passes = Pass::ALL.map(|p| {
+        json!({
+            "name": format!("{:?}", p.pass),
+            "params": p.params.name(),
+            "rows": format!("{:?}", p.rows),
+            "needs": names(p.needs),
+        })
+    });
+    let families: Vec<Value> = COMPILED
+        .families()
+        .map(|f| {
+            json!({
+                "name": f.name,
+                "sm": f.sm,
+                "native": f.native,
+                "shared_bytes": f.shared_bytes,
+                "threads": f.threads,
+                "variants": kernels::variants().filter(|v| v.family.name == f.name).count(),
+            })
+        })
+        .collect();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "torch": "2.11.0",
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
+        "passes": passes,
+        "families": families,
         "variants": variants,
     })
 }
 
-/// What the plan picks for a shape on a device: `forward` and the three kernels of `backward`.
+/// The families that a device of this compute capability runs, in the order in which a plan asks them; `native`: as machine code.
+///
+/// # Errors
+/// Where the environment restricts the choice to a family that is unknown or does not run there.
+pub fn families(capability: (i32, i32)) -> Result<Value> {
+    let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
+    let found = plan::families(COMPILED, &limits)?;
+    Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
+}
+
+/// A problem's features, and a backward pass' mode, that ask for these needs, which are names between commas.
+fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
+    let (mut features, mut mode) = (Features::default(), BackwardMode::default());
+    for name in needs.split(',').filter(|name| !name.is_empty()) {
+        let need = Need::ALL.into_iter().find(|n| n.name() == name).ok_or_else(|| {
+            let known: Vec<_> = Need::ALL.into_iter().map(Need::name).collect();
+            Error::value("needs", format!("`{name}`"), format!("some of {}, between commas", known.join(", ")))
+        })?;
+        match need {
+            Need::Lengths => features.seqused_k = true,
+            Need::Sinks => features.sinks = true,
+            Need::Bf16Gradients => mode.bf16_gradients = true,
+            Need::Softcap => features.softcap = 1.0,
+            Need::Alibi => features.alibi = true,
+            Need::Bias => features.attn_bias = true,
+            Need::Dropout => features.dropout_p = 0.5,
+        }
+    }
+    Ok((features, mode))
+}
+
+/// What the plan picks for a shape on a device: `forward` and the three kernels of `backward`; `needs` as the variants have them.
 ///
 /// # Errors
 /// Numbers that make no sense, or a device that no kernel fits.
-pub fn plan(args: &PlanArgs) -> Result<Value> {
+pub fn plan(args: &PlanArgs, needs: &str) -> Result<Value> {
+    let (features, mode) = asking(needs)?;
     let positive = |name: &str, n: i64| {
         if n < 1 || n > i64::from(i32::MAX) {
             return Err(Error::value(name, n, "a positive 32-bit number"));
@@ -68,25 +123,26 @@ pub fn plan(args: &PlanArgs) -> Result<Value> {
         softmax_scale: 1.0,
         window: Window { left: None, right: args.is_causal.then_some(0) },
         packed: None,
-        features: Features::default(),
+        features,
     };
     let limits = DeviceLimits {
         capability: (args.capability_major as i32, args.capability_minor as i32),
         sms: positive("sms", args.sms)? as u32,
         shared_bytes_per_block: positive("shared_bytes", args.shared_bytes_per_block)? as u32,
+        only: only_family()?,
     };
-    let step = |s: Step| {
-        let mut value = variant(s.variant);
-        value["grid"] = json!([s.blocks[0], s.blocks[1], a.batch]);
+    let described = |kernel: PlannedKernel| {
+        let mut value = variant(kernel.variant);
+        value["grid"] = json!([kernel.blocks[0], kernel.blocks[1], a.batch]);
         value
     };
-    let backward = plan::backward(&a, BackwardMode::default(), &limits)?;
+    let backward = plan::backward(&a, BackwardMode { deterministic: args.deterministic, ..mode }, &limits)?;
     Ok(json!({
-        "forward": step(plan::forward(&a, &limits)?),
+        "forward": described(plan::forward(&a, &limits)?),
         "backward": {
-            "prepare": step(backward.prepare),
-            "main": step(backward.main),
-            "finish": step(backward.finish),
+            "prepare": described(backward.prepare),
+            "main": described(backward.main),
+            "finish": described(backward.finish),
         },
     }))
 }

@@ -1,11 +1,14 @@
 //! Planning: which kernels run a problem, on which grid, with which parameter block.
 //!
-//! Pure functions of the problem and the device's limits.
+//! Pure functions of the problem, the kernels and the device's limits.
 
 use crate::error::{Error, Result};
-use crate::kernels::{self, Family, Flavor, Pass, Variant};
+use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
 use crate::problem::Attention;
+
+/// Restricts plans to one family, for tests and comparisons.
+pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
 
 /// What a plan may rely on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,16 +18,24 @@ pub struct DeviceLimits {
     pub sms: u32,
     /// dynamic shared memory that a block may opt in to
     pub shared_bytes_per_block: u32,
+    /// the one family that may be taken (see [`FAMILY_VARIABLE`]); None: any
+    pub only: Option<&'static Family>,
 }
 
 impl DeviceLimits {
     /// Tesla V100: what the simulator stands for.
-    pub const V100: DeviceLimits = DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: 96 * 1024 };
+    pub const V100: DeviceLimits =
+        DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: kernels::VOLTA.shared_bytes, only: None };
+
+    /// The capability as families count it: 70 for 7.0.
+    pub fn sm(&self) -> u32 {
+        (10 * self.capability.0 + self.capability.1).max(0) as u32
+    }
 }
 
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct PlannedKernel {
     pub variant: &'static Variant,
     /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
     pub blocks: [u32; 2],
@@ -40,59 +51,128 @@ pub struct BackwardMode {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
-    pub prepare: Step,
+    pub prepare: PlannedKernel,
     /// dk and dv, and dq into its accumulator
-    pub main: Step,
+    pub main: PlannedKernel,
     /// dq from its accumulator, or, deterministic, computed without one
-    pub finish: Step,
+    pub finish: PlannedKernel,
+    /// how these three lay out the row statistics
+    pub scratch: Scratch,
     /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
     pub scratch_rows: i64,
     /// columns of dq's accumulator; 0: there is none
     pub headdim_rounded: i64,
 }
 
-/// Query rows of the backward pass' scratch are a multiple of this, which every variant's step divides.
-const QUERY_ROUNDING: i64 = 32;
-
 /// The largest grid in y and z that CUDA allows.
 const MAX_GRID_Z: i64 = 65535;
 
-fn family(d: &DeviceLimits) -> Result<Family> {
-    let (major, minor) = d.capability;
-    kernels::family_for(d.capability).ok_or_else(|| {
-        Error::unsupported(format!("this GPU has compute capability {major}.{minor}; volta_fa's kernels need 7.0 (Volta) or newer"))
+/// What the problem asks of kernels in all; what a pass can be asked at all, its table says.
+fn needs(a: &Attention, mode: BackwardMode) -> Needs {
+    let f = &a.features;
+    Needs::all_where(|need| match need {
+        Need::Lengths => a.is_ragged(),
+        Need::Sinks => f.sinks,
+        Need::Bf16Gradients => mode.bf16_gradients,
+        Need::Softcap => f.softcap > 0.0,
+        Need::Alibi => f.alibi,
+        Need::Bias => f.attn_bias,
+        Need::Dropout => f.dropout_p > 0.0,
     })
 }
 
-/// The least that a kernel of this pass has to be prepared for.
-fn flavor(pass: Pass, a: &Attention) -> Flavor {
-    // these two never see a score
-    let rows_only = matches!(pass, Pass::BackwardPrepare | Pass::BackwardFinish);
-    // a sink joins a finished row, which ragged kernels do too, and backward finds all that it did in softmax_lse
-    let ragged = a.is_ragged() || pass == Pass::Forward && a.features.sinks;
-    match (a.features.change_scores() && !rows_only, ragged) {
-        (true, _) => Flavor::General,
-        (false, true) => Flavor::Ragged,
-        (false, false) => Flavor::Plain,
+/// What a kernel that covers `needs` costs; the first difference decides, and where there is none the order of the table, which
+/// has larger blocks first.
+/// - What it is prepared for in vain: each takes registers and instructions of every step.
+/// - Its columns, since padding is computed on.
+fn cost(v: &Variant, needs: Needs) -> (u32, u32) {
+    (v.needs.without(needs).count(), v.headdim + v.headdim_v)
+}
+
+/// The families that the device runs, in the order of preference.
+///
+/// # Errors
+/// Where it runs families, but not the only one that is allowed.
+pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Family, Code)>> {
+    let mut found = kernels.families_for(d.sm());
+    if let (Some(only), false) = (d.only, found.is_empty()) {
+        let all = names(&found);
+        found.retain(|(f, _)| f.name == only.name);
+        if found.is_empty() {
+            let (major, minor) = d.capability;
+            let expected = format!("a kernel family that a GPU of compute capability {major}.{minor} runs: {all}");
+            return Err(Error::value(FAMILY_VARIABLE, format!("`{}`", only.name), expected));
+        }
     }
+    Ok(found)
 }
 
-/// The cheapest variant that holds the problem: one that is prepared for no more than it needs, and since padding is
-/// computed on, the least padded. Of several, the first in the table, which has the larger blocks.
-fn choose(pass: Pass, a: &Attention, least: Flavor, d: &DeviceLimits) -> Result<&'static Variant> {
-    let holds = |v: &&Variant| v.flavor >= least && v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
-    let family = family(d)?;
-    let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
-    kernels::of(family, pass).filter(holds).filter(fits).min_by_key(|v| (v.flavor, v.headdim + v.headdim_v)).ok_or_else(|| {
-        Error::unsupported(format!(
-            "no {} kernel for headdim {} and headdim_v {} fits this GPU's {} bytes of shared memory a block",
-            family.name, a.headdim, a.headdim_v, d.shared_bytes_per_block
-        ))
-    })
+fn names(families: &[(&'static Family, Code)]) -> String {
+    families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
-fn step(variant: &'static Variant, rows: i64, heads: i64) -> Step {
-    Step { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
+/// Kernels for these passes: of the first family that has one for each that holds the problem, the cheapest.
+fn choose<const N: usize>(
+    kernels: Kernels,
+    passes: [Pass; N],
+    a: &Attention,
+    needs: Needs,
+    d: &DeviceLimits,
+) -> Result<[&'static Variant; N]> {
+    let families = families(kernels, d)?;
+    for (family, _) in &families {
+        let found = passes.map(|pass| {
+            let needs = needs.intersection(pass.facts().needs);
+            let holds = |v: &&Variant| v.needs.covers(needs) && v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
+            let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
+            kernels.of(family, pass).filter(holds).filter(fits).min_by_key(|v| cost(v, needs))
+        });
+        if found.iter().all(Option::is_some) {
+            return Ok(found.map(|v| v.expect("all of them are there")));
+        }
+    }
+    Err(Error::unsupported(match kernels.families().map(|f| f.sm).min() {
+        Some(oldest) if families.is_empty() => format!(
+            "this GPU has compute capability {}.{}; volta_fa's kernels need {}.{} or newer",
+            d.capability.0,
+            d.capability.1,
+            oldest / 10,
+            oldest % 10
+        ),
+        _ => {
+            let asked: Vec<_> = passes.iter().fold(Needs::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
+            let with = if asked.is_empty() { "" } else { " with " };
+            let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
+            let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+            format!(
+                "no {} {}{with}{} for headdim {} and headdim_v {} fits this GPU's {} bytes of shared memory a block{only}",
+                names(&families),
+                if N == 1 { "kernel" } else { "kernels" },
+                asked.join(", "),
+                a.headdim,
+                a.headdim_v,
+                d.shared_bytes_per_block
+            )
+        }
+    }))
+}
+
+fn rounded(rows: i64, multiple: u32) -> i64 {
+    (rows as u64).next_multiple_of(u64::from(multiple)) as i64
+}
+
+/// The grid of a kernel: what its rows are, the pass says.
+fn planned(variant: &'static Variant, a: &Attention) -> PlannedKernel {
+    let (rows, heads) = match variant.pass.facts().rows {
+        Rows::Queries => (a.seqlen_q, a.nheads),
+        Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
+        Rows::Keys => (a.seqlen_k, a.nheads_k),
+    };
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
+}
+
+fn scratch(variant: &Variant) -> Scratch {
+    variant.family.scratch.expect("a family with backward kernels says how their scratch memory lies")
 }
 
 /// The variant of the same headdims with smaller blocks, where its grid
@@ -101,10 +181,10 @@ fn step(variant: &'static Variant, rows: i64, heads: i64) -> Step {
 /// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding.
 ///
 /// Figures: `docs/forward-kernel.md`.
-fn smaller(large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
+fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
     let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
-    kernels::of(large.family, large.pass).find(|v| {
-        (v.flavor, v.headdim, v.headdim_v) == (large.flavor, large.headdim, large.headdim_v)
+    kernels.of(&large.family, large.pass).find(|v| {
+        (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v)
             && v.block_rows < large.block_rows
             && v.shared_bytes <= d.shared_bytes_per_block
             && (blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(large))
@@ -112,32 +192,39 @@ fn smaller(large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&
 }
 
 /// Plan the forward pass of a non-empty problem.
-pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<Step> {
-    let large = choose(Pass::Forward, a, flavor(Pass::Forward, a), d)?;
-    Ok(step(smaller(large, a, d).unwrap_or(large), a.seqlen_q, a.nheads))
+pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    forward_among(COMPILED, a, d)
+}
+
+/// The same with other kernels to choose from.
+pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)?;
+    Ok(planned(smaller(kernels, large, a, d).unwrap_or(large), a))
 }
 
 /// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
 /// that has to be deterministic, a kernel of its own computes S and dP again for dq.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    // plain kernels write fp16 only
-    let least = if mode.bf16_gradients { Flavor::Ragged } else { Flavor::Plain };
-    let writer = |pass| choose(pass, a, flavor(pass, a).max(least), d);
-    let (main, finish) = match mode.deterministic {
-        false => (Pass::Backward, Pass::BackwardFinish),
-        true => (Pass::BackwardKeys, Pass::BackwardQueries),
-    };
-    let (main, finish) = (writer(main)?, writer(finish)?);
-    let rounded = |rows: i64| (rows + QUERY_ROUNDING - 1) / QUERY_ROUNDING * QUERY_ROUNDING;
-    // A packed sequence begins at (its first row + its number * QUERY_ROUNDING), rounded down (csrc/sequence.cuh):
-    // that leaves each of them room for its own rounding.
-    let scratch_rows = a.packed.map_or(rounded(a.seqlen_q), |p| rounded(p.total_q + a.batch * QUERY_ROUNDING));
+    backward_among(COMPILED, a, mode, d)
+}
+
+/// The same with other kernels to choose from.
+pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let passes = if mode.deterministic { kernels::DETERMINISTIC_BACKWARD } else { kernels::BACKWARD };
+    let chosen = choose(kernels, passes, a, needs(a, mode), d)?;
+    let [prepare, main, finish] = chosen.map(|variant| planned(variant, a));
+    let scratch = scratch(main.variant);
+    let multiple = scratch.row_rounding;
+    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (the family's headers): that leaves each
+    // of them room for its own rounding.
+    let scratch_rows = a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple));
     Ok(BackwardPlan {
-        prepare: step(choose(Pass::BackwardPrepare, a, flavor(Pass::BackwardPrepare, a), d)?, rounded(a.seqlen_q), a.nheads),
-        main: step(main, a.seqlen_k, a.nheads_k),
-        finish: step(finish, a.seqlen_q, a.nheads),
+        prepare,
+        main,
+        finish,
+        scratch,
         scratch_rows,
-        headdim_rounded: if mode.deterministic { 0 } else { main.headdim as i64 },
+        headdim_rounded: if mode.deterministic { 0 } else { main.variant.headdim as i64 },
     })
 }
 

@@ -1,34 +1,53 @@
-//! The embedded machine code keeps its promises: parameters, spills, occupancy.
-#![cfg(feature = "sim")]
+//! The embedded machine code keeps its promises: parameters, registers, spills, occupancy.
 
-use volta_fa::kernels::{self, Pass};
-use volta_fa::params::{BwdParams, FwdParams};
-use volta_sim::{Machine, Module};
+use volta_fa::kernels::{self, Variant};
+
+/// Where kernels of compute capability 7.x find their parameters in constant bank 0: behind what the driver puts there.
+const PARAMETERS: usize = 0x160;
+
+/// A section of a cubin, as much as its ELF header says: `sh_info` and the size.
+fn section(cubin: &[u8], name: &str) -> Option<(u32, usize)> {
+    let number = |at: usize, bytes: usize| cubin[at..at + bytes].iter().rev().fold(0usize, |n, &b| n << 8 | b as usize);
+    let (table, entry, count, names) = (number(40, 8), number(58, 2), number(60, 2), number(62, 2));
+    let names = number(table + names * entry + 24, 8);
+    let called = |header: usize| cubin[names + number(header, 4)..].split(|&b| b == 0).next() == Some(name.as_bytes());
+    let header = (0..count).map(|i| table + i * entry).find(|&header| called(header))?;
+    Some((number(header + 44, 4) as u32, number(header + 32, 8)))
+}
+
+fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
+    let cubin = kernels::image(v).cubin().unwrap();
+    section(&cubin, &format!(".{kind}.{}", v.name)).unwrap_or_else(|| panic!("{}: its cubin has no .{kind}", v.name))
+}
 
 /// The parameter block has one definition: what Rust fills is what each kernel was compiled to read.
 #[test]
 fn parameter_blocks_agree() {
     for v in kernels::variants() {
-        let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
-        let info = module.kernel_info(v.name).unwrap();
-        let expected = if v.pass == Pass::Forward { size_of::<FwdParams>() } else { size_of::<BwdParams>() };
-        assert_eq!(info.params.len(), 1, "{}", v.name);
-        assert_eq!(info.params[0].size as usize, expected, "{}", v.name);
+        let (_, bytes) = sections_of(v, "nv.constant0");
+        let block = v.pass.facts().params;
+        assert_eq!(bytes - PARAMETERS, kernels::params_bytes(block), "{}: {}", v.name, block.name());
     }
 }
 
+/// The tables say how many registers a kernel takes, since their tiles follow from it.
 #[test]
-fn no_spills_and_the_declared_occupancy() {
+fn the_tables_have_the_registers() {
+    let mut wrong = vec![];
     for v in kernels::variants() {
-        let image = kernels::image(v);
-        let module = Module::load(&image.cubin().unwrap()).unwrap();
-        let info = module.kernel_info(v.name).unwrap();
-        assert_eq!(image.spill_bytes, 0, "{}: ptxas spilled", v.name);
-        assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
-        assert_eq!(image.registers, info.registers, "{}", v.name);
-        assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
-        let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);
-        assert!(occupancy.ctas >= v.blocks_per_sm, "{}: {} blocks an SM, {} declared", v.name, occupancy.ctas, v.blocks_per_sm);
+        let compiled = sections_of(v, "text").0 >> 24;
+        assert_eq!(kernels::image(v).registers, compiled, "{}: ptxas and the cubin", v.name);
+        if compiled != v.registers {
+            wrong.push(format!("{}: {} in its table, {compiled} compiled", v.name, v.registers));
+        }
+    }
+    assert!(wrong.is_empty(), "registers:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn no_spills() {
+    for v in kernels::variants() {
+        assert_eq!(kernels::image(v).spill_bytes, 0, "{}: ptxas spilled", v.name);
     }
 }
 
@@ -40,5 +59,26 @@ fn ptx_is_for_the_family() {
         assert_eq!(ptx.last(), Some(&0), "{}", v.name);
         let text = String::from_utf8_lossy(&ptx);
         assert!(text.contains(&format!(".target sm_{}", v.family.sm)) && text.contains(v.name), "{}", v.name);
+    }
+}
+
+/// What the simulator reads of its own architecture's machine code.
+#[cfg(feature = "sim")]
+mod simulated {
+    use volta_fa::kernels::{self, VOLTA};
+    use volta_sim::{Machine, Module};
+
+    #[test]
+    fn one_parameter_no_local_memory_and_the_declared_occupancy() {
+        for v in kernels::variants().filter(|v| v.family == VOLTA) {
+            let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
+            let info = module.kernel_info(v.name).unwrap();
+            assert_eq!(info.params.len(), 1, "{}", v.name);
+            assert_eq!(info.params[0].size as usize, kernels::params_bytes(v.pass.facts().params), "{}", v.name);
+            assert_eq!(info.spill_insts, 0, "{}: local-memory instructions", v.name);
+            assert_eq!(info.static_smem, 0, "{}: static shared memory, which the table does not count", v.name);
+            let occupancy = Machine::default().occupancy(info.registers, v.shared_bytes, v.threads);
+            assert!(occupancy.ctas >= v.blocks_per_sm, "{}: {} blocks an SM, {} declared", v.name, occupancy.ctas, v.blocks_per_sm);
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Planning is a pure function: no device, no tensors.
 
-use volta_fa::kernels::{self, Flavor, Pass};
+use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
 use volta_fa::plan::{self, BackwardMode, DeviceLimits};
 use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
 
@@ -23,37 +23,42 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
-/// What a problem asks for, and the kernels that are prepared for no more than that: forward's and backward's.
-fn wishes() -> [(Features, Option<Packed>, [Flavor; 2]); 6] {
+/// What a problem asks for, and which needs that is.
+fn wishes() -> [(Features, Option<Packed>, Needs); 8] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
+    let features = Features::default();
     [
-        (Features::default(), None, [Flavor::Plain; 2]),
-        (Features::default(), packed, [Flavor::Ragged; 2]),
-        (Features { seqused_k: true, ..Features::default() }, None, [Flavor::Ragged; 2]),
-        (Features { sinks: true, ..Features::default() }, None, [Flavor::Ragged, Flavor::Plain]),
-        (Features { alibi: true, ..Features::default() }, None, [Flavor::General; 2]),
-        (Features { dropout_p: 0.1, ..Features::default() }, packed, [Flavor::General; 2]),
+        (features, None, Needs::NONE),
+        (features, packed, Needs::of(&[Need::Lengths])),
+        (Features { seqused_k: true, ..features }, None, Needs::of(&[Need::Lengths])),
+        (Features { sinks: true, ..features }, None, Needs::of(&[Need::Sinks])),
+        (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
+        (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
+        (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
+        (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
     ]
+}
+
+/// A GPU that a family is made for.
+fn own_device(family: &Family) -> DeviceLimits {
+    let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
+    DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
 }
 
 #[test]
 fn every_headdim_has_kernels_and_padding_is_least() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
-        for (features, packed, flavors) in wishes() {
+        for (features, packed, asked) in wishes() {
             let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
-                assert!(v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v, "{} for {headdim}, {headdim_v}", v.name);
-                let flavor = flavors[(v.pass != Pass::Forward) as usize];
-                // the last pass sees no score unless it computes dq
-                let flavor = if v.pass == Pass::BackwardFinish { flavor.min(Flavor::Ragged) } else { flavor };
-                assert!(v.flavor >= flavor, "{} for {features:?}", v.name);
-                let less_padded = kernels::of(v.family, v.pass).filter(|o| o.flavor == v.flavor).any(|o| {
-                    o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && o.headdim + o.headdim_v < v.headdim + v.headdim_v
-                });
-                let cheaper = kernels::of(v.family, v.pass)
-                    .any(|o| o.headdim as i64 >= headdim && o.headdim_v as i64 >= headdim_v && (flavor..v.flavor).contains(&o.flavor));
+                let asked = asked.intersection(v.pass.facts().needs);
+                let holds = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v && v.needs.covers(asked);
+                assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
+                let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
+                let less_padded = others().any(|o| o.needs == v.needs && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
+                let cheaper = others().any(|o| o.needs != v.needs && v.needs.covers(o.needs));
                 assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
@@ -67,16 +72,15 @@ fn every_variant_is_chosen_for_some_problem() {
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
-                for (features, packed, _) in wishes() {
+                for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a =
                         Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
-                    let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
-                    unused.retain(|&name| name != forward.variant.name);
-                    for mode in [DEFAULT, DETERMINISTIC] {
-                        let b = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
-                        let used = [b.prepare, b.main, b.finish].map(|s| s.variant.name);
-                        unused.retain(|name| !used.contains(name));
-                    }
+                    let device = DeviceLimits { only: Some(family), ..own_device(family) };
+                    let forward = plan::forward(&a, &device).into_iter();
+                    let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
+                    let used: Vec<_> =
+                        forward.chain(backward.flat_map(|b| [b.prepare, b.main, b.finish])).map(|k| k.variant.name).collect();
+                    unused.retain(|name| !used.contains(name));
                 }
             }
         }
@@ -146,15 +150,16 @@ fn the_deterministic_backward_has_no_accumulator() {
 fn gradients_in_bf16_take_kernels_that_write_it() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
-            for (features, packed, [_, flavor]) in wishes() {
+            for (features, packed, asked) in wishes() {
                 let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.variant] {
-                    assert!(v.flavor >= Flavor::Ragged, "{} for {features:?}", v.name);
+                    assert!(v.needs.covers(Needs::of(&[Need::Bf16Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                 assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
-                assert!(flavor == Flavor::Plain || plan.main == fp16.main, "nothing else changes");
+                let prepared = asked.intersection(plan.main.variant.pass.facts().needs) != Needs::NONE;
+                assert!(!prepared || plan.main == fp16.main, "nothing else changes");
             }
         }
     }
@@ -166,7 +171,7 @@ fn devices_that_cannot_run_the_kernels_are_refused() {
     let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
-    let turing = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024 };
+    let turing = T4;
     for headdim in [64, 128, 256] {
         // on a device with less shared memory, a plan fits or is refused, with the reason
         match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
@@ -235,36 +240,221 @@ fn bounds_of_the_longest_sequences_stay_in_int32() {
 }
 
 #[test]
-fn names_are_unique_and_blocks_fit_a_v100() {
+fn names_are_unique_and_blocks_fit_their_gpus() {
     let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
     let count = names.len();
     names.sort();
     names.dedup();
     assert_eq!(names.len(), count);
     for v in kernels::variants() {
-        assert!(v.shared_bytes * v.blocks_per_sm <= 96 * 1024, "{}", v.name);
-        assert!(v.threads % 32 == 0 && v.threads <= 1024, "{}", v.name);
+        assert!(v.shared_bytes * v.blocks_per_sm <= v.family.shared_bytes, "{}", v.name);
+        assert!(v.threads % 32 == 0 && v.threads <= 1024 && v.threads * v.blocks_per_sm <= v.family.threads, "{}", v.name);
         assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
+        assert!(v.pass.facts().needs.covers(v.needs), "{}: no problem asks for all that it covers", v.name);
     }
 }
 
-/// Where the kernels put a packed sequence's rows in the scratch memory (csrc/sequence.cuh), none overlaps another.
+/// What device.rs and the kernels take from a family's scratch layout.
+#[test]
+fn scratch_layouts_make_sense() {
+    for table in COMPILED.0 {
+        for v in *table {
+            assert_eq!(v.family, table[0].family, "{}: a table is of one family", v.name);
+            if v.pass.facts().params != ParamBlock::Backward {
+                continue;
+            }
+            let s = v.family.scratch.expect("backward kernels have scratch memory");
+            assert_eq!(s.row_rounding % s.group_rows, 0, "{}", v.family.name);
+            // the number of rows beyond a packed sequence's own that validation counts with (MAX_SEQUENCES)
+            assert!(s.row_rounding <= 32, "{}", v.family.name);
+            for at in [s.minus_lse_at, s.minus_delta_at] {
+                assert_eq!(at.len(), s.group_rows as usize, "{}", v.family.name);
+            }
+            let mut all = [s.minus_lse_at, s.minus_delta_at].concat();
+            all.sort();
+            all.dedup();
+            assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
+            assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
+            // keys in blocks: queries in steps
+            assert!(v.pass.facts().rows != Rows::Keys || s.row_rounding % v.step == 0, "{}", v.name);
+        }
+    }
+}
+
+/// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` of the family's headers), none overlaps another.
 #[test]
 fn packed_sequences_have_room_in_the_scratch_memory() {
-    const ROUNDING: i64 = 32;
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
         let total_q = lengths.iter().sum();
         let longest = *lengths.iter().max().unwrap();
         let packed = Some(Packed { total_q, total_k: 10 });
         let a = Attention { packed, batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        let rounding = i64::from(plan.scratch.row_rounding);
         let (mut first_row, mut free) = (0, 0);
         for (i, length) in lengths.iter().enumerate() {
-            let start = (first_row + i as i64 * ROUNDING) / ROUNDING * ROUNDING;
+            let start = (first_row + i as i64 * rounding) / rounding * rounding;
             assert!(start >= free, "{lengths:?}: sequence {i}");
-            free = start + (length + ROUNDING - 1) / ROUNDING * ROUNDING;
+            free = start + (length + rounding - 1) / rounding * rounding;
             first_row += length;
         }
         assert!(free <= plan.scratch_rows, "{lengths:?}");
     }
+}
+
+// ---- made-up families beside Volta ---------------------------------------------------------------------------------------
+
+const TURING: Family = Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None };
+const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None };
+
+/// Volta's kernels, whatever else is compiled, and before them tables of others.
+fn volta_and(tables: &[&[Variant]]) -> Kernels {
+    let others = tables.iter().map(|rows| &*rows.to_vec().leak());
+    let volta = COMPILED.0.iter().copied().filter(|table| table[0].family == VOLTA);
+    Kernels(others.chain(volta).collect::<Vec<_>>().leak())
+}
+
+/// Volta's kernel of this name as one of another family.
+fn like(name: &str, family: Family) -> Variant {
+    Variant { family, ..*kernels::variants().find(|v| v.name == name).unwrap() }
+}
+
+fn chosen(plan: plan::PlannedKernel) -> (&'static str, &'static str) {
+    (plan.variant.family.name, plan.variant.name)
+}
+
+#[test]
+fn the_order_of_families() {
+    let next = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..TURING };
+    let named = |family| like("volta_fwd_64x64", family);
+    let found = |kernels: Kernels, sm| kernels.families_for(sm).into_iter().map(|(f, code)| (f.name, code)).collect::<Vec<_>>();
+    let [one, two, three] = [volta_and(&[]), volta_and(&[&[named(TURING)]]), volta_and(&[&[named(TURING)], &[named(next)]])];
+    let (volta, turing, next) = (VOLTA.name, TURING.name, next.name);
+    for sm in [60, 61, 69] {
+        assert_eq!(found(three, sm), []);
+    }
+    for sm in [70, 72] {
+        assert_eq!(found(three, sm), [(volta, Code::Cubin)]);
+    }
+    assert_eq!(found(two, 75), [(turing, Code::Cubin), (volta, Code::Ptx)]);
+    assert_eq!(found(one, 80), [(volta, Code::Ptx)]);
+    for sm in [80, 86, 90, 120] {
+        assert_eq!(found(two, sm), [(turing, Code::Ptx), (volta, Code::Ptx)]);
+    }
+    for (sm, code) in [(80, Code::Cubin), (86, Code::Cubin), (89, Code::Ptx), (120, Code::Ptx)] {
+        assert_eq!(found(three, sm), [(next, code), (turing, Code::Ptx), (volta, Code::Ptx)]);
+    }
+}
+
+/// A family that is complete in one pass only is taken for that, and only where its kernel holds the problem.
+#[test]
+fn forward_is_chosen_alone() {
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
+    let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
+    let a = attention(2000, 2000, 64, 64);
+    for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (DeviceLimits::V100, VOLTA.name)] {
+        assert_eq!(family(&a, &device), expected);
+        let backward = plan::backward_among(kernels, &a, DEFAULT, &device).unwrap();
+        for kernel in [backward.prepare, backward.main, backward.finish] {
+            assert_eq!(kernel.variant.family.name, "volta");
+        }
+        assert_eq!(backward.scratch, VOLTA.scratch.unwrap());
+    }
+    assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), TURING.name, "padded");
+    assert_eq!(family(&attention(2000, 2000, 72, 64), &T4), "volta");
+    assert_eq!(family(&Attention { features: Features { sinks: true, ..a.features }, ..a }, &T4), "volta");
+    assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
+}
+
+/// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
+#[test]
+fn backward_is_chosen_as_a_set() {
+    let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, minus_lse_at: &[0, 1], minus_delta_at: &[2, 3] };
+    let turing = Family { scratch: Some(scratch), ..TURING };
+    let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_finish"].map(|name| like(name, turing)).to_vec();
+    let a = attention(1000, 1000, 64, 64);
+    let of = |rows: &[Variant], a: &Attention, mode| {
+        let plan = plan::backward_among(volta_and(&[rows]), a, mode, &T4).unwrap();
+        let names = [plan.prepare, plan.main, plan.finish].map(|k| k.variant.family.name);
+        assert!(names.iter().all(|n| *n == names[0]), "{names:?}");
+        assert_eq!(plan.scratch, plan.main.variant.family.scratch.unwrap());
+        (names[0], plan.scratch_rows, plan.prepare.blocks[0])
+    };
+    assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16));
+    rows.push(like("volta_bwd_prepare", turing));
+    assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
+    assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "it has no such kernels");
+    let bf16 = BackwardMode { bf16_gradients: true, ..DEFAULT };
+    assert_eq!(of(&rows, &a, bf16).0, "volta", "nor bf16");
+}
+
+#[test]
+fn the_environment_may_restrict_the_choice() {
+    let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
+    let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
+    let a = attention(2000, 2000, 64, 64);
+    let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
+    assert_eq!(chosen(volta), ("volta", "volta_fwd_64x64"));
+    assert_eq!(chosen(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap()).0, TURING.name);
+    let e = plan::forward_among(kernels, &a, &only(TURING.name, DeviceLimits::V100)).unwrap_err();
+    assert_eq!(
+        e.message,
+        "VOLTA_FA_FAMILY: got `made-up turing`, expected a kernel family that a GPU of compute capability 7.0 runs: volta"
+    );
+    let e = plan::backward_among(kernels, &a, DEFAULT, &only(TURING.name, T4)).unwrap_err();
+    for part in ["turing", "headdim 64", "65536 bytes", "VOLTA_FA_FAMILY"] {
+        assert!(e.message.contains(part) && !e.message.contains("volta kernels"), "{e}");
+    }
+}
+
+/// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
+#[test]
+fn the_kernel_with_the_fewest_needs_wins() {
+    let alibi = Variant { name: "alibi", needs: Needs::of(&[Need::Alibi]), ..like("volta_fwd_general_64x64", VOLTA) };
+    let kernels = volta_and(&[&[alibi]]);
+    let name = |features| {
+        let a = Attention { features, ..attention(2000, 2000, 64, 64) };
+        plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
+    };
+    let alibi = Features { alibi: true, ..Features::default() };
+    assert_eq!(name(alibi), "alibi");
+    assert_eq!(name(Features::default()), "volta_fwd_64x64");
+    assert_eq!(name(Features { sinks: true, ..Features::default() }), "volta_fwd_ragged_64x64");
+    for both in [Features { sinks: true, ..alibi }, Features { dropout_p: 0.5, ..alibi }, Features { seqused_k: true, ..alibi }] {
+        assert_eq!(name(both), "volta_fwd_general_64x64");
+    }
+}
+
+/// Whose scaled_dot_product_attention is ours without being asked twice.
+#[test]
+fn a_device_is_served_by_whole_families_of_its_own() {
+    let served = |kernels: Kernels, newer_too| [61, 70, 72, 75, 86, 90].map(|sm| kernels.serve(sm, newer_too));
+    let volta = [false, true, true, false, false, false];
+    assert_eq!(served(volta_and(&[]), false), volta);
+    assert_eq!(served(volta_and(&[]), true), [false, true, true, true, true, true]);
+    assert_eq!(served(volta_and(&[&[like("volta_fwd_64x64", TURING)]]), false), volta, "one kernel is no family");
+    let whole = |family: Family, without: &str| {
+        let rows = volta_and(&[]).variants().filter(|v| v.name != without).map(|v| Variant { family, ..*v });
+        served(volta_and(&[&rows.collect::<Vec<_>>()]), false)
+    };
+    let turing = Family { shared_bytes: 96 * 1024, ..TURING };
+    assert_eq!(whole(turing, ""), [false, true, true, true, false, false]);
+    for missing in ["volta_fwd_general_256x256", "volta_bwd_general_256", "volta_bwd_ragged_finish", "volta_bwd_general_queries_256"] {
+        assert_eq!(whole(turing, missing), volta, "without {missing}");
+    }
+    assert_eq!(whole(TURING, ""), volta, "in 64 KB it would not fit");
+}
+
+#[test]
+fn needs_are_a_set() {
+    let [a, b] = [Needs::of(&[Need::Alibi, Need::Sinks]), Needs::of(&[Need::Sinks])];
+    assert!(a.covers(b) && !b.covers(a) && b.covers(Needs::NONE) && a.covers(a));
+    assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, Needs::of(&[Need::Alibi]), b, a));
+    assert_eq!(a.iter().collect::<Vec<_>>(), [Need::Sinks, Need::Alibi]);
+    let mut names = Need::ALL.map(Need::name).to_vec();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), Need::ALL.len());
+    assert_eq!(Needs::of(&Need::ALL).count() as usize, Need::ALL.len());
 }

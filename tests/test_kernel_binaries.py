@@ -1,18 +1,22 @@
-"""What the embedded machine code promises: no spills, the declared occupancy, a library of bounded size.
+"""What the embedded machine code promises: no spills, the declared occupancy, whole families, a library of bounded size.
 
-That each kernel's parameter block has the size of the Rust struct is checked on the cubins in tests/kernels.rs.
+That each kernel's parameter block has the size of the Rust struct, and the registers that its table says, is checked on the cubins
+in tests/kernels.rs.
 """
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from conftest import INFO, LIBRARY
+from conftest import INFO, LIBRARY, REPOSITORY, on
 
-# A V100's streaming multiprocessor.
+# A streaming multiprocessor of any family's own GPUs; what they differ in, the family says.
 REGISTERS = 64 * 1024
-SHARED_BYTES = 96 * 1024
-WARPS = 64
+FAMILIES = {family["name"]: family for family in INFO["families"]}
 # Registers are handed out to a warp in units of 256, that is 8 a thread.
 REGISTER_UNIT = 8
 
@@ -22,6 +26,7 @@ variants = pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v[
 def test_there_are_kernels_for_both_passes():
     passes = {v["pass"] for v in INFO["variants"]}
     assert {"Forward", "Backward"} <= passes
+    assert passes <= {p["name"] for p in INFO["passes"]}
     assert len({v["name"] for v in INFO["variants"]}) == len(INFO["variants"])
 
 
@@ -32,11 +37,12 @@ def test_no_spills(variant):
 
 @variants
 def test_occupancy(variant):
+    family = FAMILIES[variant["family"]]
     registers = -(-variant["registers"] // REGISTER_UNIT) * REGISTER_UNIT
     blocks = variant["blocks_per_sm"]
     assert blocks * variant["threads"] * registers <= REGISTERS
-    assert blocks * variant["shared_bytes"] <= SHARED_BYTES
-    assert blocks * variant["threads"] <= WARPS * 32
+    assert blocks * variant["shared_bytes"] <= family["shared_bytes"]
+    assert blocks * variant["threads"] <= family["threads"]
 
 
 @variants
@@ -44,10 +50,64 @@ def test_parameters_fit_the_constant_bank(variant):
     assert 0 < variant["params_bytes"] <= 4096
 
 
-@pytest.mark.parametrize("pass_", ["Forward", "Backward", "BackwardKeys", "BackwardQueries", "BackwardPrepare", "BackwardFinish"])
-def test_every_headdim_is_covered(pass_):
-    mine = [v for v in INFO["variants"] if v["pass"] == pass_]
-    assert max(v["headdim"] for v in mine) >= 256 and max(v["headdim_v"] for v in mine) >= 256
+@pytest.mark.parametrize("pass_", INFO["passes"], ids=lambda p: p["name"])
+def test_volta_covers_every_headdim_and_need(pass_):
+    mine = [v for v in INFO["variants"] if (v["family"], v["pass"]) == ("volta", pass_["name"])]
+    whole = [v for v in mine if set(v["needs"]) == set(pass_["needs"])]
+    for found in (mine, whole):
+        assert max(v["headdim"] for v in found) >= 256 and max(v["headdim_v"] for v in found) >= 256
+
+
+def plan(headdim=64, **arguments):
+    return json.loads(torch.ops.volta_fa._plan(1, 500, 500, 8, 8, headdim, headdim, False, **arguments))
+
+
+def test_the_plan_shows_kernels_for_needs_and_modes():
+    assert plan()["forward"]["needs"] == []
+    found = plan(needs="alibi,dropout", deterministic=True)
+    assert {"alibi", "dropout"} <= set(found["forward"]["needs"])
+    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "BackwardKeys", "BackwardQueries"]
+    assert "bf16_gradients" in plan(needs="bf16_gradients")["backward"]["finish"]["needs"]
+    with pytest.raises(ValueError, match="needs: got `alibis`, expected .*alibi"):
+        plan(needs="alibis")
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    [((6, 1), []), ((7, 0), [("volta", True)]), ((7, 2), [("volta", True)]), ((7, 5), [("volta", False)]), ((9, 0), [("volta", False)])],
+)
+def test_where_volta_runs(capability, expected):
+    """And how: as machine code, or compiled from PTX; what comes before it may be other families."""
+    found = [(f["name"], f["native"]) for f in json.loads(torch.ops.volta_fa._families(*capability))]
+    assert found[-1:] == expected
+
+
+def test_the_choice_of_families_can_be_restricted(monkeypatch):
+    monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
+    assert json.loads(torch.ops.volta_fa._families(9, 0)) == [{"name": "volta", "native": False}]
+    assert plan(major=9)["forward"]["family"] == "volta"
+    monkeypatch.setenv("VOLTA_FA_FAMILY", "pascal")
+    for call in (lambda: torch.ops.volta_fa._families(7, 0), plan):
+        with pytest.raises(ValueError, match="VOLTA_FA_FAMILY: got `pascal`, expected a kernel family: .*volta"):
+            call()
+
+
+@on("sim")
+def test_the_restriction_holds_for_calls(backend):
+    q = torch.zeros(1, 8, 1, 64, dtype=torch.half)
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "pascal")
+    with pytest.raises(ValueError, match="volta_fa::fwd: VOLTA_FA_FAMILY: got `pascal`"):
+        torch.ops.volta_fa.fwd(q, q, q)
+    backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
+    torch.ops.volta_fa.fwd(q, q, q)
+
+
+def test_compared_with_itself_nothing_changed():
+    tool = REPOSITORY / "tools" / "compare_kernels.py"
+    ran = subprocess.run([sys.executable, tool, LIBRARY, LIBRARY], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"{len(INFO['variants'])} kernels have the same machine code, 0 do not\n"
 
 
 def test_library_size():

@@ -17,7 +17,7 @@ import torch
 import bootstrap
 import check_build_env
 import volta_fa
-from volta_fa import cli, inspection, library, version
+from volta_fa import cli, library, version
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -132,10 +132,14 @@ def test_info_is_complete():
     json.dumps(facts)
 
 
-@pytest.mark.parametrize("capability, family", [((6, 1), None), ((7, 0), "volta"), ((7, 2), "volta"), ((9, 0), "b"), ((12, 0), "b")])
-def test_a_device_gets_the_newest_family_it_can_run(capability, family):
-    families = [{"name": "volta", "sm": 70}, {"name": "b", "sm": 75}]
-    assert inspection._family_of(families, capability) == family
+@pytest.mark.parametrize("capability, family, native", [((6, 1), None, False), ((7, 0), "volta", True), ((7, 2), "volta", True)])
+def test_devices_have_the_family_that_the_library_says(capability, family, native, monkeypatch):
+    for name, value in (("device_count", 1), ("get_device_capability", capability), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert volta_fa.kernel_family(torch.device("cuda", 0)) == family
+    [device] = volta_fa.info()["devices"]
+    major, minor = capability
+    assert device == {"index": 0, "name": "a GPU", "capability": f"{major}.{minor}", "family": family, "native": native}
 
 
 # ---- the command line ------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Every compiled kernel runs, on odd sizes, forward and backward, in both warp orders; a new one that no problem here
-reaches fails."""
+"""Every compiled kernel of the simulator's family runs, on odd sizes, forward and backward, in both warp orders; a new one that
+no problem here reaches fails."""
 
 import dataclasses
 import json
@@ -15,12 +15,26 @@ ODD = {"seqlen_q": 141, "seqlen_k": 155}
 GRIDS = [{"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 2, "nheads": 41, "seqlen_q": 113}]
 
 
-# What a problem asks for that only kernels of this flavor have; dropout and softcap exclude each other.
-FEATURES = {
-    "Plain": [{}, {}],
-    "Ragged": [{"used": 33}, {"used": 65}],
-    "General": [{"softcap": 20.0, "alibi": "bh", "bias": "hqk:fp32", "sinks": "own"}, {"dropout_p": 0.2, "bias": "bk:bool", "used": 60}],
-}
+# How a problem asks for what kernels are prepared for, in two ways, since dropout and softcap exclude each other.
+ASKED = [
+    {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "hqk:fp32"}, "sinks": {"sinks": "own"}},
+    {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}},
+]
+NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
+# The simulator executes this architecture.
+SIMULATED = [v for v in INFO["variants"] if v["sm"] == 70]
+
+
+def features_for(variant):
+    """Two problems for a kernel, each with all that it covers or that its pass never needs. Where it covers something, a problem
+    asks for that, so that no lesser kernel is taken."""
+    own = set(variant["needs"])
+    free = {need for ways in ASKED for need in ways} - set(NEEDS_OF_PASS[variant["pass"]])
+    found = []
+    for ways in ASKED:
+        if not own or own & ways.keys():
+            found.append({name: value for need, way in ways.items() if need in own | free for name, value in way.items()})
+    return found[0], found[-1]
 
 
 def with_features(case, features):
@@ -33,6 +47,15 @@ def candidates(variant):
     for grid in GRIDS:
         for pad in (0, 8):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
+
+
+def test_problems_ask_for_what_a_kernel_covers():
+    """A need that no problem here asks for would leave its kernels untested."""
+    for variant in SIMULATED:
+        asked = {need for ways in ASKED for need in ways} & set(variant["needs"])
+        # a bf16 problem takes the kernels that lengths take
+        assert asked == set(variant["needs"]) - {"bf16_gradients"}, variant["name"]
+        assert not variant["needs"] or all(features_for(variant)), variant["name"]
 
 
 def is_deterministic(variant) -> bool:
@@ -52,10 +75,10 @@ def launched(backend, case, deterministic=False) -> list[str]:
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v["name"])
+@pytest.mark.parametrize("variant", SIMULATED, ids=lambda v: v["name"])
 @on("sim")
 def test_variant_runs(backend, variant, is_causal):
-    features, others = FEATURES[variant["flavor"]]
+    features, others = features_for(variant)
     cases = (with_features(dataclasses.replace(c, is_causal=is_causal), features) for c in candidates(variant))
     deterministic = is_deterministic(variant)
     reached = next((c for c in cases if variant["name"] in launched(backend, c, deterministic)), None)
@@ -72,10 +95,10 @@ def test_variant_runs(backend, variant, is_causal):
 @on("sim")
 def test_headdims_run_on_the_tightest_variant(backend):
     """A headdim of its own size is not padded to the next one."""
-    for variant in INFO["variants"]:
+    for variant in SIMULATED:
         if variant["pass"] != "Forward":
             continue
-        case = with_features(Case(40, 40, variant["headdim"], variant["headdim_v"]), FEATURES[variant["flavor"]][0])
+        case = with_features(Case(40, 40, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
         [name, *_] = launched(backend, case)
         found = next(v for v in INFO["variants"] if v["name"] == name)
         assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])

@@ -9,11 +9,18 @@ namespace volta_fa {
 namespace {
 
 std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
-                 int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes) {
-    const PlanArgs args{batch,     seqlen_q,  seqlen_k, nheads, nheads_k, headdim,
-                        headdim_v, is_causal, sms,      major,  minor,    shared_bytes};
+                 int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes,
+                 bool deterministic, const std::string &needs) {
+    const PlanArgs args{batch,     seqlen_q, seqlen_k, nheads, nheads_k,     headdim,       headdim_v,
+                        is_causal, sms,      major,    minor,  shared_bytes, deterministic, needs.c_str()};
     char *json = nullptr;
     check(volta_fa_plan(&args, &json));
+    return take_string(json);
+}
+
+std::string families(int64_t major, int64_t minor) {
+    char *json = nullptr;
+    check(volta_fa_families(static_cast<int32_t>(major), static_cast<int32_t>(minor), &json));
     return take_string(json);
 }
 
@@ -40,8 +47,10 @@ TORCH_LIBRARY(volta_fa, m) {
     // For our own tools and tests, not part of the interface: JSON about the build, plans, timed simulations.
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
     m.def("_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
-          "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304) -> str",
+          "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, "
+          "str needs='') -> str",
           volta_fa::plan);
+    m.def("_families(int major, int minor) -> str", volta_fa::families);
     m.def("_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
           volta_fa::dropout_mask);
     m.def("_sim_report() -> str", [] { return volta_fa::take_string(volta_fa_take_simulations()); });

@@ -20,13 +20,13 @@ def info() -> dict[str, Any]:
         library: path of the native library.
         simulator: whether the library can run its kernels in the simulator (`VOLTA_FA_SIMULATE=1`).
         cuda_driver: whether this machine has a CUDA driver.
-        devices: for each CUDA device its name, compute capability and kernel family (None: unsupported).
+        devices: for each CUDA device its name, compute capability, kernel family (the preferred one of those that it runs; None:
+            it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
         families: for each kernel family its name, lowest compute capability and number of variants.
-        variants: for each compiled kernel its name, family, sm, pass, flavor (what it is prepared for), source, headdims, tile
+        variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), source, headdims, tile
             sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
-    families = _families(build["variants"])
     return {
         "versions": {
             "volta_fa": __version__,
@@ -37,47 +37,35 @@ def info() -> dict[str, Any]:
         "library": str(library_path()),
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
-        "devices": _devices(families),
-        "families": families,
+        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }
 
 
 def kernel_family(device: torch.device) -> str | None:
-    """Name of the kernel family that runs fp16 and bf16 tensors of this device (on a newer GPU: through PTX); None where there is none.
+    """Name of the kernel family that fp16 and bf16 tensors of this device get, where it holds the problem (another one that the
+    device runs may have to); None where the device runs none.
 
     CPU tensors are computed by ATen operations, so the CPU has no family.
     """
     if device.type != "cuda":
         return None
-    return _family_of(_families(json.loads(torch.ops.volta_fa._info())["variants"]), torch.cuda.get_device_capability(device))
+    return _families(torch.cuda.get_device_capability(device))[0]["name"]
 
 
-def _families(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for variant in variants:
-        family = found.setdefault(variant["family"], {"name": variant["family"], "sm": variant["sm"], "variants": 0})
-        family["variants"] += 1
-    return sorted(found.values(), key=lambda family: family["sm"])
+def _families(capability: tuple[int, int]) -> list[dict[str, Any]]:
+    """The families that such a device runs, name and whether natively, in the order of preference; one without a name for none."""
+    return json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
 
 
-def _family_of(families: list[dict[str, Any]], capability: tuple[int, int]) -> str | None:
-    """The newest family that the device can run: its own, or an older one's through PTX."""
-    major, minor = capability
-    runnable = [family["name"] for family in families if family["sm"] <= 10 * major + minor]
-    return runnable[-1] if runnable else None
-
-
-def _devices(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(index)
-        devices.append(
-            {
-                "index": index,
-                "name": torch.cuda.get_device_name(index),
-                "capability": f"{capability[0]}.{capability[1]}",
-                "family": _family_of(families, capability),
-            }
-        )
-    return devices
+def _device(index: int) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(index)
+    preferred = _families(capability)[0]
+    return {
+        "index": index,
+        "name": torch.cuda.get_device_name(index),
+        "capability": f"{capability[0]}.{capability[1]}",
+        "family": preferred["name"],
+        "native": preferred["native"],
+    }

@@ -1,12 +1,16 @@
-//! The kernel registry: every variant with its embedded machine code.
+//! The kernel registry: every variant with its embedded machine code, and which devices run which family.
 
-mod backward_table;
-mod forward_table;
-mod variants;
+mod tables;
 
-pub use variants::{Family, Flavor, Pass, Variant, VOLTA};
+pub use tables::variants::{
+    Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD, PASS_SETS,
+};
+pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
+use crate::params::{BwdParams, FwdParams};
+use crate::problem::MAX_HEADDIM;
+use std::cmp::Reverse;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.
 pub struct Image {
@@ -21,26 +25,80 @@ pub struct Image {
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Every compiled variant, forward first.
+/// Tables of variants, each of one family.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernels(pub &'static [&'static [Variant]]);
+
+/// Those that build.rs compiled.
+pub const COMPILED: Kernels = Kernels(tables::TABLES);
+
+impl Kernels {
+    pub fn variants(self) -> impl Iterator<Item = &'static Variant> {
+        self.0.iter().copied().flatten()
+    }
+
+    /// The families that have a kernel.
+    pub fn families(self) -> impl Iterator<Item = &'static Family> {
+        let of_table = |table: &'static [Variant]| table.first().map(|v| &v.family);
+        self.0.iter().enumerate().filter_map(move |(i, table)| {
+            let family = of_table(table)?;
+            let is_new = !self.0[..i].iter().any(|earlier| of_table(earlier).is_some_and(|f| f.name == family.name));
+            is_new.then_some(family)
+        })
+    }
+
+    /// The variants of one family and pass, in the order of the tables.
+    pub fn of(self, family: &'static Family, pass: Pass) -> impl Iterator<Item = &'static Variant> {
+        let tables = self.0.iter().filter(move |table| table.first().is_some_and(|v| v.family.name == family.name));
+        tables.copied().flatten().filter(move |v| v.pass == pass)
+    }
+
+    /// The families that devices of this architecture run, in the order in which a plan asks them, and what they get of each. This is
+    /// the one rule: a family's own machine code before PTX, and of either what is newer, since it is nearer to the device.
+    pub fn families_for(self, sm: u32) -> Vec<(&'static Family, Code)> {
+        let mut found: Vec<_> = self.families().filter_map(|f| Some((f, f.code_for(sm)?))).collect();
+        found.sort_by_key(|(family, code)| (*code, Reverse(family.sm)));
+        found
+    }
+
+    /// Whether a family is there for all that can be asked of some passes: the largest headdim, every need.
+    fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
+        passes.iter().all(|&pass| {
+            self.of(family, pass).any(|v| {
+                v.needs.covers(pass.facts().needs)
+                    && v.headdim.min(v.headdim_v) as i64 >= MAX_HEADDIM
+                    && v.shared_bytes <= family.shared_bytes
+            })
+        })
+    }
+
+    /// Do kernels made for such devices run whatever is asked? `through_ptx_too`: are there any that run there at all?
+    pub fn serve(self, sm: u32, through_ptx_too: bool) -> bool {
+        let families = self.families_for(sm);
+        if through_ptx_too {
+            return !families.is_empty();
+        }
+        let native = |passes: &[Pass]| families.iter().any(|(f, code)| *code == Code::Cubin && self.covers_all_of(f, passes));
+        PASS_SETS.into_iter().all(native)
+    }
+}
+
+/// Every compiled variant.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
-    forward_table::FORWARD.iter().chain(backward_table::BACKWARD)
+    COMPILED.variants()
 }
 
-/// The variants of one family and pass.
-pub fn of(family: Family, pass: Pass) -> impl Iterator<Item = &'static Variant> {
-    variants().filter(move |v| v.family == family && v.pass == pass)
-}
-
-/// The family that runs on a device of this compute capability, if any does.
-pub fn family_for(capability: (i32, i32)) -> Option<Family> {
-    (capability >= (7, 0)).then_some(VOLTA)
-}
-
-/// Is a family made for devices of this kind? sm_72 runs sm_70's machine code as it is and just as well; sm_75 has other
-/// tensor cores. `newer_too`: is there one that runs there at all?
+/// [`Kernels::serve`] of what this library has.
 pub fn serves(sm: u32, newer_too: bool) -> bool {
-    let own = if sm == 72 { 70 } else { sm };
-    variants().any(|v| v.family.sm == own || (newer_too && v.family.sm <= sm))
+    COMPILED.serve(sm, newer_too)
+}
+
+/// Size of the argument that kernels with this parameter block take.
+pub fn params_bytes(block: ParamBlock) -> usize {
+    match block {
+        ParamBlock::Forward => size_of::<FwdParams>(),
+        ParamBlock::Backward => size_of::<BwdParams>(),
+    }
 }
 
 /// The embedded code of a variant.

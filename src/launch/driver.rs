@@ -2,9 +2,9 @@
 //!
 //! libcuda is opened on first use; a machine without a driver loads this library all the same.
 
-use super::{Launch, Launcher};
+use super::{only_family, Launch, Launcher};
 use crate::error::{Error, Result};
-use crate::kernels::{self, Variant};
+use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
@@ -93,6 +93,7 @@ impl Driver {
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let limits = DeviceLimits {
+            only: None,
             capability,
             sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes_per_block: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
@@ -122,19 +123,20 @@ impl Driver {
         if let Some(f) = find() {
             return Ok(f);
         }
-        let f = load(variant, state.limits.capability)?;
+        let f = load(variant, &state.limits)?;
         functions.write().unwrap_or_else(|e| e.into_inner()).insert(key, f);
         Ok(f)
     }
 }
 
-/// Machine code runs on its own major architecture, from its minor on; elsewhere the driver compiles the PTX.
-fn load(variant: &Variant, capability: (i32, i32)) -> Result<Function> {
+fn load(variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
     let image = kernels::image(variant);
-    let own = (variant.family.sm as i32 / 10, variant.family.sm as i32 % 10);
-    let native = capability.0 == own.0 && capability.1 >= own.1;
-    let code = if native { image.cubin()? } else { image.ptx()? };
     let what = format!("loading {}", variant.name);
+    let code = match variant.family.code_for(limits.sm()) {
+        Some(Code::Cubin) => image.cubin()?,
+        Some(Code::Ptx) => image.ptx()?,
+        None => return Err(Error::runtime(format!("{what}: this is an sm_{} device", limits.sm()))),
+    };
     // SAFETY: `code` is a whole cubin or NUL-terminated PTX; modules are never unloaded, so the function stays valid.
     unsafe {
         let module = check(&what, result::module::load_data(code.as_ptr().cast()))?;
@@ -154,7 +156,7 @@ fn load(variant: &Variant, capability: (i32, i32)) -> Result<Function> {
 
 impl Launcher for Driver {
     fn limits(&self) -> Result<DeviceLimits> {
-        Ok(self.state()?.limits)
+        Ok(DeviceLimits { only: only_family()?, ..self.state()?.limits })
     }
 
     fn launch(&self, launch: &Launch) -> Result<()> {

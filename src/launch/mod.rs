@@ -5,9 +5,9 @@ pub mod driver;
 #[cfg(feature = "sim")]
 pub mod simulator;
 
-use crate::error::Result;
-use crate::kernels::Variant;
-use crate::plan::DeviceLimits;
+use crate::error::{Error, Result};
+use crate::kernels::{Family, Variant, COMPILED};
+use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 
 /// Memory that a launch may touch. The driver has its own protection; the simulator maps exactly these.
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +28,21 @@ pub struct Launch<'a> {
     pub extents: &'a [Extent],
 }
 
+/// The only family that the environment allows a plan to take, where it names one.
+///
+/// # Errors
+/// An unknown name.
+pub fn only_family() -> Result<Option<&'static Family>> {
+    let Some(name) = std::env::var_os(FAMILY_VARIABLE).filter(|v| !v.is_empty()) else { return Ok(None) };
+    match COMPILED.families().find(|f| name == f.name) {
+        Some(family) => Ok(Some(family)),
+        None => {
+            let names: Vec<_> = COMPILED.families().map(|f| f.name).collect();
+            Err(Error::value(FAMILY_VARIABLE, format!("`{}`", name.to_string_lossy()), format!("a kernel family: {}", names.join(" or "))))
+        }
+    }
+}
+
 pub trait Launcher {
     /// What outputs and scratch must be aligned to, bytes, where ATen's allocator would not do.
     fn output_alignment(&self) -> usize {
@@ -40,7 +55,7 @@ pub trait Launcher {
     /// What the plan may rely on.
     ///
     /// # Errors
-    /// Where there is no driver, or no device that any family runs on.
+    /// Where there is no driver, and for an unknown family in the environment.
     fn limits(&self) -> Result<DeviceLimits>;
 
     /// Enqueue the launch.

@@ -10,14 +10,14 @@
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
 
-use super::{Launch, Launcher};
+use super::{only_family, Extent, Launch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels;
 use crate::plan::DeviceLimits;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
-use volta_sim::{Extent, Launch as SimLaunch, Machine, Module, Schedule, TimingOptions};
+use volta_sim::{Machine, Module, Schedule, TimingOptions};
 
 pub enum Simulator {
     Functional(Schedule),
@@ -104,7 +104,7 @@ impl Launcher for Simulator {
     }
 
     /// Fill outputs and scratch with NaN: what the kernels forget to write shows.
-    fn begin(&self, extents: &[super::Extent]) {
+    fn begin(&self, extents: &[Extent]) {
         for e in extents.iter().filter(|e| e.writable && e.bytes > 0) {
             // SAFETY: writable extents are whole, live tensors. 0xFF bytes are NaN as fp16 and as fp32.
             unsafe { std::ptr::write_bytes(e.ptr, 0xff, e.bytes) };
@@ -112,15 +112,15 @@ impl Launcher for Simulator {
     }
 
     fn limits(&self) -> Result<DeviceLimits> {
-        Ok(DeviceLimits::V100)
+        Ok(DeviceLimits { only: only_family()?, ..DeviceLimits::V100 })
     }
 
     fn launch(&self, launch: &Launch) -> Result<()> {
         let module = module(launch)?;
         let v = launch.variant;
-        let extents: Vec<Extent> =
-            launch.extents.iter().map(|e| Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
-        let sim = SimLaunch {
+        let extents: Vec<_> =
+            launch.extents.iter().map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
+        let sim = volta_sim::Launch {
             grid: launch.grid,
             block: [v.threads, 1, 1],
             dynamic_smem: v.shared_bytes,

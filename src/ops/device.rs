@@ -3,9 +3,10 @@
 use super::parameters::{self, broadcast_strides, lengths, score_options};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
+use crate::kernels::Scratch;
 use crate::launch::{bytes_of, Extent, Launch, Launcher};
 use crate::params::{BwdParams, FwdParams};
-use crate::plan::{self, BackwardMode, Step};
+use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::Attention;
 use crate::tensor::{self, extent, operand, output, padded_headdim, readable, without_padding};
 use tch::{Kind, Tensor};
@@ -18,7 +19,7 @@ fn padded(a: &Attention) -> Attention {
 /// (out, softmax_lse).
 pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let a = &padded(given);
-    let step = plan::forward(a, &launcher.limits()?)?;
+    let planned = plan::forward(a, &launcher.limits()?)?;
     let inputs = &parameters::readable(inputs, a)?;
     let Inputs { q, k, v, .. } = inputs;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
@@ -39,7 +40,7 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
             lengths: lengths(inputs, a, first, 0),
             score_options: score_options(inputs, a, first),
         };
-        run(launcher, &step, batches, bytes_of(&params), &extents)?;
+        run(launcher, &planned, batches, bytes_of(&params), &extents)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
@@ -59,7 +60,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
-    let row_stats = empty(&[entries, a.nheads, rows / 4, 2, 8], Kind::Float)?;
+    let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
+    let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
@@ -111,11 +113,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             // what this launch does not write, rows between packed sequences and those of launches before: no probability
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
-        for step in [&plan.prepare, &plan.main, &plan.finish] {
-            run(launcher, step, batches, bytes_of(&params), &extents)?;
+        for planned in [&plan.prepare, &plan.main, &plan.finish] {
+            run(launcher, planned, batches, bytes_of(&params), &extents)?;
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
-            add_sink_gradient(sums, sinks, &row_stats, params.problem.scale)?;
+            add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
         }
     }
     Ok(Gradients {
@@ -151,22 +153,22 @@ fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result
 }
 
 /// Adds the gradient of the sinks: the sum over their rows of exp(sink - lse) * -delta, both of which are in the row statistics
-/// that the prepare kernel leaves (csrc/volta/backward/row_stats.cuh).
-fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scale: f32) -> Result<()> {
-    // of the two copies of each row's statistics the first: elements 0, 1 and 4, 5 of eight
-    let sizes = row_stats.size();
-    let split = [&sizes[..3], &[2, 2, 2, 2]].concat();
-    let once = row_stats.f_view(split.as_slice())?.f_select(5, 0)?.f_flatten(4, 5)?;
-    let statistic = |i: i64| once.f_select(3, i);
-    let p = (statistic(0)?.f_mul_scalar(f64::from(scale))?.f_add(&sinks.f_view([1, -1, 1, 1])?)?).f_exp()?;
-    let products = p.f_mul(&statistic(1)?)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
+/// that the prepare kernel leaves.
+fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scratch: &Scratch, scale: f32) -> Result<()> {
+    let of_rows = |at: &[u32]| -> Result<Tensor> {
+        let rows: Vec<_> = at.iter().map(|&i| row_stats.f_select(3, i64::from(i))).collect::<std::result::Result<_, _>>()?;
+        Ok(Tensor::f_stack(&rows, 3)?)
+    };
+    let (minus_lse, minus_delta) = (of_rows(scratch.minus_lse_at)?, of_rows(scratch.minus_delta_at)?);
+    let p = (minus_lse.f_mul_scalar(f64::from(scale))?.f_add(&sinks.f_view([1, -1, 1, 1])?)?).f_exp()?;
+    let products = p.f_mul(&minus_delta)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
     let _ = sums.f_add_(&products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?)?;
     Ok(())
 }
 
-fn run(launcher: &dyn Launcher, step: &Step, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
-    let [x, y] = step.blocks;
-    launcher.launch(&Launch { variant: step.variant, grid: [x, y, batches as u32], params, extents })
+fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
+    let [x, y] = planned.blocks;
+    launcher.launch(&Launch { variant: planned.variant, grid: [x, y, batches as u32], params, extents })
 }
 
 /// Pointer to an element of an fp32 tensor.

@@ -2,7 +2,7 @@
 //! embeds them: `embedded.rs` in OUT_DIR, one `Image` a variant, in the order of the variant tables.
 
 use crate::nvrtc::{Binary, Compiler};
-use crate::variants::Variant;
+use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};

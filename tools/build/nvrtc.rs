@@ -3,7 +3,7 @@
 //! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
 
 use crate::python::Environment;
-use crate::variants::{Flavor, Variant};
+use crate::tables::variants::{Need, Needs, ParamBlock, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
@@ -35,6 +35,12 @@ const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 const PRELUDE: &str =
     "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\ntypedef unsigned long long uint64_t;\n";
 
+/// The bits of `NEEDS`, as `kNeedLengths` and so on. Enumerators, since variables would leave their addresses in the cubin.
+fn needs() -> String {
+    let bits = Need::ALL.map(|need| format!("kNeed{need:?} = {}u", Needs::of(&[need]).bits()));
+    format!("enum : unsigned {{ {} }};\n", bits.join(", "))
+}
+
 impl Compiler {
     /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
     pub fn load(python: &Environment, params_header: &Path) -> Result<Self> {
@@ -59,7 +65,7 @@ impl Compiler {
         include_dirs.insert(0, PathBuf::from("csrc"));
         // SAFETY: NVRTC's initialisers have no preconditions.
         let library = unsafe { Library::new(&nvrtc) }.with_context(|| format!("cannot open {}", nvrtc.display()))?;
-        let header = std::fs::read_to_string(params_header)?.replacen("#pragma once", &format!("#pragma once\n{PRELUDE}"), 1);
+        let header = std::fs::read_to_string(params_header)?.replacen("#pragma once", &format!("#pragma once\n{PRELUDE}{}", needs()), 1);
         let mut compiler = Compiler { library, include_dirs, params_header: CString::new(header)?, version: (0, 0) };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the signature is NVRTC's.
@@ -96,10 +102,18 @@ impl Compiler {
             ("THREADS", variant.threads),
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
-            ("RAGGED", (variant.flavor != Flavor::Plain) as u32),
-            ("GENERAL", (variant.flavor == Flavor::General) as u32),
+            ("NEEDS", variant.needs.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
+        }
+        // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here
+        if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.facts().params, variant.family.scratch) {
+            let list = |at: &[u32]| at.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+            options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
+            options.push(format!("-DSTATS_GROUP_ROWS={}", scratch.group_rows));
+            options.push(format!("-DSTATS_GROUP_FLOATS={}", scratch.group_floats));
+            options.push(format!("-DSTATS_MINUS_LSE_AT={}", list(scratch.minus_lse_at)));
+            options.push(format!("-DSTATS_MINUS_DELTA_AT={}", list(scratch.minus_delta_at)));
         }
         options
     }

@@ -1,17 +1,16 @@
-//! The backward kernels. docs/backward-kernel.md derives the shapes; "registers" are those of the sm_70
-//! machine code, of the 255 that one thread can have.
+//! The backward kernels. docs/backward-kernel.md derives the shapes. A thread can have 255 registers.
 
-use super::variants::*;
+use super::{Needs, Pass, Variant, VOLTA};
 
 /// dk, dv and, by atomics, dq.
 const MAIN: [Variant; 6] = [
-    // Four warps with 32 keys each: dV and dK are 2 x 32 registers of a thread, so 199 in all and two
-    // blocks an SM, as for headdim 64. Shared: K, V 16 KB, Q, dO 4 KB, P or dS 8 KB.
+    // Four warps with 32 keys each: dV and dK are 2 x 32 registers of a thread. Two blocks an SM,
+    // as for headdim 64. Shared: K, V 16 KB, Q, dO 4 KB, P or dS 8 KB.
     Variant {
         name: "volta_bwd_32",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/small.cu",
         headdim: 32,
         headdim_v: 32,
@@ -20,14 +19,15 @@ const MAIN: [Variant; 6] = [
         threads: 128,
         shared_bytes: 28672,
         blocks_per_sm: 2,
+        registers: 199,
     },
-    // dV and dK are 2 x 64 registers, S and dP 2 x 32, operands 32: 255 and no spill. Two blocks an SM by
-    // registers, and by shared memory: K, V 32 KB, Q, dO 8 KB, P or dS 8 KB.
+    // dV and dK are 2 x 64 registers, S and dP 2 x 32, operands 32: all there are, and no spill. Two
+    // blocks an SM by registers, and by shared memory: K, V 32 KB, Q, dO 8 KB, P or dS 8 KB.
     Variant {
         name: "volta_bwd_64",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/small.cu",
         headdim: 64,
         headdim_v: 64,
@@ -36,14 +36,15 @@ const MAIN: [Variant; 6] = [
         threads: 128,
         shared_bytes: 49152,
         blocks_per_sm: 2,
+        registers: 255,
     },
-    // Two roles of four warps: a warp has 32 keys of dV or of dK, 96 registers; 232 in all. One block an
-    // SM. K, V 48 KB, Q, dO 12 KB, P and dS 16 KB. Six of the eight warps have a part of dQ.
+    // Two roles of four warps: a warp has 32 keys of dV or of dK, 96 registers. One block an SM.
+    // K, V 48 KB, Q, dO 12 KB, P and dS 16 KB. Six of the eight warps have a part of dQ.
     Variant {
         name: "volta_bwd_96",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/split.cu",
         headdim: 96,
         headdim_v: 96,
@@ -52,14 +53,14 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 77824,
         blocks_per_sm: 1,
+        registers: 232,
     },
-    // The same with 128 registers of dV or dK: 255 in all, and all of the 96 KB: K, V 64, Q, dO 16, P and
-    // dS 16.
+    // The same with 128 registers of dV or dK, and all of the 96 KB: K, V 64, Q, dO 16, P and dS 16.
     Variant {
         name: "volta_bwd_128",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/split.cu",
         headdim: 128,
         headdim_v: 128,
@@ -68,13 +69,14 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 98304,
         blocks_per_sm: 1,
+        registers: 255,
     },
-    // 64 keys, so that K and V leave room: 48 KB, Q, dO 24 KB, P and dS 8 KB. dV or dK 96 registers, 238.
+    // 64 keys, so that K and V leave room: 48 KB, Q, dO 24 KB, P and dS 8 KB. dV or dK 96 registers.
     Variant {
         name: "volta_bwd_192",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/split.cu",
         headdim: 192,
         headdim_v: 192,
@@ -83,14 +85,15 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 81920,
         blocks_per_sm: 1,
+        registers: 238,
     },
     // 64 keys in steps of 16 queries: K, V 64 KB, Q, dO 16 KB, P and dS 8 KB (rows padded to 32 queries);
-    // 32 queries would need 104 KB. dV or dK 128 registers, 238 in all.
+    // 32 queries would need 104 KB. dV or dK 128 registers.
     Variant {
         name: "volta_bwd_256",
         family: VOLTA,
         pass: Pass::Backward,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/split.cu",
         headdim: 256,
         headdim_v: 256,
@@ -99,18 +102,19 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 90112,
         blocks_per_sm: 1,
+        registers: 238,
     },
 ];
 
 /// deterministic=True: dq from blocks of queries, as the main kernels' from blocks of keys.
 const QUERIES: [Variant; 6] = [
-    // Four warps with 32 queries each: dQ is 32 registers of a thread, 168 in all, so three blocks an SM. Shared: Q, dO 16 KB, K, V 4 KB,
-    // dS 8 KB.
+    // Four warps with 32 queries each: dQ is 32 registers of a thread; three blocks an SM. Shared: Q, dO 16 KB,
+    // K, V 4 KB, dS 8 KB.
     Variant {
         name: "volta_bwd_queries_32",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 32,
         headdim_v: 32,
@@ -119,13 +123,14 @@ const QUERIES: [Variant; 6] = [
         threads: 128,
         shared_bytes: 28672,
         blocks_per_sm: 3,
+        registers: 168,
     },
-    // dQ 64 registers, S and dP 64: 196. Two blocks: Q, dO 32 KB, K, V 8 KB, dS 8 KB.
+    // dQ 64 registers, S and dP 64. Two blocks: Q, dO 32 KB, K, V 8 KB, dS 8 KB.
     Variant {
         name: "volta_bwd_queries_64",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 64,
         headdim_v: 64,
@@ -134,14 +139,15 @@ const QUERIES: [Variant; 6] = [
         threads: 128,
         shared_bytes: 49152,
         blocks_per_sm: 2,
+        registers: 196,
     },
-    // Eight warps, two to 32 queries, in steps of 64 keys, so that a warp's scores are 32x32 as above: 212
-    // registers. One block: Q, dO 48 KB, K, V 24 KB, dS 16 KB.
+    // Eight warps, two to 32 queries, in steps of 64 keys, so that a warp's scores are 32x32 as above.
+    // One block: Q, dO 48 KB, K, V 24 KB, dS 16 KB.
     Variant {
         name: "volta_bwd_queries_96",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 96,
         headdim_v: 96,
@@ -150,13 +156,14 @@ const QUERIES: [Variant; 6] = [
         threads: 256,
         shared_bytes: 90112,
         blocks_per_sm: 1,
+        registers: 212,
     },
-    // The same, 226 registers. Q, dO 64 KB, K, V 32 KB; dS takes the place of V.
+    // The same. Q, dO 64 KB, K, V 32 KB; dS takes the place of V.
     Variant {
         name: "volta_bwd_queries_128",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 128,
         headdim_v: 128,
@@ -165,13 +172,14 @@ const QUERIES: [Variant; 6] = [
         threads: 256,
         shared_bytes: 98304,
         blocks_per_sm: 1,
+        registers: 226,
     },
-    // 64 queries, so four warps to 32 and their scores 32x16: 182 registers. Q, dO 48 KB, K, V 48 KB.
+    // 64 queries, so four warps to 32 and their scores 32x16. Q, dO 48 KB, K, V 48 KB.
     Variant {
         name: "volta_bwd_queries_192",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 192,
         headdim_v: 192,
@@ -180,13 +188,14 @@ const QUERIES: [Variant; 6] = [
         threads: 256,
         shared_bytes: 98304,
         blocks_per_sm: 1,
+        registers: 182,
     },
-    // 64 queries in steps of 32 keys, scores 16x16: 155 registers. Q, dO 64 KB, K, V 32 KB.
+    // 64 queries in steps of 32 keys, scores 16x16. Q, dO 64 KB, K, V 32 KB.
     Variant {
         name: "volta_bwd_queries_256",
         family: VOLTA,
         pass: Pass::BackwardQueries,
-        flavor: Flavor::Plain,
+        needs: Needs::NONE,
         source: "volta/backward/queries.cu",
         headdim: 256,
         headdim_v: 256,
@@ -195,16 +204,17 @@ const QUERIES: [Variant; 6] = [
         threads: 256,
         shared_bytes: 98304,
         blocks_per_sm: 1,
+        registers: 155,
     },
 ];
 
-/// One for all headdims, which it learns at run time: bound by memory. 54 registers; four blocks an SM have
+/// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have
 /// 1024 threads with two or more 16-byte loads each in flight.
 const PREPARE: Variant = Variant {
     name: "volta_bwd_prepare",
     family: VOLTA,
     pass: Pass::BackwardPrepare,
-    flavor: Flavor::Plain,
+    needs: Needs::NONE,
     source: "volta/backward/prepare.cu",
     headdim: 256,
     headdim_v: 256,
@@ -213,16 +223,16 @@ const PREPARE: Variant = Variant {
     threads: 256,
     shared_bytes: 0,
     blocks_per_sm: 4,
+    registers: 54,
 };
 
-/// As `PREPARE`: any headdim. 34 registers.
-const FINISH: Variant = Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", ..PREPARE };
+/// As `PREPARE`: any headdim.
+const FINISH: Variant =
+    Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", registers: 34, ..PREPARE };
 
 /// Both roles of `volta/backward/split` for all headdims.
-const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32) -> Variant {
+const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, registers: u32) -> Variant {
     Variant {
-        name,
-        flavor: Flavor::General,
         headdim,
         headdim_v: headdim,
         block_rows,
@@ -230,19 +240,20 @@ const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32) -
         shared_bytes: 4 * headdim * (block_rows + step) + 2 * 64 * block_rows,
         ..MAIN[3]
     }
+    .covering(Needs::GENERAL, name, registers)
 }
 
 const GENERAL: [Variant; 5] = [
-    general("volta_bwd_general_64", 64, 128, 32),
-    general("volta_bwd_general_96", 96, 128, 32),
-    general("volta_bwd_general_128", 128, 128, 32),
-    general("volta_bwd_general_192", 192, 64, 32),
-    general("volta_bwd_general_256", 256, 64, 16),
+    general("volta_bwd_general_64", 64, 128, 32, 184),
+    general("volta_bwd_general_96", 96, 128, 32, 234),
+    general("volta_bwd_general_128", 128, 128, 32, 255),
+    general("volta_bwd_general_192", 192, 64, 32, 239),
+    general("volta_bwd_general_256", 256, 64, 16, 240),
 ];
 
 /// The main kernel `main` without its dQ product.
-const fn keys(main: Variant, name: &'static str, source: &'static str) -> Variant {
-    Variant { name, pass: Pass::BackwardKeys, source, ..main }
+const fn keys(main: Variant, name: &'static str, source: &'static str, registers: u32) -> Variant {
+    Variant { name, pass: Pass::BackwardKeys, source, registers, ..main }
 }
 
 pub const BACKWARD: &[Variant] = &[
@@ -253,14 +264,14 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[3],
     MAIN[4],
     MAIN[5],
-    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles, and so
-    // fewer registers (194, 255, 187, 214, 199, 214) ...
-    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward/small_keys.cu"),
-    keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu"),
-    keys(MAIN[2], "volta_bwd_keys_96", "volta/backward/split_keys.cu"),
-    keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu"),
-    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward/split_keys.cu"),
-    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward/split_keys.cu"),
+    // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles and, but for
+    // headdim 64, fewer registers ...
+    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward/small_keys.cu", 194),
+    keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu", 255),
+    keys(MAIN[2], "volta_bwd_keys_96", "volta/backward/split_keys.cu", 187),
+    keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 214),
+    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward/split_keys.cu", 199),
+    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward/split_keys.cu", 214),
     // ... then dq.
     QUERIES[0],
     QUERIES[1],
@@ -269,27 +280,27 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[4],
     QUERIES[5],
     FINISH,
-    PREPARE.flavored(Flavor::Ragged, "volta_bwd_ragged_prepare"),
-    MAIN[0].flavored(Flavor::Ragged, "volta_bwd_ragged_32"),
-    MAIN[1].flavored(Flavor::Ragged, "volta_bwd_ragged_64"),
-    MAIN[2].flavored(Flavor::Ragged, "volta_bwd_ragged_96"),
-    MAIN[3].flavored(Flavor::Ragged, "volta_bwd_ragged_128"),
-    MAIN[4].flavored(Flavor::Ragged, "volta_bwd_ragged_192"),
-    MAIN[5].flavored(Flavor::Ragged, "volta_bwd_ragged_256"),
-    FINISH.flavored(Flavor::Ragged, "volta_bwd_ragged_finish"),
+    PREPARE.covering(Needs::RAGGED, "volta_bwd_ragged_prepare", 56),
+    MAIN[0].covering(Needs::RAGGED, "volta_bwd_ragged_32", 199),
+    MAIN[1].covering(Needs::RAGGED, "volta_bwd_ragged_64", 255),
+    MAIN[2].covering(Needs::RAGGED, "volta_bwd_ragged_96", 231),
+    MAIN[3].covering(Needs::RAGGED, "volta_bwd_ragged_128", 252),
+    MAIN[4].covering(Needs::RAGGED, "volta_bwd_ragged_192", 238),
+    MAIN[5].covering(Needs::RAGGED, "volta_bwd_ragged_256", 238),
+    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 39),
     GENERAL[0],
     GENERAL[1],
     GENERAL[2],
     GENERAL[3],
     GENERAL[4],
-    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu"),
-    keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu"),
-    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu"),
-    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu"),
-    keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu"),
-    QUERIES[1].flavored(Flavor::General, "volta_bwd_general_queries_64"),
-    QUERIES[2].flavored(Flavor::General, "volta_bwd_general_queries_96"),
-    QUERIES[3].flavored(Flavor::General, "volta_bwd_general_queries_128"),
-    QUERIES[4].flavored(Flavor::General, "volta_bwd_general_queries_192"),
-    QUERIES[5].flavored(Flavor::General, "volta_bwd_general_queries_256"),
+    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 177),
+    keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu", 206),
+    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 240),
+    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 190),
+    keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu", 230),
+    QUERIES[1].covering(Needs::GENERAL, "volta_bwd_general_queries_64", 198),
+    QUERIES[2].covering(Needs::GENERAL, "volta_bwd_general_queries_96", 213),
+    QUERIES[3].covering(Needs::GENERAL, "volta_bwd_general_queries_128", 227),
+    QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 176),
+    QUERIES[5].covering(Needs::GENERAL, "volta_bwd_general_queries_256", 152),
 ];

@@ -1,0 +1,11 @@
+//! Every compiled kernel variant: build.rs compiles these rows, the registry embeds them, the plan chooses from them.
+//! A new family is a folder like `volta`, and here its `mod` and its tables.
+
+// with their paths, since this file is a module of build.rs too
+#[path = "variants.rs"]
+pub mod variants;
+#[path = "volta/mod.rs"]
+pub mod volta;
+
+/// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
+pub const TABLES: &[&[variants::Variant]] = &[volta::FORWARD, volta::BACKWARD];

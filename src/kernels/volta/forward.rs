@@ -1,0 +1,109 @@
+//! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
+//! `docs/forward-kernel.md`. `registers` comes last in each row, of the 255 that one thread can have.
+
+use super::{Needs, Pass, Variant, VOLTA};
+
+/// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
+/// padded by 8 elements.
+const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let (slots, step, pad) = (4, 16, 8);
+    Variant {
+        name,
+        family: VOLTA,
+        pass: Pass::Forward,
+        needs: Needs::NONE,
+        source: "volta/forward/register_q.cu",
+        headdim,
+        headdim_v,
+        block_rows: 128,
+        step,
+        threads: 128,
+        shared_bytes: slots * step * 2 * (headdim + pad + headdim_v + pad),
+        blocks_per_sm,
+        registers,
+    }
+}
+
+/// `volta/forward/shared_q`: a block's rows of Q and one step of K and of V in shared memory.
+const fn shared_q(
+    name: &'static str,
+    (headdim, headdim_v): (u32, u32),
+    (block_rows, step): (u32, u32),
+    threads: u32,
+    blocks_per_sm: u32,
+    registers: u32,
+) -> Variant {
+    Variant {
+        name,
+        family: VOLTA,
+        pass: Pass::Forward,
+        needs: Needs::NONE,
+        source: "volta/forward/shared_q.cu",
+        headdim,
+        headdim_v,
+        block_rows,
+        step,
+        threads,
+        shared_bytes: 2 * (headdim * (block_rows + step) + headdim_v * step),
+        blocks_per_sm,
+        registers,
+    }
+}
+
+/// 128 rows, for grids that fill the GPU: each tile of K and V in shared memory serves many rows.
+const LARGE: (u32, u32) = (128, 32);
+/// 64 rows by two groups of 4 warps, each of which takes 32 of the 64 keys of a step: four times as many
+/// warps for the same rows, for grids that would leave SMs or their schedulers idle.
+const SMALL: (u32, u32) = (64, 64);
+
+/// The kernel with Q in shared memory, also for headdim 64, whose registers are needed for the scores. What changes them
+/// is made at every step from parameters, so that the tiles can be the plain kernels'.
+const fn general(plain: Variant, name: &'static str, registers: u32) -> Variant {
+    let headdims = (plain.headdim, plain.headdim_v);
+    // 256 threads take 64 rows of 12 chunks at once (TileStream)
+    let tile = if plain.headdim == 96 { (128, 64) } else { LARGE };
+    let blocks_per_sm = if plain.headdim == 64 { 2 } else { 1 };
+    shared_q(name, headdims, tile, 256, blocks_per_sm, registers).covering(Needs::GENERAL, name, registers)
+}
+
+const PLAIN_LARGE: [Variant; 7] = [
+    register_q("volta_fwd_32x32", 32, 32, 3, 168),
+    // 64 registers of Q and 64 of output: two blocks.
+    register_q("volta_fwd_64x64", 64, 64, 2, 245),
+    // 32 rows a warp: 96 and 128 registers of output; 36 and 48 KB: two blocks.
+    shared_q("volta_fwd_96x96", (96, 96), LARGE, 128, 2, 213),
+    shared_q("volta_fwd_128x128", (128, 128), LARGE, 128, 2, 248),
+    // 32 rows of output or of Q would not leave room for two blocks, so 16 rows a warp and 8 warps: the
+    // same two warps a scheduler, in one block that shares each tile of K and V: 68 and 72 KB.
+    shared_q("volta_fwd_192x128", (192, 128), LARGE, 256, 1, 163),
+    shared_q("volta_fwd_192x192", (192, 192), LARGE, 256, 1, 184),
+    // 128 registers of output; exactly the 96 KB that a block can have.
+    shared_q("volta_fwd_256x256", (256, 256), LARGE, 256, 1, 222),
+];
+
+pub const FORWARD: &[Variant] = &[
+    PLAIN_LARGE[0],
+    PLAIN_LARGE[1],
+    // 24 KB: two blocks.
+    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2, 120),
+    PLAIN_LARGE[2],
+    PLAIN_LARGE[3],
+    // Too many registers for two blocks of 256 threads; 48 KB.
+    shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1, 168),
+    PLAIN_LARGE[4],
+    PLAIN_LARGE[5],
+    PLAIN_LARGE[6],
+    PLAIN_LARGE[0].covering(Needs::RAGGED, "volta_fwd_ragged_32x32", 168),
+    PLAIN_LARGE[1].covering(Needs::RAGGED, "volta_fwd_ragged_64x64", 250),
+    PLAIN_LARGE[2].covering(Needs::RAGGED, "volta_fwd_ragged_96x96", 214),
+    PLAIN_LARGE[3].covering(Needs::RAGGED, "volta_fwd_ragged_128x128", 250),
+    PLAIN_LARGE[4].covering(Needs::RAGGED, "volta_fwd_ragged_192x128", 163),
+    PLAIN_LARGE[5].covering(Needs::RAGGED, "volta_fwd_ragged_192x192", 186),
+    PLAIN_LARGE[6].covering(Needs::RAGGED, "volta_fwd_ragged_256x256", 222),
+    general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 122),
+    general(PLAIN_LARGE[2], "volta_fwd_general_96x96", 202),
+    general(PLAIN_LARGE[3], "volta_fwd_general_128x128", 182),
+    general(PLAIN_LARGE[4], "volta_fwd_general_192x128", 186),
+    general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 216),
+    general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 254),
+];

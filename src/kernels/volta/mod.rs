@@ -1,0 +1,26 @@
+//! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
+
+mod backward;
+mod forward;
+
+pub use backward::BACKWARD;
+pub use forward::FORWARD;
+
+use super::variants::{Family, Needs, Pass, Scratch, Variant};
+
+pub const VOLTA: Family = Family {
+    name: "volta",
+    sm: 70,
+    native: &[70, 72],
+    shared_bytes: 96 * 1024,
+    threads: 2048,
+    // csrc/volta/backward/row_stats.cuh
+    scratch: Some(Scratch {
+        row_rounding: 32,
+        group_rows: 4,
+        group_floats: 16,
+        // every value is there twice: these are the first copies
+        minus_lse_at: &[0, 1, 4, 5],
+        minus_delta_at: &[8, 9, 12, 13],
+    }),
+};

@@ -1,0 +1,167 @@
+"""Did a change touch the machine code? Compares the kernels of two builds, instruction by instruction.
+
+    python tools/compare_kernels.py BEFORE AFTER
+
+BEFORE and AFTER are built libraries (libvolta_fa.so), or folders of compiled kernels (target/volta-fa-kernels, of which the
+newest entry of each kernel counts). Exits with 0 where the same kernels have the same machine code, else with 1.
+
+Python's standard library and libzstd are enough for that. What differs is disassembled with nvdisasm, where VOLTA_SIM_NVDISASM
+names one or triton, which comes with torch, has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import difflib
+import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ELF_MAGIC = b"\x7fELF"
+EM_CUDA = 190
+#: Lines of a difference that are shown of each kernel.
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One cubin: what of it a GPU runs."""
+
+    cubin: bytes
+    #: contents of the code and of the constants that the compiler laid out
+    sections: dict[str, bytes]
+    registers: int
+
+    def instructions(self, nvdisasm: str) -> list[str]:
+        """Its assembly without addresses."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            text = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return [" ".join(line.split()) for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", text)]
+
+
+class Zstd:
+    """libzstd, as far as it takes to unpack frames that lie somewhere in a file."""
+
+    def __init__(self) -> None:
+        name = ctypes.util.find_library("zstd")
+        if name is None:
+            raise SystemExit("compare_kernels: libzstd is not installed")
+        self._library = library = ctypes.CDLL(name)
+        for function in ("ZSTD_findFrameCompressedSize", "ZSTD_decompress", "ZSTD_isError"):
+            getattr(library, function).restype = ctypes.c_size_t
+        library.ZSTD_getFrameContentSize.restype = ctypes.c_ulonglong
+
+    def frame(self, data: bytes) -> bytes | None:
+        """The content of the frame that `data` begins with; None if it is none."""
+        library, bound = self._library, 2**26
+        size = library.ZSTD_getFrameContentSize(data, ctypes.c_size_t(len(data)))
+        room = size if size < 2**40 else bound  # beyond that: unknown, or no frame
+        packed = library.ZSTD_findFrameCompressedSize(data, ctypes.c_size_t(len(data)))
+        if library.ZSTD_isError(ctypes.c_size_t(packed)) or room > bound:
+            return None
+        out = ctypes.create_string_buffer(max(room, 1))
+        got = library.ZSTD_decompress(out, ctypes.c_size_t(room), data, ctypes.c_size_t(packed))
+        return None if library.ZSTD_isError(ctypes.c_size_t(got)) else out.raw[:got]
+
+
+def parse(cubin: bytes) -> tuple[str, Kernel]:
+    """The kernel of an ELF cubin, and its name."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry, count, strings = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQII", cubin, table + i * entry) for i in range(count)]
+
+    def name(header: tuple[int, ...]) -> str:
+        start = headers[strings][4] + header[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    found, registers, kernel = {}, 0, ""
+    for header in headers:
+        section = name(header)
+        if section.startswith((".text.", ".nv.constant")):
+            found[section] = cubin[header[4] : header[4] + header[5]]
+        if section.startswith(".text."):
+            kernel, registers = section.removeprefix(".text."), header[7] >> 24
+    return kernel, Kernel(cubin, found, registers)
+
+
+def kernels(path: Path) -> dict[str, Kernel]:
+    """By name, those of a library or of a folder of compiled kernels."""
+    zstd = Zstd()
+    if path.is_dir():
+        packed = [file.read_bytes() for file in sorted(path.glob("*/cubin.zst"), key=lambda file: file.stat().st_mtime)]
+    else:
+        library = path.read_bytes()
+        # a frame's end is not known before it is unpacked
+        packed = [library[m.start() : m.start() + 2**22] for m in re.finditer(re.escape(ZSTD_MAGIC), library)]
+    contents = (zstd.frame(data) for data in packed)
+    cubins = [data for data in contents if data and data.startswith(ELF_MAGIC) and struct.unpack_from("<H", data, 18)[0] == EM_CUDA]
+    if not cubins:
+        raise SystemExit(f"compare_kernels: {path} holds no kernels")
+    return dict(map(parse, cubins))
+
+
+def find_nvdisasm() -> str | None:
+    named = os.environ.get("VOLTA_SIM_NVDISASM")
+    if named:
+        return named
+    triton = importlib.util.find_spec("triton")
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else None
+    return str(tool) if tool and tool.exists() else None
+
+
+def difference(before: Kernel, after: Kernel, nvdisasm: str | None) -> list[str]:
+    """How two kernels of one name differ, in lines; the first is a summary. Empty: not at all."""
+    if before.sections == after.sections and before.registers == after.registers:
+        return []
+    summary = f"registers {before.registers} -> {after.registers}"
+    if nvdisasm is None:
+        return [f"{summary}; nvdisasm, which would say more, was not found"]
+    old, new = before.instructions(nvdisasm), after.instructions(nvdisasm)
+    summary += f", instructions {len(old)} -> {len(new)}"
+    if old == new:
+        return [f"{summary}: the same instructions; {', '.join(_differing_sections(before, after))} differ"]
+    changes = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
+    lines = [f"{summary}, {len(changes)} lines of difference", *changes[:SHOWN]]
+    return lines + ["..."] if len(changes) > SHOWN else lines
+
+
+def _differing_sections(before: Kernel, after: Kernel) -> list[str]:
+    names = sorted(before.sections.keys() | after.sections.keys())
+    return [name for name in names if before.sections.get(name) != after.sections.get(name)] or ["register counts"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    options = parser.parse_args()
+    before, after = kernels(options.before), kernels(options.after)
+    nvdisasm = find_nvdisasm()
+    same, changed = 0, 0
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after or name not in before:
+            lines = ["only in " + str(options.before if name in before else options.after)]
+        else:
+            lines = difference(before[name], after[name], nvdisasm)
+        if lines:
+            changed += 1
+            print(f"{name}: " + "\n    ".join(lines))
+        else:
+            same += 1
+    print(f"{same} kernels have the same machine code, {changed} do not")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
