@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::ffi::PlanArgs;
-use crate::kernels::{self, Code, Need, Needs, Pass, Variant, COMPILED};
+use crate::kernels::{self, Code, Need, Needs, Variant, COMPILED, PASSES};
 use crate::launch::{driver, only_family};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, Features, Window};
@@ -37,7 +37,7 @@ fn variant(v: &Variant) -> Value {
 /// Version, features, passes, families and every variant with its resources.
 pub fn describe() -> Value {
     let variants: Vec<Value> = kernels::variants().map(variant).collect();
-    let passes = Pass::ALL.map(|p| {
+    let passes = PASSES.map(|p| {
         json!({
             "name": format!("{:?}", p.pass),
             "params": p.params.name(),

@@ -4,6 +4,8 @@ That each kernel's parameter block has the size of the Rust struct, and the regi
 in tests/kernels.rs.
 """
 
+import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -103,11 +105,33 @@ def test_the_restriction_holds_for_calls(backend):
     torch.ops.volta_fa.fwd(q, q, q)
 
 
-def test_compared_with_itself_nothing_changed():
-    tool = REPOSITORY / "tools" / "compare_kernels.py"
-    ran = subprocess.run([sys.executable, tool, LIBRARY, LIBRARY], capture_output=True, text=True)
+COMPARE = REPOSITORY / "tools" / "compare_kernels.py"
+
+
+def test_a_library_compared_with_itself():
+    ran = subprocess.run([sys.executable, COMPARE, LIBRARY, LIBRARY], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"{len(INFO['variants'])} kernels have the same machine code, 0 do not\n"
+
+
+def test_compared_kernels_differ_by_a_bit(monkeypatch):
+    spec = importlib.util.spec_from_file_location("compare_kernels", COMPARE)
+    compare = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, compare)  # its dataclass looks itself up there
+    spec.loader.exec_module(compare)
+    found = compare.kernels(LIBRARY)
+    assert {name: kernel.registers for name, kernel in found.items()} == {v["name"]: v["registers"] for v in INFO["variants"]}
+    kernel = found["volta_fwd_64x64"]
+    assert compare.difference(kernel, kernel, None) == []
+    code = bytearray(kernel.sections[".text.volta_fwd_64x64"])
+    code[1000] ^= 1
+    changed = dataclasses.replace(kernel, sections={**kernel.sections, ".text.volta_fwd_64x64": bytes(code)})
+    assert "registers 245 -> 245" in compare.difference(kernel, changed, None)[0]
+    assert compare.difference(kernel, dataclasses.replace(kernel, registers=246), None)
+    nvdisasm = compare.find_nvdisasm()
+    if nvdisasm:
+        summary, *lines = compare.difference(kernel, found["volta_fwd_ragged_64x64"], nvdisasm)
+        assert "instructions" in summary and len(lines) == compare.SHOWN + 1
 
 
 def test_library_size():

@@ -60,19 +60,17 @@ class Zstd:
         self._library = library = ctypes.CDLL(name)
         for function in ("ZSTD_findFrameCompressedSize", "ZSTD_decompress", "ZSTD_isError"):
             getattr(library, function).restype = ctypes.c_size_t
-        library.ZSTD_getFrameContentSize.restype = ctypes.c_ulonglong
+        # frames do not say how large their content is; a kernel is a few hundred KB
+        self._content = ctypes.create_string_buffer(2**24)
 
     def frame(self, data: bytes) -> bytes | None:
         """The content of the frame that `data` begins with; None if it is none."""
-        library, bound = self._library, 2**26
-        size = library.ZSTD_getFrameContentSize(data, ctypes.c_size_t(len(data)))
-        room = size if size < 2**40 else bound  # beyond that: unknown, or no frame
-        packed = library.ZSTD_findFrameCompressedSize(data, ctypes.c_size_t(len(data)))
-        if library.ZSTD_isError(ctypes.c_size_t(packed)) or room > bound:
+        library, content = self._library, self._content
+        size = library.ZSTD_findFrameCompressedSize(data, ctypes.c_size_t(len(data)))
+        if library.ZSTD_isError(ctypes.c_size_t(size)):
             return None
-        out = ctypes.create_string_buffer(max(room, 1))
-        got = library.ZSTD_decompress(out, ctypes.c_size_t(room), data, ctypes.c_size_t(packed))
-        return None if library.ZSTD_isError(ctypes.c_size_t(got)) else out.raw[:got]
+        got = library.ZSTD_decompress(content, ctypes.c_size_t(len(content)), data, ctypes.c_size_t(size))
+        return None if library.ZSTD_isError(ctypes.c_size_t(got)) else ctypes.string_at(content, got)
 
 
 def parse(cubin: bytes) -> tuple[str, Kernel]:
@@ -102,8 +100,8 @@ def kernels(path: Path) -> dict[str, Kernel]:
         packed = [file.read_bytes() for file in sorted(path.glob("*/cubin.zst"), key=lambda file: file.stat().st_mtime)]
     else:
         library = path.read_bytes()
-        # a frame's end is not known before it is unpacked
-        packed = [library[m.start() : m.start() + 2**22] for m in re.finditer(re.escape(ZSTD_MAGIC), library)]
+        # where a frame ends is known when it is unpacked
+        packed = [library[m.start() : m.start() + 2**20] for m in re.finditer(re.escape(ZSTD_MAGIC), library)]
     contents = (zstd.frame(data) for data in packed)
     cubins = [data for data in contents if data and data.startswith(ELF_MAGIC) and struct.unpack_from("<H", data, 18)[0] == EM_CUDA]
     if not cubins:

@@ -22,7 +22,7 @@ pub enum Need {
 impl Need {
     pub const ALL: [Need; 7] = [Need::Lengths, Need::Sinks, Need::Bf16Gradients, Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout];
 
-    /// As `_info()` says it.
+    /// As `_info()` and `_plan()` have it.
     pub const fn name(self) -> &'static str {
         match self {
             Need::Lengths => "lengths",
@@ -146,42 +146,41 @@ pub struct PassFacts {
     pub needs: Needs,
 }
 
-impl Pass {
-    /// The table of passes, in the order of the enum.
-    pub const ALL: [PassFacts; 6] = {
-        use {ParamBlock as P, Rows::*};
-        // backward finds all that sinks did in softmax_lse
-        let gradients = Needs::GENERAL.without(Needs::of(&[Need::Sinks]));
-        // these two see no scores
-        let (prepare, finish) = (Needs::of(&[Need::Lengths]), Needs::of(&[Need::Lengths, Need::Bf16Gradients]));
-        [
-            pass(Pass::Forward, P::Forward, Queries, Needs::GENERAL.without(Needs::of(&[Need::Bf16Gradients]))),
-            pass(Pass::BackwardPrepare, P::Backward, ScratchQueries, prepare),
-            pass(Pass::Backward, P::Backward, Keys, gradients),
-            pass(Pass::BackwardKeys, P::Backward, Keys, gradients),
-            pass(Pass::BackwardQueries, P::Backward, Queries, gradients),
-            pass(Pass::BackwardFinish, P::Backward, Queries, finish),
-        ]
-    };
-
-    pub const fn facts(self) -> PassFacts {
-        Pass::ALL[self as usize]
+/// The table of passes, in the order of the enum.
+pub const PASSES: [PassFacts; 6] = {
+    use {ParamBlock as P, Rows::*};
+    const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
+        PassFacts { pass, params, rows, needs }
     }
-}
-
-const fn pass(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
-    PassFacts { pass, params, rows, needs }
-}
+    // backward finds all that sinks did in softmax_lse
+    let gradients = Needs::GENERAL.without(Needs::of(&[Need::Sinks]));
+    // these two see no scores
+    let (prepare, finish) = (Needs::of(&[Need::Lengths]), Needs::of(&[Need::Lengths, Need::Bf16Gradients]));
+    [
+        row(Pass::Forward, P::Forward, Queries, Needs::GENERAL.without(Needs::of(&[Need::Bf16Gradients]))),
+        row(Pass::BackwardPrepare, P::Backward, ScratchQueries, prepare),
+        row(Pass::Backward, P::Backward, Keys, gradients),
+        row(Pass::BackwardKeys, P::Backward, Keys, gradients),
+        row(Pass::BackwardQueries, P::Backward, Queries, gradients),
+        row(Pass::BackwardFinish, P::Backward, Queries, finish),
+    ]
+};
 
 const _: () = {
     let mut i = 0;
-    while i < Pass::ALL.len() {
-        assert!(Pass::ALL[i].pass as usize == i);
+    while i < PASSES.len() {
+        assert!(PASSES[i].pass as usize == i);
         i += 1;
     }
 };
 
-/// Passes of one launch after the other: a plan takes their kernels as a set, from one family, since they share scratch memory.
+impl Pass {
+    pub const fn facts(self) -> PassFacts {
+        PASSES[self as usize]
+    }
+}
+
+/// Passes whose kernels run one after the other and share scratch memory: a plan takes them as a set, from one family.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::Backward, Pass::BackwardFinish];
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::BackwardKeys, Pass::BackwardQueries];
