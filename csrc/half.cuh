@@ -1,4 +1,4 @@
-// Between fp16 and fp32, in pairs.
+// Between fp32 and the 16-bit types, in pairs.
 #pragma once
 
 // Two floats to packed fp16, rounded to nearest (the XU pipe: not for inner loops).
@@ -15,4 +15,19 @@ __device__ __forceinline__ float2 to_float2(unsigned packed) {
     float2 r;
     asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(packed));
     return r;
+}
+
+// Two floats to packed bf16, rounded to nearest even by integers: sm_70 has no instruction for it. Rounding upwards carries into
+// the exponent, and from the largest number to infinity. Of some NaN it would make a number, so each becomes the canonical one.
+__device__ __forceinline__ unsigned to_bfloat2(float lo, float hi) {
+    const auto rounded = [](float x) {  // its upper half
+        const unsigned bits = __float_as_uint(x);
+        return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fff0000u;
+    };
+    return __byte_perm(rounded(lo), rounded(hi), 0x7632);
+}
+
+// Packed bf16 to two floats.
+__device__ __forceinline__ float2 bfloat_to_float2(unsigned packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }

@@ -5,7 +5,7 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::launch::{driver::Driver, Launcher};
-use crate::ops::{self, Call, Gradients, Inputs, Saved};
+use crate::ops::{self, merge, Call, Gradients, Inputs, Saved};
 use crate::options::OptionArgs;
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -178,6 +178,53 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
     status("bwd", || unsafe { ops::check_backward(&call(&(*args).attention), &saved(&*args)) })
+}
+
+/// Arguments of `volta_fa::merge_attention_states`.
+#[repr(C)]
+pub struct MergeArgs {
+    pub out_a: *mut c_void,
+    pub softmax_lse_a: *mut c_void,
+    pub out_b: *mut c_void,
+    pub softmax_lse_b: *mut c_void,
+    /// as in [`AttentionArgs`]
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn states(args: &MergeArgs) -> merge::States {
+    unsafe {
+        merge::States {
+            outs: [required(args.out_a), required(args.out_b)],
+            lses: [required(args.softmax_lse_a), required(args.softmax_lse_b)],
+            stream: args.stream,
+        }
+    }
+}
+
+/// `volta_fa::merge_attention_states`; `outputs` receives out, softmax_lse.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *mut c_void) -> Status {
+    status("merge_attention_states", || unsafe {
+        let (out, softmax_lse) = merge::merge(&states(&*args))?;
+        for (i, t) in [out, softmax_lse].into_iter().enumerate() {
+            *outputs.add(i) = release(t);
+        }
+        Ok(())
+    })
+}
+
+/// What [`volta_fa_merge`] would refuse, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs) -> Status {
+    status("merge_attention_states", || unsafe { merge::check(&states(&*args)) })
 }
 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.

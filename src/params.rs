@@ -157,3 +157,30 @@ pub struct BwdParams {
     pub dbias_row_stride: i64,
     pub dbias_key_stride: i64,
 }
+
+/// Element type of the tensors that the merge kernel reads and writes.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeElement {
+    Half,
+    Bfloat,
+    Float,
+}
+
+/// Parameter block of the merge kernel (`volta_fa::merge_attention_states`). The pointers of the three tensors are of `element`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MergeParams {
+    pub out_a: Operand,
+    pub out_b: Operand,
+    pub out: Output,
+    /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf where a part saw no key
+    pub lse_a: *const f32,
+    pub lse_b: *const f32,
+    pub lse: *mut f32,
+    pub nheads: i32,
+    pub seqlen_q: i32,
+    /// a multiple of 8
+    pub headdim_v: i32,
+    pub element: MergeElement,
+}

@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
-use crate::problem::Attention;
+use crate::problem::{Attention, MergedStates};
 
 /// Restricts plans to one family, for tests and comparisons.
 pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
@@ -115,7 +115,7 @@ fn names(families: &[(&'static Family, Code)]) -> String {
 fn choose<const N: usize>(
     kernels: Kernels,
     passes: [Pass; N],
-    a: &Attention,
+    [headdim, headdim_v]: [i64; 2],
     needs: Needs,
     d: &DeviceLimits,
 ) -> Result<[&'static Variant; N]> {
@@ -123,7 +123,7 @@ fn choose<const N: usize>(
     for (family, _) in &families {
         let found = passes.map(|pass| {
             let needs = needs.intersection(pass.facts().needs);
-            let holds = |v: &&Variant| v.needs.covers(needs) && v.headdim as i64 >= a.headdim && v.headdim_v as i64 >= a.headdim_v;
+            let holds = |v: &&Variant| v.needs.covers(needs) && v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
             let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
             kernels.of(family, pass).filter(holds).filter(fits).min_by_key(|v| cost(v, needs))
         });
@@ -145,12 +145,10 @@ fn choose<const N: usize>(
             let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
             format!(
-                "no {} {}{with}{} for headdim {} and headdim_v {} fits this GPU's {} bytes of shared memory a block{only}",
+                "no {} {}{with}{} for headdim {headdim} and headdim_v {headdim_v} fits this GPU's {} bytes of shared memory a block{only}",
                 names(&families),
                 if N == 1 { "kernel" } else { "kernels" },
                 asked.join(", "),
-                a.headdim,
-                a.headdim_v,
                 d.shared_bytes_per_block
             )
         }
@@ -168,6 +166,10 @@ fn planned(variant: &'static Variant, a: &Attention) -> PlannedKernel {
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
     };
+    on_grid(variant, rows, heads)
+}
+
+fn on_grid(variant: &'static Variant, rows: i64, heads: i64) -> PlannedKernel {
     PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
 }
 
@@ -198,7 +200,7 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// The same with other kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)?;
+    let [large] = choose(kernels, kernels::FORWARD, [a.headdim, a.headdim_v], needs(a, BackwardMode::default()), d)?;
     Ok(planned(smaller(kernels, large, a, d).unwrap_or(large), a))
 }
 
@@ -211,7 +213,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 /// The same with other kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     let passes = if mode.deterministic { kernels::DETERMINISTIC_BACKWARD } else { kernels::BACKWARD };
-    let chosen = choose(kernels, passes, a, needs(a, mode), d)?;
+    let chosen = choose(kernels, passes, [a.headdim, a.headdim_v], needs(a, mode), d)?;
     let [prepare, main, finish] = chosen.map(|variant| planned(variant, a));
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
@@ -226,6 +228,12 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         scratch_rows,
         headdim_rounded: if mode.deterministic { 0 } else { main.variant.headdim as i64 },
     })
+}
+
+/// Plan the merge of non-empty states. Its kernel takes any headdim.
+pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [variant] = choose(COMPILED, [Pass::Merge], [0, 0], Needs::NONE, d)?;
+    Ok(on_grid(variant, m.seqlen_q, m.nheads))
 }
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.

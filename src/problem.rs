@@ -574,3 +574,54 @@ pub fn validate_backward(
         None => Ok(()),
     }
 }
+
+/// A checked `volta_fa::merge_attention_states`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergedStates {
+    /// 1 where packed
+    pub batch: i64,
+    pub seqlen_q: i64,
+    pub nheads: i64,
+    pub headdim_v: i64,
+}
+
+/// Check the tensors of `volta_fa::merge_attention_states`: two outs and their softmax_lse, dense or packed.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], backend: Backend) -> Result<MergedStates> {
+    let [a, b] = outs;
+    let floats = [DType::Half, DType::BFloat16, DType::Float, DType::Double];
+    let allowed = if backend == Backend::Kernels { &floats[..3] } else { &floats };
+    if !allowed.contains(&a.dtype) {
+        let names: Vec<String> = allowed.iter().map(DType::to_string).collect();
+        return Err(Error::value("out_a", format!("dtype {}", a.dtype), names.join(", ")));
+    }
+    let packed = a.sizes.len() == 3;
+    let sizes = Sizes::of("out_a", a, packed)?;
+    check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
+    check_same("out_b", "device", b.device, "out_a", a.device)?;
+    if !same_sizes(&a.sizes, &b.sizes) {
+        return Err(Error::value("out_b", shape(b), format!("{}, that of out_a", shape(a))));
+    }
+    for (name, d) in [("out_a", a), ("out_b", b)] {
+        check_layout(name, d, backend)?;
+    }
+    let expected = if packed { vec![sizes.nheads, sizes.rows] } else { vec![sizes.batch, sizes.nheads, sizes.rows] };
+    for (name, d) in ["softmax_lse_a", "softmax_lse_b"].into_iter().zip(lses) {
+        if d.dtype != DType::Float {
+            return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.float32"));
+        }
+        check_same(name, "device", d.device, "out_a", a.device)?;
+        if !same_sizes(&d.sizes, &expected) {
+            return Err(Error::value(name, shape(d), format!("shape {}, that of out_a's softmax_lse", listed(&expected))));
+        }
+    }
+    for (what, n, most) in [(if packed { "total" } else { "seqlen" }, sizes.rows, MAX_SEQLEN), ("nheads", sizes.nheads, MAX_HEADS)] {
+        if n > most {
+            return Err(Error::value("out_a", format!("{what} {n}"), format!("at most {most}")));
+        }
+    }
+    let batch = if packed { 1 } else { sizes.batch };
+    Ok(MergedStates { batch, seqlen_q: sizes.rows, nheads: sizes.nheads, headdim_v: sizes.headdim })
+}

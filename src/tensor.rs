@@ -127,7 +127,8 @@ pub fn operand(t: &Tensor, batch: i64) -> Operand {
         [s, h, _] => [0, s, h],
         _ => unreachable!("validation checked the rank"),
     };
-    let ptr = (t.data_ptr() as *const u16).wrapping_offset((batch * batch_stride) as isize);
+    let bytes = batch * batch_stride * t.kind().elt_size_in_bytes() as i64;
+    let ptr = (t.data_ptr() as *const u8).wrapping_offset(bytes as isize).cast();
     Operand { ptr, batch_stride, row_stride, head_stride }
 }
 

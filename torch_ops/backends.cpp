@@ -6,18 +6,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <limits>
 
 namespace volta_fa {
 namespace {
-
-void *current_stream(const Tensor &t) {
-    if (!t.is_cuda()) return nullptr;
-    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
-}
 
 // Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
 // a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)

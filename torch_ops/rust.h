@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <array>
@@ -33,6 +34,11 @@ inline void check(Status status) {
 inline Tensor take_tensor(void *handle) {
     std::unique_ptr<Tensor> owned(static_cast<Tensor *>(handle));
     return std::move(*owned);
+}
+
+inline void *current_stream(const Tensor &t) {
+    if (!t.is_cuda()) return nullptr;
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
 }
 
 // The arguments that both ops have, all but the stream. They borrow the tensors. fwd without dropout returns an empty

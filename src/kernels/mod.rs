@@ -9,7 +9,7 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::params::{BwdParams, FwdParams};
+use crate::params::{BwdParams, FwdParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
@@ -99,6 +99,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
+        ParamBlock::Merge => size_of::<MergeParams>(),
     }
 }
 

@@ -104,6 +104,8 @@ pub enum Pass {
     BackwardQueries,
     /// dq's accumulator to fp16 or bf16
     BackwardFinish,
+    /// attention over two sets of keys from that over each
+    Merge,
 }
 
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
@@ -111,16 +113,18 @@ pub enum Pass {
 pub enum ParamBlock {
     Forward,
     Backward,
+    Merge,
 }
 
 impl ParamBlock {
-    pub const ALL: [ParamBlock; 2] = [ParamBlock::Forward, ParamBlock::Backward];
+    pub const ALL: [ParamBlock; 3] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge];
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
         match self {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::Backward => "BwdParams",
+            ParamBlock::Merge => "MergeParams",
         }
     }
 }
@@ -147,7 +151,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 6] = {
+pub const PASSES: [PassFacts; 7] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -163,6 +167,7 @@ pub const PASSES: [PassFacts; 6] = {
         row(Pass::BackwardKeys, P::Backward, Keys, gradients),
         row(Pass::BackwardQueries, P::Backward, Queries, gradients),
         row(Pass::BackwardFinish, P::Backward, Queries, finish),
+        row(Pass::Merge, P::Merge, Queries, Needs::NONE),
     ]
 };
 

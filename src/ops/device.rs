@@ -166,7 +166,7 @@ fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scra
     Ok(())
 }
 
-fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
+pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
     let [x, y] = planned.blocks;
     launcher.launch(&Launch { variant: planned.variant, grid: [x, y, batches as u32], params, extents })
 }

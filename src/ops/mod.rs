@@ -4,6 +4,7 @@ mod bf16;
 pub mod cpu;
 mod device;
 pub mod dropout;
+pub mod merge;
 mod parameters;
 
 use crate::error::{Error, Result};

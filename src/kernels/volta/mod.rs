@@ -2,9 +2,11 @@
 
 mod backward;
 mod forward;
+mod merge;
 
 pub use backward::BACKWARD;
 pub use forward::FORWARD;
+pub use merge::MERGE;
 
 use super::variants::{Family, Needs, Pass, Scratch, Variant};
 

@@ -1,0 +1,21 @@
+//! The kernel that merges attention states.
+
+use super::{Needs, Pass, Variant, VOLTA};
+
+/// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with four 16-byte
+/// loads each in flight.
+pub const MERGE: &[Variant] = &[Variant {
+    name: "volta_merge",
+    family: VOLTA,
+    pass: Pass::Merge,
+    needs: Needs::NONE,
+    source: "merge/merge.cu",
+    headdim: 256,
+    headdim_v: 256,
+    block_rows: 32,
+    step: 0,
+    threads: 256,
+    shared_bytes: 0,
+    blocks_per_sm: 4,
+    registers: 40,
+}];

@@ -1,0 +1,132 @@
+"""volta_fa::merge_attention_states: attention over all keys, from attention over two parts of them."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from conftest import Case, on
+from test_validation import refused
+
+merge = torch.ops.volta_fa.merge_attention_states
+BACKENDS = on("cpu-fp32", "cpu-fp64", "cpu-bf16", "sim", "sim-bf16", "cuda", "cuda-bf16")
+EPSILON = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-22, torch.float64: 2**-22}  # softmax_lse is fp32
+
+
+def simulated(backend):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+
+
+def reference(out_a, lse_a, out_b, lse_b):
+    """In fp64, written out."""
+    sum_a, sum_b = (torch.where(lse == math.inf, 0.0, lse.double().exp()).transpose(-1, -2)[..., None] for lse in (lse_a, lse_b))
+    both = sum_a + sum_b
+    out = (sum_a * out_a.double() + sum_b * out_b.double()) / both
+    lse = both.log()[..., 0].transpose(-1, -2)
+    return out.masked_fill(both == 0, 0.0), lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def states(backend, *shape):
+    out = backend.randn(*shape)
+    lse = backend.randn(*(shape[:-3] + (shape[-2], shape[-3]))).float() * 3
+    return out, lse
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 3, 64), (1, 1, 1, 8), (3, 70, 2, 20), (65, 5, 256), (40, 2, 512), (2, 64, 4, 1)], ids=str)
+@BACKENDS
+def test_against_the_formula(backend, shape):
+    simulated(backend)
+    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
+    # rows that one part, the other, or both have no key for; what such a part's out holds does not matter
+    lse_a.flatten()[::5] = math.inf
+    lse_b.flatten()[::7] = math.inf
+    rows = lse_a.transpose(-1, -2) == math.inf
+    expected, expected_lse = reference(out_a, lse_a, out_b, lse_b)
+    out, lse = merge(torch.where(rows[..., None], torch.nan, out_a), lse_a, out_b, lse_b)
+    assert (out.dtype, lse.dtype) == (out_a.dtype, torch.float32)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2**-22, atol=2**-20)
+    torch.testing.assert_close(out.double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_parts_of_the_keys(backend):
+    """The op's use: what two calls over parts of the keys give, beside one over all of them."""
+    simulated(backend)
+    q, k, v, _ = Case(37, 90, 64, nheads=4, nheads_k=2).inputs(backend)
+    fwd = torch.ops.volta_fa.fwd
+    whole, whole_lse, _ = fwd(q, k, v)
+    first, second = (fwd(q, k[:, part], v[:, part])[:2] for part in (slice(0, 41), slice(41, None)))
+    out, lse = merge(*first, *second)
+    tolerance = 2e-3 if backend.kernels else 1e-5
+    torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_strides(backend):
+    simulated(backend)
+    shape = (2, 19, 3, 40)
+    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
+    expected = merge(out_a, lse_a, out_b, lse_b)
+    strided = out_a.transpose(1, 2).contiguous().transpose(1, 2)
+    for found, e in zip(merge(strided, lse_a.mT.contiguous().mT, out_b, lse_b), expected):
+        assert torch.equal(found, e)
+        assert found.is_contiguous()
+
+
+@pytest.mark.cuda
+@on("cuda")
+def test_fp32_on_a_gpu(backend):
+    shape = (2, 33, 3, 64)
+    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
+    out_a, out_b = out_a.float(), out_b.float()
+    expected, expected_lse = reference(out_a, lse_a, out_b, lse_b)
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2**-22, atol=2**-20)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_nothing_to_merge(backend):
+    simulated(backend)
+    for shape in [(0, 5, 2, 8), (2, 0, 2, 8), (0, 2, 8)]:
+        out, lse = merge(*states(backend, *shape), *states(backend, *shape))
+        assert out.shape == shape and lse.shape == shape[:-3] + (shape[-2], shape[-3])
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_opcheck(backend):
+    simulated(backend)
+    opcheck(merge.default, (*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16)))
+
+
+WRONG = {
+    "rank": (lambda a: {"out_a": a["out_a"][0, 0]}, ["out_a: got a tensor of rank 2"]),
+    "dtype": (lambda a: {"out_a": a["out_a"].int()}, ["out_a: got dtype torch.int32", "torch.float16"]),
+    "other dtype": (lambda a: {"out_b": a["out_b"].double()}, ["out_b: got dtype torch.float64"]),
+    "shape": (lambda a: {"out_b": a["out_b"][:, 1:]}, ["out_b: got shape (2, 9, 6, 64)", "(2, 10, 6, 64)"]),
+    "stride": (lambda a: {"out_b": a["out_b"][..., :1].expand(2, 10, 6, 64)}, ["out_b: got stride 0 in the last dimension"]),
+    "lse dtype": (lambda a: {"softmax_lse_a": a["softmax_lse_a"].half()}, ["softmax_lse_a: got dtype torch.float16", "torch.float32"]),
+    "lse shape": (lambda a: {"softmax_lse_b": a["softmax_lse_b"].mT}, ["softmax_lse_b: got shape (2, 10, 6)", "(2, 6, 10)"]),
+    "device": (lambda a: {"softmax_lse_b": a["softmax_lse_b"].to("meta")}, ["softmax_lse_b: got device meta"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_arguments(backend, name):
+    simulated(backend)
+    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 10, 6, 64), states(backend, 2, 10, 6, 64)
+    good = {"out_a": out_a, "softmax_lse_a": lse_a, "out_b": out_b, "softmax_lse_b": lse_b}
+    spoil, words = WRONG[name]
+    refused(lambda: merge(**{**good, **spoil(good)}), ValueError, "volta_fa::merge_attention_states", *words)
+
+
+@on("cpu-fp32")
+def test_no_gradient(backend):
+    (out_a, lse_a), (out_b, lse_b) = states(backend, 1, 3, 1, 8), states(backend, 1, 3, 1, 8)
+    out, _ = merge(out_a.requires_grad_(), lse_a, out_b, lse_b)
+    with pytest.raises(RuntimeError, match="merge_attention_states"):
+        out.sum().backward()
