@@ -25,6 +25,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Code, and the constants that the compiler laid out. Not bank 4: there every namespace-scope constant of a header leaves its
+#: address, used or not, and code that took one from there would differ itself.
+COMPARED = re.compile(r"\.text\.|\.nv\.constant(?!4)")
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ELF_MAGIC = b"\x7fELF"
 EM_CUDA = 190
@@ -37,7 +40,7 @@ class Kernel:
     """One cubin: what of it a GPU runs."""
 
     cubin: bytes
-    #: contents of the code and of the constants that the compiler laid out
+    #: contents of those that are COMPARED
     sections: dict[str, bytes]
     registers: int
 
@@ -86,7 +89,7 @@ def parse(cubin: bytes) -> tuple[str, Kernel]:
     found, registers, kernel = {}, 0, ""
     for header in headers:
         section = name(header)
-        if section.startswith((".text.", ".nv.constant")):
+        if COMPARED.match(section):
             found[section] = cubin[header[4] : header[4] + header[5]]
         if section.startswith(".text."):
             kernel, registers = section.removeprefix(".text."), header[7] >> 24
