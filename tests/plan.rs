@@ -2,7 +2,7 @@
 
 use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
 use volta_fa::plan::{self, BackwardMode, DeviceLimits};
-use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
+use volta_fa::problem::{self, Attention, MergedStates, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention {
@@ -69,6 +69,10 @@ fn every_headdim_has_kernels_and_padding_is_least() {
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants().map(|v| v.name).collect();
+    let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
+    let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
+    assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);
+    unused.retain(|name| *name != merge.variant.name);
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {

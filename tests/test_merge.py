@@ -1,12 +1,13 @@
 """volta_fa::merge_attention_states: attention over all keys, from attention over two parts of them."""
 
+import json
 import math
 
 import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import Case, on
+from conftest import INFO, Case, on
 from test_validation import refused
 
 merge = torch.ops.volta_fa.merge_attention_states
@@ -62,6 +63,15 @@ def test_parts_of_the_keys(backend):
     tolerance = 2e-3 if backend.kernels else 1e-5
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
+
+
+@on("sim")
+def test_kernel_runs(backend):
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+    torch.ops.volta_fa._sim_report()
+    merge(*states(backend, 2, 9, 3, 16), *states(backend, 2, 9, 3, 16))
+    [launch] = json.loads(torch.ops.volta_fa._sim_report())
+    assert launch["kernel"] in {v["name"] for v in INFO["variants"] if v["pass"] == "Merge"}
 
 
 @on("cpu-fp32", "sim", "cuda")
