@@ -177,7 +177,9 @@ def test_info_json(capsys):
 
 
 def test_python_m_and_a_reader_that_leaves():
-    ran = subprocess.run(f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python")
+    ran = subprocess.run(
+        f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python"
+    )
     assert ran.stdout == "{\n" and ran.stderr == ""
 
 
@@ -290,7 +292,9 @@ def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
 
 
 def make(*arguments, **environ) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")
+    }
     return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
 
 
@@ -303,7 +307,8 @@ def test_make_help_names_the_commands():
 def test_make_without_a_toolchain_stops_before_it_installs(tmp_path, no_toolchain):
     ran = make("run", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}", PATH=no_toolchain)
     assert ran.returncode != 0 and not (tmp_path / "venv").exists()
-    assert [line for line in ran.stderr.splitlines() if line.startswith("volta_fa: ")][0].startswith("volta_fa: cargo is not on PATH")
+    ours = next(line for line in ran.stderr.splitlines() if line.startswith("volta_fa: "))
+    assert ours.startswith("volta_fa: cargo is not on PATH")
 
 
 def find_python(environment: Path, **environ) -> subprocess.CompletedProcess:
