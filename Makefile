@@ -60,8 +60,10 @@ format: $(VENV)/.lint ## format everything as `make lint` wants it
 	@$(IN_VENV) ruff format --quiet .
 
 docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side into target/doc
-	@$(IN_VENV) mkdocs build --strict --quiet
-	@$(IN_VENV) RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --workspace --no-deps --document-private-items
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict --quiet
+	@# private items too, of which the public ones tell
+	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items
 
 docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 	@dot -Tsvg $< -o $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -42,6 +43,7 @@ def test_versions_agree():
     assert re.search(r'^version = "(.*)"', read("Cargo.toml"), re.M)[1] == volta_fa.__version__
     assert json.loads(torch.ops.volta_fa._info())["version"] == volta_fa.__version__
     assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.M)[1] == volta_fa.__version__
+    assert re.search(r"^version: (\S+)", read("CITATION.cff"), re.M)[1] == volta_fa.__version__
 
 
 def test_torch_is_pinned_once_and_the_same_everywhere():
@@ -63,6 +65,30 @@ def test_build_requirements_are_the_pinned_ones():
     assert dict(package.split("==") for package in check_build_env.BUILD_PACKAGES).items() <= requirements("build").items()
     for wheel in check_build_env.NVRTC_WHEELS:
         assert wheel in read("tools/build/nvrtc.rs")
+
+
+def test_lint_and_format_have_one_pin_each():
+    """Commits are checked with what `make lint` installs; no version stands in a second place."""
+    hooks = read(".pre-commit-config.yaml")
+    assert set(re.findall(r"^ +entry: \.venv/bin/([\w-]+)", hooks, re.M)) == set(requirements("lint"))
+    assert not re.findall(r"^ *-? *(?:rev|additional_dependencies):", hooks, re.M)
+    assert {f"mkdocs{part}" for part in ("", "-material")} < set(requirements("docs"))
+
+
+def test_rust_versions_agree():
+    oldest = re.search(r'^rust-version = "(.*)"', read("Cargo.toml"), re.M)[1]
+    pinned = re.search(r'^channel = "(.*)"', read("rust-toolchain.toml"), re.M)[1]
+    assert [int(part) for part in pinned.split(".")] >= [int(part) for part in oldest.split(".")]
+    for name in ("tools/check_build_env.py", "docs/install.md"):
+        assert f"Rust {oldest} or newer" in read(name), name
+
+
+def test_the_diagram_is_what_its_source_says():
+    source, drawn = read("docs/images/call.dot"), html.unescape(read("docs/images/call.svg"))
+    lines = [line.strip() for label in re.findall(r'label="(.*?)"', source) for line in label.split(r"\n")]
+    assert len(lines) > 30 and not [line for line in lines if f">{line}</text>" not in drawn]
+    for name in re.findall(r"[\w/]+\.(?:cpp|rs)", " ".join(lines)):
+        assert any((REPOSITORY / folder / name).exists() for folder in ("src", "torch_ops", ".")), name
 
 
 def test_python_range_is_the_same_everywhere():
@@ -300,7 +326,7 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "wheel", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "clean"):
         assert f"make {target} " in make("help").stdout
 
 
@@ -435,6 +461,7 @@ def test_the_wheel(tmp_path):
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     installed = site / "volta_fa"
+    assert (installed / "py.typed").exists()
     assert sorted(path.name for path in installed.rglob("*.so")) == ["libvolta_fa.so"]
     assert (installed / "libvolta_fa.so").stat().st_size <= 40 * 2**20
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
