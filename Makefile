@@ -60,7 +60,7 @@ format: $(VENV)/.lint ## format everything as `make lint` wants it
 	@$(IN_VENV) ruff format --quiet .
 
 docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side into target/doc
-	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
 	@# private items too, of which the public ones tell
 	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items

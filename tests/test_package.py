@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
 import os
 import re
@@ -85,10 +86,23 @@ def test_rust_versions_agree():
 
 def test_the_diagram_is_what_its_source_says():
     source, drawn = read("docs/images/call.dot"), html.unescape(read("docs/images/call.svg"))
-    lines = [line.strip() for label in re.findall(r'label="(.*?)"', source) for line in label.split(r"\n")]
-    assert len(lines) > 30 and not [line for line in lines if f">{line}</text>" not in drawn]
+    lines = {line.strip() for label in re.findall(r'label="(.*?)"', source) for line in label.split(r"\n")}
+    assert lines == {text.strip() for text in re.findall(r">([^<]+)</text>", drawn)}
     for name in re.findall(r"[\w/]+\.(?:cpp|rs)", " ".join(lines)):
         assert any((REPOSITORY / folder / name).exists() for folder in ("src", "torch_ops", ".")), name
+
+
+def test_links_on_the_site():
+    spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    readme = "[a](docs/features.md#bf16), [`b`](src/plan.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    site = "[a](features.md#bf16), `b`, [c](simulator.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    assert hook.site_links(readme, "index.md") == site
+    page = "[a](../README.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\n[f](../build.rs)"
+    site = "[a](index.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\nf"
+    assert hook.site_links(page, "sdpa.md") == site
+    assert all((REPOSITORY / path).exists() for path in hook.ELSEWHERE)
 
 
 def test_python_range_is_the_same_everywhere():
@@ -211,8 +225,6 @@ def test_python_m_and_a_reader_that_leaves():
 
 @pytest.mark.parametrize("command, missing", [("info", "rich"), ("demo", "matplotlib")])
 def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkeypatch):
-    import importlib.util
-
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2

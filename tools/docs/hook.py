@@ -12,8 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: Files of the repository and their names on the site.
 ELSEWHERE = {
@@ -27,8 +25,10 @@ _CODE = re.compile(r"^( *)(```+).*?^\1\2|(?<!`)`[^`\n]+`(?!`)", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Add the pages from elsewhere."""
+    from mkdocs.structure.files import File  # the tests import this module without mkdocs
+
     for path, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(REPOSITORY / path).read_text(encoding="utf-8")))
     return files
