@@ -44,14 +44,17 @@ build: $(READY) ## make .venv, build the native library with the simulator in it
 CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.lint ## check formatting, lints, types and spelling, in all languages
-	@$(IN_VENV) cargo fmt --all --check
-	@$(IN_VENV) clang-format --dry-run --Werror $(CXX_SOURCES)
-	@$(IN_VENV) ruff format --check --quiet .
-	@$(IN_VENV) ruff check --quiet .
-	@$(IN_VENV) typos
-	@$(IN_VENV) mypy
-	@# with the profile of the build, whose compiled dependencies and kernels it shares
-	@$(IN_VENV) cargo clippy --release --locked --workspace --all-targets --all-features -- -D warnings
+	@# All of them, whatever fails. Clippy with the profile of the build, whose compiled dependencies and kernels it shares.
+	@export $(IN_VENV); failed=; \
+	check() { "$$@" || failed="$$failed$${failed:+,} $$1 $$2"; }; \
+	check cargo fmt --all --check; \
+	check clang-format --dry-run --Werror $(CXX_SOURCES); \
+	check ruff format --check --quiet .; \
+	check ruff check --quiet .; \
+	check typos; \
+	check mypy; \
+	check cargo clippy --release --locked --workspace --all-targets --all-features -- -D warnings; \
+	test -z "$$failed" || { echo "volta_fa: not clean:$$failed (\`make format\` repairs what can be repaired)" >&2; exit 1; }
 
 format: $(VENV)/.lint ## format everything as `make lint` wants it
 	@$(IN_VENV) cargo fmt --all
