@@ -35,8 +35,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the page's links."""
-    return site_links(markdown, page.file.src_uri)
+    """Rewrite the page's links, and what belongs to a numbered item: mkdocs' Markdown wants four spaces, others three."""
+    return re.sub(r"^   (?=\S)", "    ", site_links(markdown, page.file.src_uri), flags=re.M)
 
 
 def site_links(markdown: str, name: str) -> str:
