@@ -16,7 +16,7 @@ NVDISASM = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; p
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build wheel clean
+.PHONY: help run test build lint format docs wheel clean
 
 help: ## this list
 	@echo "volta_fa: exact attention for NVIDIA Volta GPUs, as PyTorch operators"
@@ -40,6 +40,37 @@ build: $(READY) ## make .venv, build the native library with the simulator in it
 	@cmp -s target/release/libvolta_fa.so $(LIBRARY) || \
 	    { cp target/release/libvolta_fa.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
 
+# The C++ and CUDA sources that clang-format looks after.
+CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
+
+lint: $(VENV)/.lint ## check formatting, lints, types and spelling, in all languages
+	@# All of them, whatever fails. Clippy with the profile of the build, whose compiled dependencies and kernels it shares.
+	@export $(IN_VENV); failed=; \
+	check() { "$$@" || failed="$$failed$${failed:+,} $$1 $$2"; }; \
+	check cargo fmt --all --check; \
+	check clang-format --dry-run --Werror $(CXX_SOURCES); \
+	check ruff format --check --quiet .; \
+	check ruff check --quiet .; \
+	check typos; \
+	check mypy; \
+	check cargo clippy --release --locked --workspace --all-targets --all-features -- -D warnings; \
+	test -z "$$failed" || { echo "volta_fa: not clean:$$failed (\`make format\` repairs what can be repaired)" >&2; exit 1; }
+
+format: $(VENV)/.lint ## format everything as `make lint` wants it
+	@$(IN_VENV) cargo fmt --all
+	@$(IN_VENV) clang-format -i $(CXX_SOURCES)
+	@$(IN_VENV) ruff check --quiet --fix . || true
+	@$(IN_VENV) ruff format --quiet .
+
+docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side into target/doc
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
+	@# private items too, of which the public ones tell
+	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items
+
+docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
+	@dot -Tsvg $< -o $@
+
 wheel: $(READY) ## build the wheel to ship (without the simulator) into dist/
 	@$(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
@@ -47,8 +78,13 @@ clean: ## remove everything built (.venv stays: delete it by hand)
 	@rm -rf target build dist demo-output $(LIBRARY) python/volta_fa.egg-info
 
 # The environment, again whenever its requirements change.
-$(READY): tools/bootstrap.py tools/find_python.sh $(wildcard tools/requirements/*.txt)
+$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt,$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)"
+	@touch $@
+
+# What `make lint` and `make docs` need besides, when one of them is first asked for.
+$(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: tools/requirements/%.txt $(READY)
+	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

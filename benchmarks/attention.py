@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from volta_fa.errors import CommandError
 

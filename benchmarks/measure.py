@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+from collections.abc import Callable
 from statistics import median
-from typing import Callable
 
 import torch
 

@@ -12,8 +12,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Callable
 
 import torch
 

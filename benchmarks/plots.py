@@ -8,9 +8,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display is needed
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
-from .report import console  # noqa: E402
+from .report import console
 
 #: Of each headdim.
 HEADDIM_COLOURS = {32: "#7f7f7f", 64: "#c0392b", 96: "#e67e22", 128: "#2c6fbb", 192: "#8e44ad", 256: "#27824a"}

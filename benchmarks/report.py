@@ -9,9 +9,10 @@ import math
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from rich.console import Console

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -135,7 +135,15 @@ def grid(results: Sequence[Result]) -> Grid:
         final = [significant(smoothed(r.losses[name])[-1].item(), 5) for name in ("volta_fa", "torch")]
         errors = [significant(r.gradients[f"{when} weights"][run]) for when in ("first", "last") for run in ("volta_fa", "torch")]
         table.rows.append(
-            [str(r.headdim), str(len(r.losses["torch"])), *final, significant(r.distance), significant(r.band), *errors, "yes" if r.agrees else "NO"]
+            [
+                str(r.headdim),
+                str(len(r.losses["torch"])),
+                *final,
+                significant(r.distance),
+                significant(r.band),
+                *errors,
+                "yes" if r.agrees else "NO",
+            ]
         )
     return table
 
@@ -146,7 +154,11 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
         reference = smoothed(r.losses["torch"])
         for name, losses in r.losses.items():
             perturbed = name.startswith("torch,")
-            style = {"color": "#999999", "linewidth": 0.8} if perturbed else {"color": plots.COLOURS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
+            style = (
+                {"color": "#999999", "linewidth": 0.8}
+                if perturbed
+                else {"color": plots.COLOURS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
+            )
             label = "torch: its other kernels, one rounding error" if perturbed else name
             axes[0, column].plot(losses, label=label, **style)
             axes[1, column].plot(smoothed(losses) - reference, label=label, **style)

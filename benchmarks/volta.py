@@ -25,11 +25,11 @@ import json
 import math
 import multiprocessing
 import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
 
 import torch
 from torch import Tensor

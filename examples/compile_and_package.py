@@ -1,6 +1,8 @@
 """torch.compile, and a package of compiled code that runs where only the native library is.
 
-    python examples/compile_and_package.py        (in a checkout with PYTHONPATH=python; needs g++; takes a minute or two)
+    python examples/compile_and_package.py
+
+In a checkout with PYTHONPATH=python. It needs g++ and takes a minute or two.
 """
 
 import subprocess

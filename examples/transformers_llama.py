@@ -10,7 +10,7 @@ import copy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import volta_fa.transformers  # registers the name
+import volta_fa.transformers  # noqa: F401  registers the name
 
 
 def count_attention(f):

@@ -134,6 +134,7 @@ def groups(
         alike[lengths].append(entry)
     found = []
     for (seqlen_q, seqlen_k), numbers in alike.items():
+
         def rows(starts, count):
             first = torch.tensor([starts[n] for n in numbers], device=device)
             return first[:, None] + torch.arange(count, device=device)
@@ -348,9 +349,7 @@ class Budget:
     @classmethod
     def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float) -> Budget:
         zero = torch.zeros_like(ref)
-        return cls(
-            max_error(eager, ref), rms_error(eager, ref), factor, _largest(ref), rms_error(ref, zero), sums, eager.dtype
-        )
+        return cls(max_error(eager, ref), rms_error(eager, ref), factor, _largest(ref), rms_error(ref, zero), sums, eager.dtype)
 
     def _unavoidable(self, size: float) -> float:
         return torch.finfo(self.dtype).eps / 2 * size + self.sums

@@ -299,7 +299,7 @@ def test_fake_tensors(backend):
             assert (f.shape, f.dtype, f.stride()) == (e.shape, e.dtype, e.stride())
 
 
-# ---- TorchScript (deprecated in PyTorch, and still what many C++ programs load) ----------------------------------------------------------------------------------------------------
+# ---- TorchScript (deprecated in PyTorch, and still what many C++ programs load) -------------------------------------
 
 
 def scripted_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

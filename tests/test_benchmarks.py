@@ -42,9 +42,9 @@ if LIBRARY.parent.name != "volta_fa":
 
 
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks import volta  # noqa: E402
-from benchmarks.peers import PEERS  # noqa: E402
-from volta_fa.errors import CommandError  # noqa: E402
+from benchmarks import volta
+from benchmarks.peers import PEERS
+from volta_fa.errors import CommandError
 
 
 def run(module: str, *arguments: object) -> None:

@@ -114,6 +114,7 @@ def test_memory_is_linear():
 @on("cuda")
 def test_memory_is_linear_on_the_gpu(backend):
     """Beyond inputs and outputs: two fp32 numbers a row for the statistics, and dq in fp32."""
+
     def extra(seqlen):
         q, k, v, dout = (backend.randn(1, seqlen, 4, 64) for _ in range(4))
         torch.cuda.synchronize()

@@ -86,7 +86,11 @@ def test_replay_of_packed_sequences(backend):
 
     def tensors():
         cu_seqlens = packed_lengths(backend, next(draws))
-        return {**{n: backend.randn(40, 2, 64).requires_grad_() for n in "qkv"}, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens.clone()}
+        return {
+            **{n: backend.randn(40, 2, 64).requires_grad_() for n in "qkv"},
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens.clone(),
+        }
 
     assert_replays(tensors, backend.randn(40, 2, 64), {"max_seqlen_q": 40, "max_seqlen_k": 40, "is_causal": True})
 

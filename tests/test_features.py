@@ -700,9 +700,13 @@ def test_sweep(tmp_path):
     done = subprocess.run([*sweep, "--count", "25"], capture_output=True, text=True)
     assert done.returncode == 0 and "25 problems, 0 failed" in done.stdout, done.stdout + done.stderr
     # a tenth of eager's error is less than any fp16 result has
-    (tmp_path / "sitecustomize.py").write_text("import reference; reference.FORWARD_FACTOR = 0.1; reference.Budget._unavoidable = lambda *_: 0.0")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import reference; reference.FORWARD_FACTOR = 0.1; reference.Budget._unavoidable = lambda *_: 0.0"
+    )
     paths = os.pathsep.join([str(tmp_path), str(REPOSITORY / "tests")])
-    done = subprocess.run([*sweep, "--count", "3", "--backend", "cpu-fp16"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    done = subprocess.run(
+        [*sweep, "--count", "3", "--backend", "cpu-fp16"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
     assert done.returncode == 1 and "3 problems, 3 failed" in done.stdout, done.stdout + done.stderr
     command = next(line for line in done.stdout.splitlines() if line.startswith("to repeat: ")).removeprefix("to repeat: ")
     again = subprocess.run(command.replace("python", sys.executable, 1), shell=True, cwd=REPOSITORY, capture_output=True, text=True)

@@ -98,9 +98,7 @@ def turned(x, cos, sin, positions, interleaved=False):
     for t, position in enumerate(positions):
         if position >= len(cos):
             continue
-        product = torch.complex(result[t, :, first], result[t, :, second]) * torch.complex(
-            cos[position].double(), sin[position].double()
-        )
+        product = torch.complex(result[t, :, first], result[t, :, second]) * torch.complex(cos[position].double(), sin[position].double())
         result[t, :, first], result[t, :, second] = product.real, product.imag
     return result
 
@@ -170,11 +168,7 @@ def test_half_precision_is_rounded_once():
 def test_apply_rotary_emb_qkv(interleaved, form, own_tables):
     cos, sin = tables(9, 4)
     cos_k, sin_k = tables(9, 4) if own_tables else (None, None)
-    qkv = (
-        torch.randn(2, 6, 3, 4, 8, dtype=torch.float64)
-        if form == "five"
-        else torch.randn(2, 6, 4 + 2 * 2, 8, dtype=torch.float64)
-    )
+    qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64) if form == "five" else torch.randn(2, 6, 4 + 2 * 2, 8, dtype=torch.float64)
     q, k = (qkv[:, :, 0], qkv[:, :, 1]) if form == "five" else (qkv[:, :, :4], qkv[:, :, 4:6])
 
     def want(q, k, sign=1):
@@ -238,16 +232,12 @@ def test_rotary_embedding(interleaved):
     for b in range(2):
         positions = range(offsets[b], offsets[b] + 6)
         torch.testing.assert_close(new_q[b].double(), turned(q[b], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            new_kv[b, :, 0].double(), turned(kv[b, :, 0], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(new_kv[b, :, 0].double(), turned(kv[b, :, 0], cos, sin, positions, interleaved), rtol=1e-5, atol=1e-5)
     assert torch.equal(new_kv[:, :, 1], kv[:, :, 1])
 
     gqa = torch.randn(1, 5, 4 + 2 + 2, 16)
     out = rotary(gqa.clone(), num_heads_q=4)
-    torch.testing.assert_close(
-        out[0, :, :6].double(), turned(gqa[0, :, :6], cos, sin, range(5), interleaved), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(out[0, :, :6].double(), turned(gqa[0, :, :6], cos, sin, range(5), interleaved), rtol=1e-5, atol=1e-5)
     assert torch.equal(out[:, :, 6:], gqa[:, :, 6:])
 
 

@@ -29,9 +29,7 @@ DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
 def run(*code: str, path: Path | str = "") -> subprocess.CompletedProcess:
     """A process that runs these pieces of code, with `path` first among its packages' folders."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path), str(PACKAGE.parent)]))}
-    return subprocess.run(
-        [sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/"
-    )
+    return subprocess.run([sys.executable, "-c", "".join(map(textwrap.dedent, code))], capture_output=True, text=True, env=environ, cwd="/")
 
 
 def succeeds(*code: str, path: Path | str = "") -> str:
@@ -44,12 +42,13 @@ USES = """
     import importlib.metadata as metadata, importlib.util, pathlib, volta_fa
     import flash_attn, flash_attn.bert_padding, flash_attn.flash_attn_interface, flash_attn.layers.rotary, flash_attn.ops.triton.rotary
     import volta_fa.bert_padding, volta_fa.rotary
+    assert flash_attn.__all__ == volta_fa.flash_attn_interface.__all__
     for name in volta_fa.flash_attn_interface.__all__:
         assert getattr(flash_attn, name) is getattr(flash_attn.flash_attn_interface, name) is getattr(volta_fa, name), name
     assert flash_attn.bert_padding.unpad_input is volta_fa.bert_padding.unpad_input
     for name in volta_fa.bert_padding.__all__:
         assert getattr(flash_attn.bert_padding, name) is getattr(volta_fa.bert_padding, name), name
-    for name in set(volta_fa.rotary.__all__) - {"apply_rotary"}:
+    for name in volta_fa.rotary.__all__:
         assert getattr(flash_attn.layers.rotary, name) is getattr(volta_fa.rotary, name), name
     assert flash_attn.ops.triton.rotary.apply_rotary is volta_fa.rotary.apply_rotary
     assert flash_attn.__version__ == "2.8.3"
@@ -140,9 +139,7 @@ def test_it_does_not_replace_a_module_without_a_file():
         volta_fa.install_flash_attn_shim()
         """
     )
-    assert ran.returncode == 1 and "RuntimeError: volta_fa.install_flash_attn_shim: there is another flash_attn" in ran.stderr, (
-        ran.stderr
-    )
+    assert ran.returncode == 1 and "RuntimeError: volta_fa.install_flash_attn_shim: there is another flash_attn" in ran.stderr, ran.stderr
 
 
 def test_a_flash_attn_installed_later_comes_first(tmp_path):
@@ -216,8 +213,7 @@ if importlib.util.find_spec("transformers"):
     FOLDERS.append("")
 RELEASES = pytest.mark.parametrize(
     "transformers",
-    [pytest.param(f, id=Path(f).name or "installed") for f in FOLDERS]
-    or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
+    [pytest.param(f, id=Path(f).name or "installed") for f in FOLDERS] or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
 )
 
 # transformers takes "flash_attention_2" only where there is a CUDA device. The models stay on the CPU all the same.
@@ -232,7 +228,8 @@ PRETEND = """
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     SMALL = dict(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.2)
+                 num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+                 initializer_range=0.2)
 
     def pair(name, auto=transformers.AutoModelForCausalLM, **options):
         config = getattr(transformers, name + "Config")(**SMALL | options)
@@ -280,9 +277,9 @@ def test_transformers_on_a_machine_without_a_gpu(transformers):
         """,
         path=transformers,
     )
-    assert re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr), (
-        ran.stderr[-2000:]
-    )
+    assert re.search(r"(ValueError|ImportError): FlashAttention2 has been toggled on.* is not available on CPU", ran.stderr), ran.stderr[
+        -2000:
+    ]
 
 
 @RELEASES

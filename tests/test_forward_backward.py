@@ -149,6 +149,7 @@ def _strided(backend, case, layout):
     if layout == "packed_qkv":  # slices of one projection (B, S, 3, H, D)
         return [*torch.stack([q, k, v], dim=2).unbind(2), dout]
     if layout == "sliced":  # every dimension a slice of something larger
+
         def inside(t):
             b, s, h, d = t.shape
             big = torch.full((b + 1, s + 3, h + 2, d + 16), float("nan"), dtype=t.dtype, device=t.device)
@@ -158,6 +159,7 @@ def _strided(backend, case, layout):
 
         return [inside(t) for t in (q, k, v, dout)]
     if layout == "odd_strides":  # rows that do not start on 16 bytes
+
         def odd(t):
             b, s, h, d = t.shape
             view = torch.empty(b, s, h, d + 3, dtype=t.dtype, device=t.device)[..., :d]
@@ -177,9 +179,7 @@ def _strided(backend, case, layout):
     raise AssertionError(layout)
 
 
-@pytest.mark.parametrize(
-    "layout", ["heads_first", "packed_qkv", "sliced", "odd_strides", "expanded", "reversed_batch_order"]
-)
+@pytest.mark.parametrize("layout", ["heads_first", "packed_qkv", "sliced", "odd_strides", "expanded", "reversed_batch_order"])
 @on(*ALL)
 def test_layouts(backend, layout):
     """A strided view gives, to the bit, what its contiguous copy gives."""

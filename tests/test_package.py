@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import json
 import os
 import re
@@ -42,6 +44,7 @@ def test_versions_agree():
     assert re.search(r'^version = "(.*)"', read("Cargo.toml"), re.M)[1] == volta_fa.__version__
     assert json.loads(torch.ops.volta_fa._info())["version"] == volta_fa.__version__
     assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.M)[1] == volta_fa.__version__
+    assert re.search(r"^version: (\S+)", read("CITATION.cff"), re.M)[1] == volta_fa.__version__
 
 
 def test_torch_is_pinned_once_and_the_same_everywhere():
@@ -63,6 +66,43 @@ def test_build_requirements_are_the_pinned_ones():
     assert dict(package.split("==") for package in check_build_env.BUILD_PACKAGES).items() <= requirements("build").items()
     for wheel in check_build_env.NVRTC_WHEELS:
         assert wheel in read("tools/build/nvrtc.rs")
+
+
+def test_lint_and_format_have_one_pin_each():
+    """Commits are checked with what `make lint` installs; no version stands in a second place."""
+    hooks = read(".pre-commit-config.yaml")
+    assert set(re.findall(r"^ +entry: \.venv/bin/([\w-]+)", hooks, re.M)) == set(requirements("lint"))
+    assert not re.findall(r"^ *-? *(?:rev|additional_dependencies):", hooks, re.M)
+    assert {f"mkdocs{part}" for part in ("", "-material")} < set(requirements("docs"))
+
+
+def test_rust_versions_agree():
+    oldest = re.search(r'^rust-version = "(.*)"', read("Cargo.toml"), re.M)[1]
+    pinned = re.search(r'^channel = "(.*)"', read("rust-toolchain.toml"), re.M)[1]
+    assert [int(part) for part in pinned.split(".")] >= [int(part) for part in oldest.split(".")]
+    for name in ("tools/check_build_env.py", "docs/install.md"):
+        assert f"Rust {oldest} or newer" in read(name), name
+
+
+def test_the_diagram_is_what_its_source_says():
+    source, drawn = read("docs/images/call.dot"), html.unescape(read("docs/images/call.svg"))
+    lines = {line.strip() for label in re.findall(r'label="(.*?)"', source) for line in label.split(r"\n")}
+    assert lines == {text.strip() for text in re.findall(r">([^<]+)</text>", drawn)}
+    for name in re.findall(r"[\w/]+\.(?:cpp|rs)", " ".join(lines)):
+        assert any((REPOSITORY / folder / name).exists() for folder in ("src", "torch_ops", ".")), name
+
+
+def test_links_on_the_site():
+    spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    readme = "[a](docs/features.md#bf16), [`b`](src/plan.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    site = "[a](features.md#bf16), `b`, [c](simulator.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    assert hook.site_links(readme, "index.md") == site
+    page = "[a](../README.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\n[f](../build.rs)"
+    site = "[a](index.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\nf"
+    assert hook.site_links(page, "sdpa.md") == site
+    assert all((REPOSITORY / path).exists() for path in hook.ELSEWHERE)
 
 
 def test_python_range_is_the_same_everywhere():
@@ -181,14 +221,14 @@ def test_info_json(capsys):
 
 
 def test_python_m_and_a_reader_that_leaves():
-    ran = subprocess.run(f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python")
+    ran = subprocess.run(
+        f"{sys.executable} -m volta_fa info --json | head -1", shell=True, capture_output=True, text=True, cwd=REPOSITORY / "python"
+    )
     assert ran.stdout == "{\n" and ran.stderr == ""
 
 
 @pytest.mark.parametrize("command, missing", [("info", "rich"), ("demo", "matplotlib")])
 def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkeypatch):
-    import importlib.util
-
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2
@@ -294,20 +334,23 @@ def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
 
 
 def make(*arguments, **environ) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")
+    }
     return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
 
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "wheel", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "clean"):
         assert f"make {target} " in make("help").stdout
 
 
 def test_make_without_a_toolchain_stops_before_it_installs(tmp_path, no_toolchain):
     ran = make("run", f"VENV={tmp_path}/venv", f"PYTHON={sys.executable}", PATH=no_toolchain)
     assert ran.returncode != 0 and not (tmp_path / "venv").exists()
-    assert [line for line in ran.stderr.splitlines() if line.startswith("volta_fa: ")][0].startswith("volta_fa: cargo is not on PATH")
+    ours = next(line for line in ran.stderr.splitlines() if line.startswith("volta_fa: "))
+    assert ours.startswith("volta_fa: cargo is not on PATH")
 
 
 def find_python(environment: Path, **environ) -> subprocess.CompletedProcess:
@@ -434,6 +477,7 @@ def test_the_wheel(tmp_path):
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     installed = site / "volta_fa"
+    assert (installed / "py.typed").exists()
     assert sorted(path.name for path in installed.rglob("*.so")) == ["libvolta_fa.so"]
     assert (installed / "libvolta_fa.so").stat().st_size <= 40 * 2**20
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {

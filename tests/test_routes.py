@@ -315,7 +315,10 @@ def test_selective_checkpoint(backend, layer_on, keep_attention, dropout_p):
     # a recomputation that finds the result in the cache.
     products = [e.time_range for e in profiler.events() if e.name == "aten::bmm"]
     calls = [e.time_range for e in profiler.events() if e.name == "volta_fa::fwd"]
-    inside = lambda a, b: a is not b and b.start <= a.start and a.end <= b.end
+
+    def inside(a, b):
+        return a is not b and b.start <= a.start and a.end <= b.end
+
     runs = [c for c in calls if any(inside(p, c) for p in products) and not any(inside(other, c) for other in calls)]
     assert len(runs) == (1 if keep_attention else 2)
 
@@ -400,8 +403,9 @@ def test_double_backward_names_the_op(backend):
 @on("cpu-fp32", "cuda")
 def test_flops(backend):
     """As many as PyTorch counts for its own attention."""
-    import volta_fa.flops  # noqa: F401  registers them
     from torch.utils import flop_counter
+
+    import volta_fa.flops  # noqa: F401  registers them
 
     q, k, v, dout = Case(9, 15, 16, 24, nheads=4, nheads_k=2).inputs(backend)
     q_heads, v_heads = (2, 4, 9, 16), (2, 4, 15, 24)
@@ -416,9 +420,10 @@ def test_flops(backend):
 
 @on("cpu-fp32", "cuda")
 def test_flops_of_packed_sequences(backend):
-    import volta_fa.flops  # noqa: F401  registers them
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
+
+    import volta_fa.flops  # noqa: F401  registers them
 
     def count(qkv, cu_seqlens):
         with FlopCounterMode(display=False) as counter:

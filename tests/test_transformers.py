@@ -27,10 +27,10 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
     pytest.skip("the Python package loads its own library", allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AttentionMaskInterface, masking_utils  # noqa: E402
+from transformers import AttentionMaskInterface, masking_utils
 
-import volta_fa.transformers  # noqa: E402
-from volta_fa.transformers import MaskRule  # noqa: E402
+import volta_fa.transformers
+from volta_fa.transformers import MaskRule
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 FOLDER_4_57 = Path(os.environ.get("VOLTA_FA_TEST_TRANSFORMERS_4_57", Path(sys.prefix) / "transformers-4.57"))
@@ -50,7 +50,9 @@ def quiet():
 
 # ---- models --------------------------------------------------------------------------------------------------------
 
-SMALL = dict(vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=128)
+SMALL = dict(
+    vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=128
+)
 GROUPED = dict(SMALL, num_key_value_heads=2)
 WINDOW = 6
 ENCODER_DECODER = dict(
@@ -82,7 +84,10 @@ CAUSAL = {
 #: Those of transformers 4.57 that use its attention interface, and all.
 ENCODERS = {
     "bert": lambda t: (t.BertConfig(**SMALL), t.BertModel),
-    "modernbert": lambda t: (t.ModernBertConfig(**SMALL, **TOKENS, local_attention=2 * WINDOW, global_attn_every_n_layers=2), t.ModernBertModel),
+    "modernbert": lambda t: (
+        t.ModernBertConfig(**SMALL, **TOKENS, local_attention=2 * WINDOW, global_attn_every_n_layers=2),
+        t.ModernBertModel,
+    ),
 }
 ENCODERS_DECODERS = {
     "bart": lambda t: (t.BartConfig(**ENCODER_DECODER, max_position_embeddings=128), t.BartForConditionalGeneration),
@@ -312,7 +317,13 @@ def test_whisper():
     features = torch.randn(BATCH, 16, 64, generator=torch.Generator().manual_seed(1))
     mask = padding("right", DECODER_SEQLEN)
     for decoder_mask in (None, mask):
-        calls = compare("whisper", decoder_mask, input_features=features, decoder_input_ids=tokens(seqlen=DECODER_SEQLEN), decoder_attention_mask=decoder_mask)
+        calls = compare(
+            "whisper",
+            decoder_mask,
+            input_features=features,
+            decoder_input_ids=tokens(seqlen=DECODER_SEQLEN),
+            decoder_attention_mask=decoder_mask,
+        )
         assert calls.count == 3 * LAYERS
 
 
@@ -574,7 +585,9 @@ if V5:
 
 @pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
 #                                                 seqlen_q, past, keys, the first key's position
-@pytest.mark.parametrize("seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)])
+@pytest.mark.parametrize(
+    "seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)]
+)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
     """It says the same as the tensor that transformers makes for SDPA, wherever there is something to see."""

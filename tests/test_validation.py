@@ -500,9 +500,7 @@ def test_backward(backend, good, name):
 # ---- surroundings ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "variable,value", [("VOLTA_FA_SIMULATE", "yes"), ("VOLTA_FA_SIM_QUANTUM", "many"), ("VOLTA_FA_SIM_THREADS", "x")]
-)
+@pytest.mark.parametrize("variable,value", [("VOLTA_FA_SIMULATE", "yes"), ("VOLTA_FA_SIM_QUANTUM", "many"), ("VOLTA_FA_SIM_THREADS", "x")])
 @on("sim")
 def test_environment(backend, good, variable, value):
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")

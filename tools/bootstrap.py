@@ -1,6 +1,7 @@
 """Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
+    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise docs
 
 - If the Python that runs this has torch of the right version, that torch is used as it is: the new
   environment sees its packages, and nothing is installed into it.
@@ -152,13 +153,16 @@ def make_cuda_home(home: Path, wheels: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print(f"usage: {Path(__file__).name} FOLDER", file=sys.stderr)
+    if not arguments or arguments[1:] not in ([], ["lint"], ["docs"]):
+        print(f"usage: {Path(__file__).name} FOLDER [lint | docs]", file=sys.stderr)
         return 2
     if problem := check_python():
         print(f"volta_fa: {problem}", file=sys.stderr)
         return 1
     environment = Environment(Path(arguments[0]))
+    if len(arguments) == 2:
+        environment.pip_install("--quiet", "-r", REQUIREMENTS / f"{arguments[1]}.txt")
+        return 0
     environment.create()
     install_torch(environment)
     environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))

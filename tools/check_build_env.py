@@ -11,8 +11,8 @@ import importlib.metadata
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
 TORCH_VERSION = "2.11.0"
@@ -30,7 +30,9 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> str | None:
     if PYTHON_OLDEST <= version <= PYTHON_NEWEST:
         return None
     found, oldest, newest = (".".join(map(str, v)) for v in (version, PYTHON_OLDEST, PYTHON_NEWEST))
-    return f"this is Python {found}, volta_fa needs Python {oldest} to {newest}: install one of them (conda, pyenv or the system's packages)"
+    return (
+        f"this is Python {found}, volta_fa needs Python {oldest} to {newest}: install one of them (conda, pyenv or the system's packages)"
+    )
 
 
 def check_cargo(path: str | None = None) -> str | None:
@@ -55,7 +57,7 @@ def check_torch() -> str | None:
         version = importlib.import_module("torch").__version__
     except ModuleNotFoundError:
         return f"torch is not installed for {sys.executable}: {remedy}"
-    except Exception as error:  # noqa: BLE001 (an installed torch that does not load fails in many ways)
+    except Exception as error:  # an installed torch that does not load fails in many ways
         return f"torch is installed for {sys.executable} but does not load ({str(error).splitlines()[0]}): {remedy}"
     if version.split("+")[0] != TORCH_VERSION:
         return f"torch {version} is installed for {sys.executable}, volta_fa needs torch {TORCH_VERSION}: {remedy}"

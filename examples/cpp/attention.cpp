@@ -14,13 +14,12 @@
 #include <iostream>
 
 // volta_fa::fwd by name; arguments that are not given have the schema's defaults.
-at::Tensor attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, bool is_causal) {
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool is_causal) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd", "");
     torch::jit::Stack stack{q, k, v};
     for (size_t i = stack.size(); i < op.schema().arguments().size(); ++i) {
-        const auto &argument = op.schema().arguments()[i];
-        stack.push_back(argument.name() == "is_causal" ? c10::IValue(is_causal)
-                                                       : argument.default_value().value_or(c10::IValue()));
+        const auto& argument = op.schema().arguments()[i];
+        stack.push_back(argument.name() == "is_causal" ? c10::IValue(is_causal) : argument.default_value().value_or(c10::IValue()));
     }
     op.callBoxed(stack);
     return stack[0].toTensor();  // out, softmax_lse, rng_state
@@ -34,7 +33,7 @@ int64_t calls_of_sdpa() {
     return stack[0].toGenericDict().at("ran").toInt();
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     if (argc < 2) {
         std::cerr << "usage: attention /path/to/libvolta_fa.so [module.pt]\n";
         return 2;
@@ -55,7 +54,7 @@ int main(int argc, char **argv) {
     const auto found = torch::autograd::grad({out.pow(2).sum()}, {q, k, v});
 
     // the same from matrix products
-    const auto by_head = [](const at::Tensor &t) { return t.transpose(1, 2).repeat_interleave(4 / t.size(2), 1); };
+    const auto by_head = [](const at::Tensor& t) { return t.transpose(1, 2).repeat_interleave(4 / t.size(2), 1); };
     const auto hidden = torch::ones({9, 9}, options.dtype(at::kBool).requires_grad(false)).triu(1);
     const auto scores = (by_head(q).matmul(by_head(k).transpose(2, 3)) / std::sqrt(16.0)).masked_fill(hidden, -INFINITY);
     const auto expected_out = scores.softmax(-1).matmul(by_head(v)).transpose(1, 2);
@@ -73,7 +72,7 @@ int main(int argc, char **argv) {
         if (cuda) module.to(at::kCUDA, at::kHalf);
         const auto result = module.forward({torch::randn({2, 9, 32}, options.requires_grad(false))}).toTensor();
         result.sum().backward();
-        for (const auto &p : module.parameters()) {
+        for (const auto& p : module.parameters()) {
             if (!p.grad().defined()) return std::cerr << "a parameter has no gradient\n", 1;
         }
         std::cout << "module: " << result.size(0) << ' ' << result.size(1) << ' ' << result.size(2) << '\n';

@@ -30,7 +30,8 @@ q's dtype. A query that sees no key has out 0 and gradient 0. softmax_lse is flo
 exponentials, +inf where a query sees no key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd
 takes the forward's with dropout, and None without.
 
-Options, in the order of what happens to a score x = softmax_scale * (q_i . k_j):
+Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j)`:
+
     softmax_scale   float; headdim ** -0.5 unless given
     softcap         float: x becomes softcap * tanh(x / softcap); 1e-4 to 1e4, or 0: off. Not together with dropout_p
     alibi_slopes    float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted. No gradient
@@ -44,6 +45,7 @@ Options, in the order of what happens to a score x = softmax_scale * (q_i . k_j)
     deterministic   gradients equal to the bit, run to run; so with torch.use_deterministic_algorithms(True)
 
 Lengths:
+
     cu_seqlens_q, cu_seqlens_k  int32, (batch + 1): where each sequence begins, from 0, and at the end total_q and total_k.
                     Both or neither. Sequences may be empty
     max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. Needed with cu_seqlens, refused without
@@ -52,9 +54,11 @@ Lengths:
                     all calls
 
 Of fwd alone:
+
     generator       torch.Generator of dropout's random numbers; PyTorch's default one (torch.manual_seed) unless given
 
 Of bwd alone:
+
     attn_bias_requires_grad  whether to compute dattn_bias
 
 A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
@@ -70,6 +74,7 @@ Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's i
 `enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models.
 
 Environment, read at each call unless it says otherwise:
+
     VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
@@ -78,15 +83,8 @@ Environment, read at each call unless it says otherwise:
 `python -m volta_fa --help` lists the command line's commands.
 """
 
-from .flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from . import flash_attn_interface as _flash_attn
+from .flash_attn_interface import *
 from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
 from .library import library_path, load
@@ -97,13 +95,6 @@ __all__ = [
     "__version__",
     "disable_sdpa",
     "enable_sdpa",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
     "info",
     "install_flash_attn_shim",
     "kernel_family",
@@ -111,6 +102,7 @@ __all__ = [
     "sdpa_enabled",
     "sdpa_stats",
 ]
+__all__ += _flash_attn.__all__
 
 load()
 _follow_the_library()

@@ -1,3 +1,5 @@
+"""`python -m volta_fa`."""
+
 import sys
 
 from volta_fa.cli import main

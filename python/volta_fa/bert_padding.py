@@ -28,9 +28,10 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The tokens of a padded batch.
 
-    hidden_states: (batch, seqlen, ...).
-    attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
-    unused_mask: (batch, seqlen), like attention_mask: 1 for tokens that get their place without being used.
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
+        unused_mask: (batch, seqlen), like attention_mask: 1 for tokens that get their place without being used.
 
     Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens,
     int32 (batch + 1); the longest sequence's length, an int; and how many tokens of each sequence attention_mask has,
@@ -40,13 +41,12 @@ def unpad_input(
     return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
 
 
-def unpad_input_for_concatenated_sequences(
-    hidden_states: Tensor, attention_mask_in_length: Tensor
-) -> tuple[Tensor, Tensor, Tensor, int]:
+def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """The tokens of a padded batch whose rows are sequences one after the other.
 
-    hidden_states: (batch, seqlen, ...).
-    attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; the rest of it 0.
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; the rest of it 0.
 
     Returns the tokens, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens, int32
     (sequences + 1); and the longest sequence's length, an int.
@@ -59,7 +59,7 @@ def unpad_input_for_concatenated_sequences(
 def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, seqlens.max().item()
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(seqlens.max().item())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -45,20 +45,21 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of a batch of sequences of one length.
 
-    q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
-        most 256; one that is not a multiple of 8 costs a copy.
-    k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
-    v: (batch, seqlen_k, nheads_k, headdim_v).
-    dropout_p: probability of dropping an element of softmax's result, in [0, 1).
-    softmax_scale: headdim ** -0.5 unless given.
-    causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
-    window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
-        i + seqlen_k - seqlen_q + right; a negative number is no limit. Tensors of one element are taken too.
-    softcap: scores x become softcap * tanh(x / softcap); 0 is off. Not together with dropout.
-    alibi_slopes: float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted from
-        the scores.
-    deterministic: gradients equal to the bit, run to run.
-    return_attn_probs: for tests, see below.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
+            most 256; what is not a multiple of 8 costs a copy.
+        k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
+        v: (batch, seqlen_k, nheads_k, headdim_v).
+        dropout_p: probability of dropping an element of softmax's result, in [0, 1).
+        softmax_scale: headdim ** -0.5 unless given.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; a negative number is no limit. Tensors of one element are taken too.
+        softcap: scores x become softcap * tanh(x / softcap); 0 is off. Not together with dropout.
+        alibi_slopes: float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted from
+            the scores.
+        deterministic: gradients equal to the bit, run to run.
+        return_attn_probs: for tests, see below.
 
     Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_attn_probs=True out, softmax_lse
     (float32, (batch, nheads, seqlen_q)) and S_dmask. S_dmask is empty without dropout. With dropout it has softmax's
@@ -67,9 +68,7 @@ def flash_attn_func(
 
     Raises ValueError, naming the argument, for wrong ones, and NotImplementedError for what this build lacks.
     """
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -86,12 +85,11 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of k and v in one tensor, whose gradient is one tensor too.
 
-    kv: (batch, seqlen_k, 2, nheads_k, headdim).
+    Args:
+        kv: (batch, seqlen_k, 2, nheads_k, headdim).
     """
     k, v = _unbind("kv", kv, "batch, seqlen_k", 2)
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -107,12 +105,11 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of q, k and v in one tensor, whose gradient is one tensor too.
 
-    qkv: (batch, seqlen, 3, nheads, headdim).
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim).
     """
     q, k, v = _unbind("qkv", qkv, "batch, seqlen", 3)
-    return _attention(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -135,11 +132,12 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention of sequences of different lengths, packed one after the other.
 
-    q: (total_q, nheads, headdim), k: (total_k, nheads_k, headdim), v: (total_k, nheads_k, headdim_v).
-    cu_seqlens_q, cu_seqlens_k: int32, (batch + 1), on q's device: where each sequence begins, from 0, and at the end
-        total_q and total_k. Sequences may be empty.
-    max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element are taken too.
-    block_table: not implemented: a paged k and v.
+    Args:
+        q: (total_q, nheads, headdim), k: (total_k, nheads_k, headdim), v: (total_k, nheads_k, headdim_v).
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1), on q's device: where each sequence begins, from 0, and at the end
+            total_q and total_k. Sequences may be empty.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element are taken too.
+        block_table: not implemented: a paged k and v.
 
     The other arguments are `flash_attn_func`'s; what they say of positions, and of a batch, is meant for each sequence.
 
@@ -172,7 +170,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` of k and v in one tensor, whose gradient is one tensor too.
 
-    kv: (total_k, 2, nheads_k, headdim).
+    Args:
+        kv: (total_k, 2, nheads_k, headdim).
     """
     k, v = _unbind("kv", kv, "total_k", 2)
     return _attention(
@@ -196,7 +195,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is one tensor too.
 
-    qkv: (total, 3, nheads, headdim).
+    Args:
+        qkv: (total, 3, nheads, headdim).
     """
     q, k, v = _unbind("qkv", qkv, "total", 3)
     return _attention(
@@ -229,18 +229,19 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Inference with a cache of keys and values, to which k and v are appended first, in place. No gradients.
 
-    q: (batch, seqlen_q, nheads, headdim).
-    k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim).
-    k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there; both or neither.
-    rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): k is rotated by its positions from cache_seqlens on, q
-        likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
-    cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included, and what
-        is appended must fit behind them; without it, all seqlen_cache.
-    cache_batch_idx: int32 (batch): the cache's entry of each entry of q; reading it costs a copy of these entries.
-    cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
-    block_table: not implemented: a paged cache.
-    rotary_interleaved: rotate dimensions 0 and 1, 2 and 3 ..., instead of the first half and the second.
-    num_splits: without effect.
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim).
+        k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there; both or neither.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): k is rotated by its positions from cache_seqlens on, q
+            likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
+        cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included, and what
+            is appended must fit behind them; without it, all seqlen_cache.
+        cache_batch_idx: int32 (batch): the cache's entry of each entry of q; reading it costs a copy of these entries.
+        cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
+        block_table: not implemented: a paged cache.
+        rotary_interleaved: rotate dimensions 0 and 1, 2 and 3 ..., instead of the first half and the second.
+        num_splits: without effect.
 
     The other arguments are `flash_attn_func`'s, for the keys that exist.
 
@@ -262,9 +263,11 @@ def flash_attn_with_kvcache(
     if fits is not None and cache_batch_idx is not None:
         cache_batch_idx = cache_batch_idx.clamp(0, k_cache.shape[0] - 1)
     if k is not None:
+        assert v is not None and isinstance(cache_seqlens, Tensor)
         if rotary_cos is not None:
+            assert rotary_sin is not None
             offsets = cache_seqlens if fits is None else cache_seqlens.clamp(min=0)
-            tables = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": offsets, "interleaved": rotary_interleaved}
+            tables: dict[str, Any] = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": offsets, "interleaved": rotary_interleaved}
             k = apply_rotary(k, **tables)
             if causal or options["window_left"] >= 0 or options["window_right"] >= 0:
                 q = apply_rotary(q, **tables)
@@ -327,9 +330,10 @@ def _check_cache(
             if t is not None:
                 raise _wrong(name, "a tensor", "None: k is not given")
     else:
-        for name, value in (("v", v), ("cache_seqlens", cache_seqlens)):
-            if value is None:
-                raise _wrong(name, "None", "a value: k is given")
+        if v is None:
+            raise _wrong("v", "None", "a value: k is given")
+        if cache_seqlens is None:
+            raise _wrong("cache_seqlens", "None", "a value: k is given")
         if (rotary_cos is None) != (rotary_sin is None):
             missing, there = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
             raise _wrong(missing, "None", f"a tensor: {there} is given")
@@ -348,12 +352,12 @@ def _check_cache(
         ("cache_batch_idx", cache_batch_idx, 0, entries - 1, f"k_cache has {entries} entries"),
     ):
         if isinstance(values, Tensor):
-            values = values.tolist() if _values_are_read(values) else []
-        elif values is not None:
-            values = [values]
-        for i, n in enumerate(values or []):
+            numbers = values.tolist() if _values_are_read(values) else []
+        else:
+            numbers = [] if values is None else [values]
+        for i, n in enumerate(numbers):
             if not least <= n <= most:
-                where = f" (entry {i})" if len(values) > 1 else ""
+                where = f" (entry {i})" if len(numbers) > 1 else ""
                 raise _wrong(name, f"{n}{where}", f"a number from {least} to {most}: {why}")
 
 
@@ -453,7 +457,7 @@ def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor
     return packed.unbind(-3)
 
 
-def _window(window_size: Any) -> tuple[int | Tensor, int | Tensor]:
+def _window(window_size: Any) -> tuple[int | torch.SymInt | Tensor, int | torch.SymInt | Tensor]:
     """window_left and window_right. flash-attn takes any negative number as no limit, the op -1."""
     pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
     if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
@@ -491,7 +495,7 @@ def _s_dmask(
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, max_seqlen_q, max_seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         sequences = zip(q, k, softmax_lse)
     else:
@@ -503,9 +507,7 @@ def _s_dmask(
     wide = torch.promote_types(q.dtype, torch.float32)
     for b, (q_b, k_b, lse_b) in enumerate(sequences):
         seqlen_q, seqlen_k = len(q_b), len(k_b)
-        scores = (
-            torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
-        )
+        scores = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide).repeat_interleave(nheads // nheads_k, dim=1)) * softmax_scale
         i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         ahead = torch.arange(seqlen_k, device=q.device) - i
         if alibi_slopes is not None:

@@ -30,9 +30,7 @@ def install_flash_attn_shim() -> None:
         )
     found = sys.modules.get("flash_attn") or importlib.util.find_spec("flash_attn")
     if found is not None:
-        raise RuntimeError(
-            f"volta_fa.install_flash_attn_shim: there is another flash_attn, which the shim must not shadow: {found}"
-        )
+        raise RuntimeError(f"volta_fa.install_flash_attn_shim: there is another flash_attn, which the shim must not shadow: {found}")
     if "transformers" in sys.modules:
         warnings.warn(
             "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",

@@ -35,12 +35,13 @@ def apply_rotary(
 ) -> Tensor:
     """Rotate x, without a gradient of its own for `inplace`.
 
-    x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
-    cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
-    seqlen_offsets: the position of each sequence's first token, int or int (batch). Positions of such a tensor that
-        lie beyond the table leave x as it is.
-    cu_seqlens: (batch + 1), where each sequence begins; max_seqlen: the longest one's length.
-    conjugate: rotate backwards.
+    Args:
+        x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
+        cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
+        seqlen_offsets: the position of each sequence's first token, int or int (batch). Positions of such a tensor that
+            lie beyond the table leave x as it is.
+        cu_seqlens: (batch + 1), where each sequence begins; max_seqlen: the longest one's length.
+        conjugate: rotate backwards.
 
     Returns x's like; with `inplace` x itself. Raises ValueError for shapes that do not fit.
     """
@@ -66,9 +67,7 @@ def _rows(
     if x.dim() != rank:
         raise ValueError(f"volta_fa: x: got shape {tuple(x.shape)}, expected {layout}")
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}"
-        )
+        raise ValueError(f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
     if sin.shape != cos.shape:
         raise ValueError(f"volta_fa: sin: got shape {tuple(sin.shape)}, expected cos' shape {tuple(cos.shape)}")
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -151,12 +150,15 @@ def apply_rotary_emb_qkv_(
 ) -> Tensor:
     """Rotate q and k inside of qkv, in place.
 
-    qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim).
-    cos_k, sin_k: k's tables, if they are not q's.
-    seqlen_offsets: as in `apply_rotary`.
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim).
+        cos_k, sin_k: k's tables, if they are not q's.
+        seqlen_offsets: as in `apply_rotary`.
 
     Returns qkv. Raises ValueError for shapes that do not fit.
     """
+    q: tuple[slice | int, ...]
+    k: tuple[slice | int, ...]
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k = (slice(None), slice(None), 0), (slice(None), slice(None), 1)
     elif qkv.dim() == 4 and num_heads_q is not None and qkv.shape[2] >= num_heads_q and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -171,9 +173,7 @@ def apply_rotary_emb_qkv_(
     return _Rotate.apply(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
 
-def apply_rotary_emb_kv_(
-    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
-) -> Tensor:
+def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
     """Rotate k inside of kv, (batch, seqlen, 2, nheads_k, headdim), in place, and return kv. Raises ValueError for
     shapes that do not fit."""
     if kv.dim() != 5 or kv.shape[2] != 2:
@@ -185,12 +185,16 @@ def apply_rotary_emb_kv_(
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embeddings whose tables grow with the sequences that come.
 
-    dim: rotary_dim, even.
-    base: pair i turns by base ** (-2 i / dim) from one position to the next.
-    interleaved: see this module's text.
-    scale_base: xPos: q is also multiplied, and k divided, by powers that decay with the distance between them.
-    device: of the buffers.
+    Args:
+        dim: rotary_dim, even.
+        base: pair i turns by base ** (-2 i / dim) from one position to the next.
+        interleaved: see this module's text.
+        scale_base: xPos: q is also multiplied, and k divided, by powers that decay with the distance between them.
+        device: of the buffers.
     """
+
+    inv_freq: Tensor
+    scale: Tensor | None
 
     def __init__(
         self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device: Any = None
@@ -229,7 +233,7 @@ class RotaryEmbedding(torch.nn.Module):
         angles = positions[:, None] * inv_freq.to(device)
         cos, sin = angles.cos(), angles.sin()
         self._seq_len_cached = seqlen
-        if self.scale is None:
+        if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
         power = self.scale.to(device, torch.float32) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
@@ -246,10 +250,11 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate q and k in place.
 
-        qkv: as in `apply_rotary_emb_qkv_`; with kv, q alone, (batch, seqlen, nheads, headdim).
-        kv: (batch, seqlen, 2, nheads_k, headdim).
-        seqlen_offset: the first token's position, int or int (batch); with the latter max_seqlen, the number of
-            positions, is needed.
+        Args:
+            qkv: as in `apply_rotary_emb_qkv_`; with kv, q alone, (batch, seqlen, nheads, headdim).
+            kv: (batch, seqlen, 2, nheads_k, headdim).
+            seqlen_offset: the first token's position, int or int (batch); with the latter max_seqlen, the number of
+                positions, is needed.
 
         Returns qkv, or q and kv.
         """
@@ -258,8 +263,11 @@ class RotaryEmbedding(torch.nn.Module):
         elif isinstance(seqlen_offset, int):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
-        options = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        if cos is None or sin is None:
+            raise ValueError("volta_fa: max_seqlen: got None, expected the number of positions: seqlen_offset is a tensor")
+        options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)
-        k_tables = (cos, sin) if cos_k is None else (cos_k, sin_k)
-        return apply_rotary_emb(qkv, cos, sin, inplace=True, **options), apply_rotary_emb_kv_(kv, *k_tables, **options)
+        if cos_k is None or sin_k is None:
+            cos_k, sin_k = cos, sin
+        return apply_rotary_emb(qkv, cos, sin, inplace=True, **options), apply_rotary_emb_kv_(kv, cos_k, sin_k, **options)

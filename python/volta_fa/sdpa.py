@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,10 +52,11 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
     both. Enabling again replaces the devices of the first time, with a warning. Programs that torch.compile compiled
     before are compiled again.
 
-    device: one CUDA device, or "cpu" (to try and test the routing without a GPU; it is no faster than PyTorch's own).
-        Default: every CUDA device that a kernel family is made for.
-    force: also use CUDA devices that are newer than every family, where the kernels are correct but slower than
-        PyTorch's own.
+    Args:
+        device: one CUDA device, or "cpu" (to try and test the routing without a GPU; it is no faster than PyTorch's own).
+            Default: every CUDA device that a kernel family is made for.
+        force: also use CUDA devices that are newer than every family, where the kernels are correct but slower than
+            PyTorch's own.
 
     Raises RuntimeError where no device qualifies, ValueError for a device that does not exist.
     """
@@ -120,7 +121,7 @@ def _request(device: str | torch.device | int | None, force: bool) -> _Request:
     return _Request(False, frozenset(_usable(range(count) if device.index is None else [device.index], force)))
 
 
-def _usable(indices, force: bool) -> list[int]:
+def _usable(indices: Iterable[int], force: bool) -> list[int]:
     """Those of the CUDA devices that qualify; raises RuntimeError if none does."""
     usable, refused = [], []
     for index in indices:

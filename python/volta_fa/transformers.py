@@ -30,7 +30,9 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
     from transformers import __version__ as transformers_version
 except ImportError as error:
-    raise ImportError(f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`") from error
+    raise ImportError(
+        f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`"
+    ) from error
 
 __all__ = ["NAME", "MaskRule", "attention", "mask"]
 
@@ -44,13 +46,14 @@ class MaskRule(Tensor):
     it all, and `attention` hands them to the op. A model that does anything else with it than to pass it on gets the
     tensor that it stands for.
 
-    window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
-        o = seqlen_k - seqlen_q; -1 is no limit.
-    seqlen_k: so many of the keys exist. The rest is the empty end of a static cache.
-    cu_seqlens_q, cu_seqlens_k: int32, where the sequences begin among the batch * seqlen_q queries and the batch *
-        seqlen_k keys, and at the end their number; None if each entry of the batch is one sequence. A run of padding is
-        a sequence too, so that the tokens can stay where they are.
-    max_seqlen_q, max_seqlen_k: the longest of them.
+    Attributes:
+        window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
+            o = seqlen_k - seqlen_q; -1 is no limit.
+        seqlen_k: so many of the keys exist. The rest is the empty end of a static cache.
+        cu_seqlens_q, cu_seqlens_k: int32, where the sequences begin among the batch * seqlen_q queries and the batch *
+            seqlen_k keys, and at the end their number; None if each entry of the batch is one sequence. A run of padding is
+            a sequence too, so that the tokens can stay where they are.
+        max_seqlen_q, max_seqlen_k: the longest of them.
     """
 
     window_left: int
@@ -72,17 +75,21 @@ class MaskRule(Tensor):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> MaskRule:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        """Of this shape, on this device; the other arguments are the attributes."""
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
         self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
         self.max_seqlen_q = self.max_seqlen_k = 0
         if cu_seqlens_q is not None:
+            assert cu_seqlens_k is not None
             self.max_seqlen_q, self.max_seqlen_k = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]).tolist()
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is a placeholder without arguments' defaults
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # gradient checkpointing
             return args[0]
         if func is torch.ops.aten.alias.default:  # a slice of all keys, which some models take
@@ -93,17 +100,18 @@ class MaskRule(Tensor):
         return func(*args, **kwargs)
 
     def _copy(self, device: torch.device | str) -> MaskRule:
-        copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=device)
+        copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
         copy.__dict__.update({name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.__dict__.items()})
         return copy
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
         return (
             f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
             f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k})"
         )
 
     def as_tensor(self) -> Tensor:
+        """What it stands for, in memory."""
         batch, _, seqlen_q, keys = self.shape
         i = torch.arange(seqlen_q, device=self.device)[:, None] + self.seqlen_k - seqlen_q
         j = torch.arange(keys, device=self.device)
@@ -112,9 +120,11 @@ class MaskRule(Tensor):
             visible = visible & (j >= i - self.window_left)
         if self.window_right >= 0:
             visible = visible & (j <= i + self.window_right)
-        if self.cu_seqlens_q is not None:
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             sequence_q, sequence_k = (
-                torch.bucketize(torch.arange(batch * length, dtype=torch.int32, device=self.device), cu_seqlens, right=True).view(batch, 1, length)
+                torch.bucketize(torch.arange(batch * length, dtype=torch.int32, device=self.device), cu_seqlens, right=True).view(
+                    batch, 1, length
+                )
                 for length, cu_seqlens in ((seqlen_q, self.cu_seqlens_q), (self.seqlen_k, self.cu_seqlens_k))
             )
             same = sequence_q[..., :, None] == sequence_k[..., None, :]
@@ -138,7 +148,7 @@ def mask(
     batch_size: int,
     kv_length: int,
     kv_offset: int = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -147,7 +157,8 @@ def mask(
     """The mask function: transformers calls it once a forward (for each kind of layer) and hands what it returns to
     `attention` in every layer.
 
-    attention_mask: (batch, keys) bool, False for padding.
+    Args:
+        attention_mask: (batch, keys) bool, False for padding.
 
     Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
     a static cache that is being filled; else a bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where
@@ -165,7 +176,7 @@ def mask(
             **kwargs,
         )
     try:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise _NeedsTensor
         pattern = _pattern(mask_function)
         # transformers forbids it where compiled code expects a tensor at every step. For packed sequences it always
@@ -208,7 +219,7 @@ def _tighter(a: int, b: int) -> int:
     return max(a, b) if min(a, b) < 0 else min(a, b)
 
 
-def _pattern(function: Callable) -> _Pattern:
+def _pattern(function: Callable[..., Any]) -> _Pattern:
     """What a mask function says. Those of transformers are named functions, or closures over their parameters; of any
     other, and if transformers changes them, nothing is assumed."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
@@ -234,7 +245,7 @@ def _pattern(function: Callable) -> _Pattern:
 
 
 def _queries(
-    q_length: int | None = None,
+    q_length: int = 0,
     q_offset: int | Tensor = 0,
     device: torch.device | str = "cpu",
     cache_position: Tensor | None = None,
@@ -355,16 +366,17 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function: runs `volta_fa::fwd`.
 
-    query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
-        differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA.
-    attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
-        where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal if
-        it has one, says (the last query sees the last key), in a window of `sliding_window`.
-    softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
-    position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
-    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen; then
-        these say what belongs together, and a tensor as a mask is refused, unless it comes from tracing: that one says
-        the same.
+    Args:
+        query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
+            differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA.
+        attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
+            where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal if
+            it has one, says (the last query sees the last key), in a window of `sliding_window`.
+        softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
+        position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen; then
+            these say what belongs together, and a tensor as a mask is refused, unless it comes from tracing: that one says
+            the same.
 
     Returns (out, None), out (batch, seqlen_q, nheads, headdim of value). Raises, before anything runs,
     NotImplementedError for what is lacking, output_attentions among it, and ValueError for wrong arguments.
@@ -377,13 +389,15 @@ def attention(
         # its cu_seqlens are on the GPU, where to check them would be to wait
         raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
     if rule is not None and position_bias is not None and not packed and rule.cu_seqlens_q is not None:
-        rule, attention_mask = None, rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
+        attention_mask = rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
+        rule = None
 
     window_left = window_right = -1
-    bias, sequences = None, {}
+    bias: Tensor | None = None
+    sequences: dict[str, Any] = {}
     if rule is not None:
         window_left, window_right, keys = rule.window_left, rule.window_right, rule.seqlen_k
-        if rule.cu_seqlens_q is not None:
+        if rule.cu_seqlens_q is not None and rule.cu_seqlens_k is not None:
             sequences = _sequences(rule.cu_seqlens_q, rule.cu_seqlens_k, rule.max_seqlen_q, rule.max_seqlen_k)
     elif attention_mask is None or packed:
         if sliding_window is not None:
@@ -399,9 +413,14 @@ def attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
         if _is_old_gpt2(module):
-            scaling = scaling if module.scale_attn_weights else 1.0
-            scaling /= module.layer_idx + 1 if module.scale_attn_by_inverse_layer_idx else 1
-    if packed:
+            gpt2: Any = module
+            scaling = scaling if gpt2.scale_attn_weights else 1.0
+            scaling /= gpt2.layer_idx + 1 if gpt2.scale_attn_by_inverse_layer_idx else 1
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+            raise ValueError(
+                "volta_fa: cu_seq_lens_q: got it without all of cu_seq_lens_k, max_length_q and max_length_k, expected them too"
+            )
         sequences = _sequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if position_bias is not None:
         if packed:
@@ -485,19 +504,20 @@ def _register() -> None:
     if _VERSION < (4, 57):
         raise ImportError(f"volta_fa {__version__} needs transformers 4.57 or 5.x, and {transformers_version} is installed")
     if _VERSION >= (6, 0):
-        warnings.warn(f"volta_fa {__version__} is tested with transformers 4.57 and 5.x, and {transformers_version} is installed", stacklevel=3)
+        warnings.warn(
+            f"volta_fa {__version__} is tested with transformers 4.57 and 5.x, and {transformers_version} is installed", stacklevel=3
+        )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
     # transformers takes any registered name for any model, and one that does not use the interface would then go on
     # with an attention of its own.
-    accept = PreTrainedModel.get_correct_attn_implementation
-
-    ask = PreTrainedModel._can_set_attn_implementation.__func__
+    models: Any = PreTrainedModel  # whose methods are replaced
+    accept = models.get_correct_attn_implementation
+    ask = models._can_set_attn_implementation.__func__
 
     # transformers reads the source of the class's module: of a class from a notebook there is none, and other attention
     # in a program says nothing about the model that it derives. What counts is the model of transformers underneath.
-    @classmethod
     @functools.wraps(ask)
     def can_set(cls: type[PreTrainedModel]) -> bool:
         for base in cls.__mro__:
@@ -518,8 +538,8 @@ def _register() -> None:
             )
         return accept(self, requested_attention, *args, **kwargs)
 
-    PreTrainedModel._can_set_attn_implementation = can_set
-    PreTrainedModel.get_correct_attn_implementation = checked
+    models._can_set_attn_implementation = classmethod(can_set)
+    models.get_correct_attn_implementation = checked
 
 
 _register()

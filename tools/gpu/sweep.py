@@ -19,11 +19,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from cases import BIAS_TYPES, Case  # noqa: E402
-from conftest import _worst, repeat  # noqa: E402
+from cases import BIAS_TYPES, Case
+from conftest import _worst, repeat
 
 # of the grids that this field tests with, and everything up to 2048 between them
 SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)

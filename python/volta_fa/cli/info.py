@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..inspection import info
 from .rich_import import require_rich
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SUMMARY = "print versions, devices, kernel families and kernel variants with their registers and shared memory"
 DESCRIPTION = """\
@@ -67,7 +70,7 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(title: str, rows: list[dict[str, Any]]):
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     # no frame: eight columns fit into a terminal of 80

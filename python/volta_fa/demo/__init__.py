@@ -46,9 +46,7 @@ def run_demo(settings: Settings, device: torch.device, output: Path, *, attentio
         train.train(settings, runs, tokens, device, progress.on_step)
     peaks = train.measure_memory(settings, (reference, candidate), tokens, device)
     of_control, of_candidate = train.gradient_distances(settings, reference, (control, candidate), tokens, device)
-    comparison = compare(
-        reference.losses, control.losses, candidate.losses, gradient_control=of_control, gradient_candidate=of_candidate
-    )
+    comparison = compare(reference.losses, control.losses, candidate.losses, gradient_control=of_control, gradient_candidate=of_candidate)
     report.summarise((reference, candidate), peaks, comparison)
     report.announce_plot(report.plot(output, reference, candidate, comparison))
     report.judge(comparison)

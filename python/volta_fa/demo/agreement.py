@@ -32,8 +32,8 @@ control's distance in fp16 and 10^5 times in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Sequence
+from types import TracebackType
 
 import torch
 from rich.console import Console
@@ -59,9 +60,7 @@ class Progress:
     def __init__(self, steps: int, runs: Sequence[Run]):
         self._steps, self._runs = steps, runs
         self._interval = max(1, steps // self._ROWS)
-        self._bar = Bar(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True
-        )
+        self._bar = Bar(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_console, transient=True)
         self._task = self._bar.add_task("training", total=steps)
 
     def __enter__(self) -> Progress:
@@ -70,8 +69,8 @@ class Progress:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._bar.__exit__(*exception)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, traceback)
 
     def on_step(self, step: int) -> None:
         self._bar.advance(self._task)
@@ -115,7 +114,9 @@ def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -
     losses.legend()
     differences.semilogy(steps, comparison.loss_allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
     # a logarithmic axis leaves out the steps whose losses are equal to the bit
-    differences.semilogy(steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|, where not 0")
+    differences.semilogy(
+        steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|, where not 0"
+    )
     differences.set(xlabel="step", ylabel="difference of the losses")
     differences.set_ylim(bottom=1e-8)
     differences.legend()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Callable, Iterable, Mapping
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from .data import VOCABULARY, Batches
 from .model import GPT, Attention
-
 
 #: GradScaler's default. A loss averaged over thousands of tokens leaves gradients of scores that fp16 would flush to
 #: zero with a much smaller scale, each attention in its own places: more than rounding.
@@ -41,7 +41,7 @@ class Run:
     name: str
     model: GPT
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: GradScaler
     half: bool
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Run:
         """All gradients of one batch at these weights, in one float64 vector."""
         self.model.load_state_dict(weights)
         self._forward_backward(tokens, target)
-        flat = torch.cat([p.grad.flatten() for p in self.model.parameters()]).double() / self.scaler.get_scale()
+        flat = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).double() / self.scaler.get_scale()
         self.optimizer.zero_grad()
         return flat
 
@@ -119,7 +119,7 @@ def make_runs(settings: Settings, device: torch.device, attentions: Mapping[str,
         ).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
         # A constant scale: a step skipped by one run and not by another would look like a wrong gradient.
-        scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
+        scaler = GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
         runs.append(Run(name, model, optimizer, scaler, settings.half))
     return runs
 
@@ -129,10 +129,10 @@ def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device:
     runs = list(runs)
     batches = Batches(tokens, settings.batch, settings.seqlen, settings.seed)
     for step in range(settings.steps):
-        batch = [t.to(device) for t in next(batches)]
+        inputs, target = (t.to(device) for t in next(batches))
         learning_rate = settings.learning_rate * min(1.0, (step + 1) / settings.warmup)
         for run in runs:
-            run.step(*batch, learning_rate)
+            run.step(inputs, target, learning_rate)
         on_step(step)
 
 

@@ -1,9 +1,4 @@
-from volta_fa.bert_padding import (
-    index_first_axis,
-    index_put_first_axis,
-    pad_input,
-    unpad_input,
-    unpad_input_for_concatenated_sequences,
-)
+"""flash_attn.bert_padding: volta_fa's module of that name."""
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
+from volta_fa.bert_padding import *
+from volta_fa.bert_padding import __all__ as __all__

@@ -1,32 +1,17 @@
-from volta_fa.flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+"""flash_attn.flash_attn_interface: volta_fa's module of that name, and what other packages look for in it."""
 
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+from typing import NoReturn
+
+from volta_fa.flash_attn_interface import *
+from volta_fa.flash_attn_interface import __all__ as __all__
 
 
 class _NoExtension:
     """xformers and unsloth look for flash-attn's compiled module when they are imported, and xformers calls it on GPUs
     of compute capability 8.0 and above."""
 
-    def __getattr__(self, name: str):
-        raise AttributeError(
-            f"volta_fa: flash_attn_gpu.{name}: flash-attn's compiled module is not here; call flash_attn's functions"
-        )
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"volta_fa: flash_attn_gpu.{name}: flash-attn's compiled module is not here; call flash_attn's functions")
 
 
 flash_attn_gpu = _NoExtension()

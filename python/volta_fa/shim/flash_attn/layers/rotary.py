@@ -1,3 +1,4 @@
-from volta_fa.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+"""flash_attn.layers.rotary: volta_fa.rotary."""
 
-__all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+from volta_fa.rotary import *
+from volta_fa.rotary import __all__ as __all__

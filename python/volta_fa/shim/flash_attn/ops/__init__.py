@@ -1,0 +1,1 @@
+"""flash_attn.ops: the function under the rotary embeddings is the op that is here."""

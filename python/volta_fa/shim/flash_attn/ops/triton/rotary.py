@@ -1,3 +1,3 @@
-from volta_fa.rotary import apply_rotary
+"""flash_attn.ops.triton.rotary: the function of volta_fa.rotary that has no gradient of its own."""
 
-__all__ = ["apply_rotary"]
+from volta_fa.rotary import apply_rotary as apply_rotary
