@@ -31,7 +31,7 @@ run: build ## build, then train a small GPT with volta_fa and with PyTorch and c
 
 test: build ## build, then run every test: cargo test and pytest
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" cargo test $(CARGO_FLAGS) --workspace
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest $(ARGS)
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest -n auto --dist worksteal $(ARGS)
 
 build: $(READY) ## make .venv, build the native library with the simulator in it
 	@$(IN_VENV) python tools/check_build_env.py

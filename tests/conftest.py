@@ -9,10 +9,14 @@ Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
 - VOLTA_FA_TEST_SEED: changes all random inputs (default 0)
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: their absence fails instead of skipping
+
+`make test` runs it in several processes (pytest-xdist's `-n auto`), one where there is a GPU to share. Tests marked `alone`
+run while no other does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -352,6 +356,62 @@ def repeat(name: str, case: Case, deterministic: bool = False):
             seed = os.environ.get("VOLTA_FA_TEST_SEED", "0")
             print(f'to repeat: cd tests && VOLTA_FA_TEST_SEED={seed} python -c "from conftest import *; repeat({name!r}, {case!r}, {deterministic})"')
             raise
+
+
+# ---- several processes -----------------------------------------------------------------------------------------
+
+# Each imports torch and holds about 1 GiB.
+MOST_PROCESSES = 8
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: by its affinity and by its control group's quota."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cpus, max(int(quota) // int(period), 1))
+    except (OSError, ValueError):  # another kind of control group; no quota
+        return cpus
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config) -> int | None:
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None  # pytest-xdist heeds it
+    return 0 if HAS_CUDA else min(usable_cpus(), MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items):
+    """First those that other processes wait for, then long ones: none is left for the end, with one process at work."""
+    items.sort(key=lambda item: 0 if item.get_closest_marker("alone") else 1 if item.get_closest_marker("slow") else 2)
+
+
+@pytest.fixture(autouse=True)
+def _among_processes(request, tmp_path_factory):
+    """Tests of several processes share a lock; one that runs alone holds it for itself."""
+    if not hasattr(request.config, "workerinput"):
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent  # of all processes
+    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with open(folder / "tests.lock", "w") as lock:
+        # whoever waits keeps the others from starting: else one of them always runs
+        with open(folder / "next.lock", "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(lock, how)
+        yield
+
+
+def pytest_sessionfinish(session):
+    """Under pytest-xdist, the process that prints the summary gets the errors found in this one."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst"] = [(*key, *found) for key, found in _worst.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for *key, share, test in getattr(node, "workeroutput", {}).get("worst", []):
+        _worst[tuple(key)] = max(_worst[tuple(key)], (share, test))
 
 
 def pytest_terminal_summary(terminalreporter):

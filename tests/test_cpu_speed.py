@@ -60,6 +60,7 @@ speed = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @speed
 @on("cpu-fp32")
@@ -73,6 +74,7 @@ def test_processor_time_within_twice_sdpa(backend, training, is_causal):
     torch.testing.assert_close(ours, sdpa, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @speed
 @on("cpu-fp32")

@@ -1,8 +1,31 @@
 //! The state of one CTA: its warps, shared memory and named barriers.
 
 use crate::env::Env;
-use crate::isa::BarMode;
 use crate::warp::{GState, Warp};
+
+/// What a BAR does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BarMode {
+    Sync,
+    Arv,
+    RedPopc,
+    RedAnd,
+    RedOr,
+}
+
+/// Threads of a warp that execute a BAR.
+pub struct Arrival {
+    /// the barrier
+    pub id: usize,
+    pub mode: BarMode,
+    /// the threads' group in their warp
+    pub group: usize,
+    /// threads that the barrier waits for; 0: all of the CTA
+    pub threads: u32,
+    pub mask: u32,
+    /// those whose predicate holds
+    pub votes: u32,
+}
 
 #[derive(Default, Clone)]
 pub struct CtaBar {
@@ -40,7 +63,35 @@ impl Cta {
         self.live_warps == 0
     }
 
-    pub fn bar_release(&mut self, id: usize, mode: Option<BarMode>) {
+    /// Threads of warp `wi` arrive at a barrier. Returns whether the whole warp has arrived.
+    pub fn arrive(&mut self, wi: usize, a: Arrival) -> bool {
+        let b = &mut self.bars[a.id];
+        if b.arrived == 0 && b.waiting.is_empty() && b.popc == 0 && !b.or {
+            b.and = true;
+        }
+        b.popc += a.votes.count_ones();
+        b.and &= a.votes == a.mask;
+        b.or |= a.votes != 0;
+        b.expect = a.threads / 32;
+        if a.mode != BarMode::Arv {
+            let here = GState::Bar(a.id as u8);
+            let w = &mut self.warps[wi];
+            w.groups[a.group].st = here;
+            let waiting = w.groups.iter().filter(|g| g.st == here).fold(0, |m, g| m | g.mask);
+            if waiting != w.live {
+                return false;
+            }
+            b.waiting.push(wi);
+        }
+        b.arrived += 1;
+        let need = if b.expect == 0 { self.live_warps } else { b.expect };
+        if b.arrived >= need {
+            self.bar_release(a.id, Some(a.mode));
+        }
+        true
+    }
+
+    fn bar_release(&mut self, id: usize, mode: Option<BarMode>) {
         let b = std::mem::take(&mut self.bars[id]);
         let val = match mode {
             Some(BarMode::RedPopc) => b.popc,

@@ -1,4 +1,6 @@
-//! Decoded instruction representation.
+//! A decoded instruction, and what its operands and modifiers can be. What instructions there are: [`crate::ops`].
+
+use crate::ops::Op;
 
 /// Index of RZ / PT.
 pub const RZ: u8 = 255;
@@ -37,6 +39,10 @@ pub struct Src {
 impl Src {
     pub const ZERO: Src =
         Src { kind: SrcKind::Reg, val: RZ as u32, bank: 0, neg: false, abs: false, inv: false, sel: Sel::None, reuse: false };
+
+    pub fn immediate(val: u32) -> Src {
+        Src { kind: SrcKind::Imm, val, ..Src::ZERO }
+    }
     pub fn reg(&self) -> Option<u8> {
         (self.kind == SrcKind::Reg && self.val != RZ as u32).then_some(self.val as u8)
     }
@@ -65,6 +71,20 @@ pub struct Ctrl {
     pub wait: u8,
 }
 
+impl Ctrl {
+    pub fn of(enc: u128) -> Ctrl {
+        let c = (enc >> 105) as u32;
+        Ctrl {
+            stall: (c & 15) as u8,
+            yield_: c >> 4 & 1 == 0,
+            wr_sb: (c >> 5 & 7) as u8,
+            rd_sb: (c >> 8 & 7) as u8,
+            wait: (c >> 11 & 63) as u8, // bits 17..20 are the reuse flags, also printed as .reuse
+        }
+    }
+}
+
+/// Comparison of a *SETP or *SET; the U of Ltu to Neu: or unordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cmp {
     F,
@@ -84,6 +104,7 @@ pub enum Cmp {
     Geu,
     T,
 }
+/// What joins the result of a comparison and a source predicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BoolOp {
     And,
@@ -96,330 +117,6 @@ pub enum Round {
     Rz,
     Rm,
     Rp,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mufu {
-    Rcp,
-    Rsq,
-    Ex2,
-    Lg2,
-    Sin,
-    Cos,
-    Sqrt,
-    Rcp64h,
-    Rsq64h,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ShflMode {
-    Idx,
-    Up,
-    Down,
-    Bfly,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AtomOp {
-    Add,
-    Min,
-    Max,
-    And,
-    Or,
-    Xor,
-    Exch,
-    Cas,
-    Inc,
-    Dec,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AtomTy {
-    U32,
-    S32,
-    U64,
-    S64,
-    F32,
-    F16x2,
-}
-/// Numeric type used by conversions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NumTy {
-    U8,
-    S8,
-    U16,
-    S16,
-    U32,
-    S32,
-    U64,
-    S64,
-    F16,
-    F32,
-    F64,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Space {
-    Global,
-    Shared,
-    Local,
-    Const,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BarMode {
-    Sync,
-    Arv,
-    RedPopc,
-    RedAnd,
-    RedOr,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SReg {
-    Tid(u8),
-    Ctaid(u8),
-    LaneId,
-    WarpId,
-    Clock,
-    ClockHi,
-    EqMask,
-    LtMask,
-    LeMask,
-    GtMask,
-    GeMask,
-    Zero,
-    NCtaId(u8),
-    SmId,
-    GlobalTimer,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Op {
-    // data movement / integer
-    Mov,
-    Sel,
-    Iadd3 {
-        x: bool,
-    },
-    Imad {
-        x: bool,
-    },
-    ImadWide {
-        signed: bool,
-        x: bool,
-    },
-    ImadHi {
-        signed: bool,
-    },
-    Lea {
-        hi: bool,
-        x: bool,
-        sx32: bool,
-        shift: u8,
-    },
-    Lop3 {
-        lut: u8,
-        pand: bool,
-    },
-    Plop3 {
-        lut: u8,
-        lut2: u8,
-    },
-    Shf {
-        left: bool,
-        wrap: bool,
-        hi: bool,
-        signed: bool,
-        wide: bool,
-    },
-    Isetp {
-        cmp: Cmp,
-        signed: bool,
-        bop: BoolOp,
-        ex: bool,
-    },
-    Imnmx {
-        signed: bool,
-    },
-    Prmt,
-    Iabs,
-    Popc,
-    Flo {
-        signed: bool,
-        sh: bool,
-    },
-    Brev,
-    Vabsdiff {
-        signed: bool,
-    },
-    /// predicates into the byte that begins at bit `shift`
-    P2r {
-        shift: u32,
-    },
-    R2p,
-    Bmsk {
-        wrap: bool,
-    },
-    Sgxt {
-        signed: bool,
-    },
-    // float
-    Fadd {
-        ftz: bool,
-        sat: bool,
-        rnd: Round,
-    },
-    Fmul {
-        ftz: bool,
-        sat: bool,
-        rnd: Round,
-    },
-    Ffma {
-        ftz: bool,
-        sat: bool,
-        rnd: Round,
-    },
-    Fmnmx {
-        ftz: bool,
-    },
-    Fsetp {
-        cmp: Cmp,
-        bop: BoolOp,
-        ftz: bool,
-    },
-    Fset {
-        cmp: Cmp,
-        bop: BoolOp,
-        ftz: bool,
-        bf: bool,
-    },
-    Fsel,
-    Fchk,
-    Mufu(Mufu),
-    Dadd,
-    Dmul,
-    Dfma,
-    Dsetp {
-        cmp: Cmp,
-        bop: BoolOp,
-    },
-    // half
-    Hadd2 {
-        f32: bool,
-        sat: bool,
-        ftz: bool,
-        mrg: u8,
-    },
-    Hmul2 {
-        sat: bool,
-        ftz: bool,
-        mrg: u8,
-    },
-    Hfma2 {
-        sat: bool,
-        ftz: bool,
-        mrg: u8,
-    },
-    Hsetp2 {
-        cmp: Cmp,
-        bop: BoolOp,
-        hand: bool,
-    },
-    Hset2 {
-        cmp: Cmp,
-        bop: BoolOp,
-        bf: bool,
-    },
-    Hmma {
-        f32: bool,
-        step: u8,
-        a_col: bool,
-        b_col: bool,
-    },
-    // conversions
-    I2f {
-        from: NumTy,
-        to: NumTy,
-        rnd: Round,
-    },
-    F2i {
-        from: NumTy,
-        to: NumTy,
-        rnd: F2iRound,
-        ftz: bool,
-    },
-    F2f {
-        from: NumTy,
-        to: NumTy,
-        rnd: Round,
-        ftz: bool,
-    },
-    Frnd {
-        rnd: F2iRound,
-    },
-    // warp level
-    Shfl(ShflMode),
-    Vote {
-        all: bool,
-        eq: bool,
-    },
-    Match {
-        all: bool,
-    },
-    // memory
-    Ld {
-        space: Space,
-        bytes: u8,
-        sext: bool,
-    },
-    St {
-        space: Space,
-        bytes: u8,
-    },
-    Atom {
-        space: Space,
-        op: AtomOp,
-        ty: AtomTy,
-        ret: bool,
-        spin: bool,
-    },
-    Qspc,
-    S2r(SReg),
-    Cs2r {
-        sreg: SReg,
-        wide: bool,
-    },
-    Bar(BarMode),
-    B2r,
-    Membar,
-    Depbar {
-        sb: u8,
-        n: u8,
-    },
-    // control
-    Nop,
-    /// could not be decoded; the reason is in the instruction's text, execution stops with it
-    Undecodable,
-    Bra,
-    /// BRA.CONV / BRA.DIV: taken when all live threads of the warp are here / when they are not
-    BraIf {
-        converged: bool,
-    },
-    Brx,
-    Exit,
-    Bssy(u8),
-    Bsync(u8),
-    Break(u8),
-    BmovToReg {
-        b: u8,
-        clear: bool,
-    },
-    BmovFromReg(u8),
-    Warpsync,
-    Call,
-    Ret,
-    Yield,
-}
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum F2iRound {
-    Near,
-    Trunc,
-    Floor,
-    Ceil,
 }
 
 /// Functional unit an instruction is issued to (timing model).
@@ -443,6 +140,10 @@ pub struct MemRef {
     pub off: i64,
     /// log2 scale on the base register ([R4.X4+..])
     pub scale: u8,
+}
+
+impl MemRef {
+    pub const ZERO: MemRef = MemRef { base: RZ, wide: false, off: 0, scale: 0 };
 }
 
 #[derive(Clone, Debug)]

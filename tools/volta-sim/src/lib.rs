@@ -28,13 +28,13 @@
 #![allow(clippy::needless_range_loop)]
 
 mod cta;
+mod decode;
 mod disasm;
 mod elf;
 mod env;
 mod error;
 mod exec;
 mod half;
-mod hmma;
 mod isa;
 mod job;
 mod lanes;
@@ -42,8 +42,11 @@ mod launch;
 mod machine;
 mod mem;
 mod module;
+mod operand;
+mod ops;
 mod report;
 mod run;
+mod step;
 mod timing;
 mod warp;
 

@@ -1,10 +1,12 @@
 //! A cubin, disassembled and decoded once.
 
+use crate::decode;
 use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
 use crate::error::Result;
-use crate::isa::{Inst, Op, Space, SrcKind, RZ};
+use crate::isa::{Inst, SrcKind, RZ};
+use crate::ops::{Memory, Op, Space};
 use serde::Serialize;
 use std::path::Path;
 
@@ -117,12 +119,12 @@ impl Kernel {
         let mut code = vec![];
         for r in &listing.insts {
             // an instruction we cannot decode is an error only when it is reached (asserts carry exotic ones)
-            code.push(disasm::decode(r, &listing.labels).unwrap_or_else(|why| disasm::undecodable(r, why)));
+            code.push(decode::decode(r, &listing.labels).unwrap_or_else(|why| decode::undecodable(r, why)));
         }
         if let Some(c) = code.iter().enumerate().find_map(|(i, c)| (c.pc as usize != i * 16).then_some(c)) {
             return Err(format!("kernel `{}`: unexpected pc 0x{:x} in the disassembly", meta.name, c.pc));
         }
-        let local = |i: &&Inst| matches!(i.op, Op::Ld { space: Space::Local, .. } | Op::St { space: Space::Local, .. });
+        let local = |i: &&Inst| matches!(i.op, Op::Memory(Memory::Ld { space: Space::Local, .. } | Memory::St { space: Space::Local, .. }));
         let info = KernelInfo {
             name: meta.name.clone(),
             registers: meta.regs,

@@ -1,10 +1,10 @@
 //! The report of a simulated launch, as data and as text.
 
 use crate::env::Env;
-use crate::isa::Op;
 use crate::launch::Shape;
 use crate::machine::{Machine, Occupancy};
 use crate::module::KernelInfo;
+use crate::ops::{Branch, Op};
 use crate::run::Share;
 use crate::timing::{Counters, SmSim};
 use serde::Serialize;
@@ -416,7 +416,7 @@ fn hot_loop(env: &Env, sim: &SmSim) -> Option<HotLoop> {
         .code
         .iter()
         .enumerate()
-        .filter(|(i, c)| matches!(c.op, Op::Bra) && c.target <= c.pc && hist[*i] > 0)
+        .filter(|(i, c)| matches!(c.op, Op::Branch(Branch::Bra)) && c.target <= c.pc && hist[*i] > 0)
         .map(|(i, c)| (c.target as usize / 16, i))
         .filter(|&(a, b)| a < b)
         .collect();

@@ -2,8 +2,8 @@
 
 use crate::cta::Cta;
 use crate::env::Env;
-use crate::exec::{Access, SimResult};
 use crate::machine::Machine;
+use crate::step::{Access, SimResult};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

@@ -3,9 +3,10 @@
 
 use crate::cta::Cta;
 use crate::env::Env;
-use crate::exec::{Access, SimResult};
 use crate::isa::*;
 use crate::machine::Machine;
+use crate::ops::{Barrier, Integer, Memory, Op, Space, SpecialRegister, Tensor};
+use crate::step::{Access, SimResult};
 use serde::Serialize;
 use std::collections::VecDeque;
 
@@ -489,7 +490,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         if acc.taken {
             next = next.max(now + self.m.branch_cycles);
         }
-        if let Op::Depbar { sb, n } = inst.op {
+        if let Op::Barrier(Barrier::Depbar { sb, n }) = inst.op {
             let mut t = w.sb[sb as usize % 6].times.clone();
             t.sort_unstable();
             if t.len() > n as usize {
@@ -560,7 +561,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let inst = &self.env.prog.code[idx];
         let mut cost = match inst.unit {
             Unit::Fma => match inst.op {
-                Op::ImadWide { .. } | Op::ImadHi { .. } => m.imad_wide_cycles,
+                Op::Integer(Integer::ImadWide { .. } | Integer::ImadHi { .. }) => m.imad_wide_cycles,
                 _ => m.fma_cycles,
             },
             Unit::Alu => m.alu_cycles,
@@ -568,7 +569,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             Unit::Fp64 => m.fp64_cycles,
             Unit::Xu => m.xu_cycles,
             Unit::Tensor => {
-                if matches!(inst.op, Op::Hmma { f32: true, .. }) {
+                if matches!(inst.op, Op::Tensor(Tensor::Hmma884 { f32: true, .. })) {
                     m.hmma_f32_cycles
                 } else {
                     m.hmma_f16_cycles
@@ -605,15 +606,17 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let m = self.m;
         let inst = &self.env.prog.code[idx];
         match inst.op {
-            Op::S2r(_) | Op::B2r => return (now + m.s2r_latency, now + 2, Why::ShortSb),
-            Op::Membar => return (now + m.l2_latency, now + 2, Why::LongSb),
-            Op::Qspc => return (now + m.lds_latency, now + 2, Why::ShortSb),
+            Op::SpecialRegister(SpecialRegister::S2r(_)) | Op::Barrier(Barrier::B2r) => {
+                return (now + m.s2r_latency, now + 2, Why::ShortSb)
+            }
+            Op::Barrier(Barrier::Membar) => return (now + m.l2_latency, now + 2, Why::LongSb),
+            Op::Memory(Memory::Qspc) => return (now + m.lds_latency, now + 2, Why::ShortSb),
             _ => {}
         }
         let (space, bytes, write, atomic) = match inst.op {
-            Op::Ld { space, bytes, .. } => (Some(space), bytes as u32, false, false),
-            Op::St { space, bytes } => (Some(space), bytes as u32, true, false),
-            Op::Atom { space, ty, .. } => (Some(space), if matches!(ty, AtomTy::U64 | AtomTy::S64) { 8 } else { 4 }, true, true),
+            Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
+            Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
+            Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
             _ => (None, 4, false, false),
         };
         // wavefronts in the data stage

@@ -1,0 +1,210 @@
+//! The operands of an instruction as nvdisasm prints them.
+
+use crate::isa::*;
+use std::collections::HashMap;
+
+/// An operand, before an opcode gives it a meaning.
+#[derive(Clone, Debug)]
+pub enum Operand {
+    Src(Src, bool /* .COL */),
+    Pred(PredOp),
+    /// all predicates as one register
+    PredReg,
+    Mem(MemRef),
+    /// constant bank, indexed by a register
+    CMem {
+        bank: u8,
+        base: u8,
+        off: i64,
+    },
+    Name(String),
+    /// convergence barrier
+    B(u8),
+    /// scoreboard
+    Sb(u8),
+    Label(u32),
+}
+
+pub fn int(s: &str) -> Option<i64> {
+    let (neg, t) = match s.strip_prefix('-') {
+        Some(r) => (true, r),
+        None => (false, s.strip_prefix('+').unwrap_or(s)),
+    };
+    let v = if let Some(h) = t.strip_prefix("0x") { u64::from_str_radix(h, 16).ok()? as i64 } else { return None };
+    Some(if neg { v.wrapping_neg() } else { v })
+}
+
+fn register(s: &str) -> Option<u8> {
+    if s == "RZ" {
+        return Some(RZ);
+    }
+    s.strip_prefix('R')?.parse::<u8>().ok()
+}
+
+pub fn split(s: &str) -> Vec<String> {
+    let mut out = vec![];
+    let (mut depth, mut cur) = (0, String::new());
+    for c in s.chars() {
+        match c {
+            '[' | '(' => depth += 1,
+            ']' | ')' => depth -= 1,
+            ',' if depth == 0 => {
+                out.push(cur.trim().to_string());
+                cur.clear();
+                continue;
+            }
+            _ => {}
+        }
+        cur.push(c);
+    }
+    if !cur.trim().is_empty() {
+        out.push(cur.trim().to_string());
+    }
+    out
+}
+
+/// Parses the inside of `[...]`; the flag says that there is no base register.
+fn memory(inner: &str) -> Option<(MemRef, bool)> {
+    let (mut m, mut abs) = (MemRef::ZERO, true);
+    // terms separated by '+'; a term may be "-0x10"
+    for term in inner.split('+') {
+        let term = term.trim();
+        if term.is_empty() {
+            continue;
+        }
+        if let Some(v) = int(term) {
+            m.off = m.off.wrapping_add(v);
+            continue;
+        }
+        let mut parts = term.split('.');
+        m.base = register(parts.next()?)?;
+        abs = false;
+        for p in parts {
+            match p {
+                "X4" => m.scale = 2,
+                "X8" => m.scale = 3,
+                "X16" => m.scale = 4,
+                "64" => m.wide = true,
+                "U32" | "reuse" => {}
+                _ => return None,
+            }
+        }
+    }
+    Some((m, abs))
+}
+
+pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operand> {
+    let mut t = s.trim();
+    if let Some(l) = t.strip_prefix("`(") {
+        let name = l.trim_end_matches(')');
+        return Some(Operand::Label(*labels.get(name)?));
+    }
+    if t.starts_with("32@") {
+        // 32@lo((sym + .L_x_1@srel)) / 32@hi(...)
+        if t.starts_with("32@hi") {
+            return Some(Operand::Src(Src::immediate(0), false));
+        }
+        let p = t.find(".L")?;
+        let end = t[p..].find('@').map_or(t.len(), |e| p + e);
+        let v = *labels.get(&t[p..end])?;
+        return Some(Operand::Src(Src::immediate(v), false));
+    }
+    if t.starts_with('[') {
+        let (m, _) = memory(t.strip_prefix('[')?.strip_suffix(']')?)?;
+        return Some(Operand::Mem(m));
+    }
+    // immediates first: the sign belongs to the literal
+    if let Some(v) = int(t) {
+        return Some(Operand::Src(Src::immediate(v as u32), false));
+    }
+    let first = t.trim_start_matches(['-', '+', '|']);
+    if first.starts_with(|c: char| c.is_ascii_digit()) || first.starts_with("INF") || first.starts_with("QNAN") || first.starts_with("SNAN")
+    {
+        // float literal: take the bits from the encoding
+        return Some(Operand::Src(Src::immediate((enc >> 32) as u32), false));
+    }
+    let (mut neg, mut inv, mut abs, mut not) = (false, false, false, false);
+    loop {
+        if let Some(r) = t.strip_prefix('-') {
+            neg = !neg;
+            t = r;
+        } else if let Some(r) = t.strip_prefix('~') {
+            inv = true;
+            t = r;
+        } else if let Some(r) = t.strip_prefix('!') {
+            not = true;
+            t = r;
+        } else if let Some(r) = t.strip_prefix('|') {
+            abs = true;
+            t = r;
+        } else {
+            break;
+        }
+    }
+    let t: String = t.replace('|', "");
+    let t = t.as_str();
+    let mut src = Src { neg, abs, inv, ..Src::ZERO };
+    if let Some(c) = t.strip_prefix("c[") {
+        let e = c.find(']')?;
+        let bank = int(&c[..e])? as u8;
+        let rest = c[e + 1..].strip_prefix('[')?;
+        let e2 = rest.find(']')?;
+        let (m, absolute) = memory(&rest[..e2])?;
+        if !absolute {
+            return Some(Operand::CMem { bank, base: m.base, off: m.off });
+        }
+        src.kind = SrcKind::Const;
+        src.bank = bank;
+        src.val = m.off as u32;
+        for p in rest[e2 + 1..].split('.').filter(|p| !p.is_empty()) {
+            src.sel = selector(p)?;
+        }
+        return Some(Operand::Src(src, false));
+    }
+    let mut parts = t.split('.');
+    let head = parts.next()?;
+    if let Some(r) = register(head) {
+        src.val = r as u32;
+        let mut col = false;
+        for p in parts {
+            match p {
+                "reuse" => src.reuse = true,
+                "COL" => col = true,
+                "ROW" => {}
+                _ => src.sel = selector(p)?,
+            }
+        }
+        return Some(Operand::Src(src, col));
+    }
+    if head == "PR" {
+        return Some(Operand::PredReg);
+    }
+    if head == "PT" {
+        return Some(Operand::Pred(PredOp { idx: PT, neg: not }));
+    }
+    if let Some(n) = head.strip_prefix('P').and_then(|n| n.parse::<u8>().ok()) {
+        return Some(Operand::Pred(PredOp { idx: n, neg: not }));
+    }
+    if let Some(n) = head.strip_prefix("SB").and_then(|n| n.parse::<u8>().ok()) {
+        return Some(Operand::Sb(n));
+    }
+    if let Some(n) = head.strip_prefix('B').and_then(|n| n.parse::<u8>().ok()) {
+        return Some(Operand::B(n));
+    }
+    Some(Operand::Name(t.to_string()))
+}
+
+fn selector(p: &str) -> Option<Sel> {
+    Some(match p {
+        "H0_H0" => Sel::H0H0,
+        "H1_H1" => Sel::H1H1,
+        "H0" => Sel::H(0),
+        "H1" => Sel::H(1),
+        "B0" => Sel::B(0),
+        "B1" => Sel::B(1),
+        "B2" => Sel::B(2),
+        "B3" => Sel::B(3),
+        "H1_H0" => Sel::None,
+        _ => return None,
+    })
+}

@@ -1,0 +1,207 @@
+//! Atomic operations on global and shared memory.
+
+use super::memory::{addresses, global_fault, Space};
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::half::*;
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+
+/// RED, ATOM, ATOMG, ATOMS
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Atomic {
+    pub space: Space,
+    op: AtomOp,
+    ty: AtomTy,
+    /// the old value is a result
+    ret: bool,
+    spin: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AtomOp {
+    Add,
+    Min,
+    Max,
+    And,
+    Or,
+    Xor,
+    Exch,
+    Cas,
+    Inc,
+    Dec,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AtomTy {
+    U32,
+    S32,
+    U64,
+    S64,
+    F32,
+    F16x2,
+}
+
+impl Class for Atomic {
+    fn decode(d: &mut Decoder) -> Decoded {
+        if !["RED", "ATOM", "ATOMG", "ATOMS"].contains(&d.base) {
+            return Ok(None);
+        }
+        let ret = d.base != "RED";
+        if ret {
+            d.opt_pdsts(2);
+            d.dst()?;
+        }
+        d.address()?;
+        let mut op = None;
+        let mut ty = AtomTy::U32;
+        for m in &d.mods {
+            match *m {
+                "ADD" => op = Some(AtomOp::Add),
+                "MIN" => op = Some(AtomOp::Min),
+                "MAX" => op = Some(AtomOp::Max),
+                "AND" => op = Some(AtomOp::And),
+                "OR" => op = Some(AtomOp::Or),
+                "XOR" => op = Some(AtomOp::Xor),
+                "EXCH" => op = Some(AtomOp::Exch),
+                "CAS" | "CAST" => op = Some(AtomOp::Cas),
+                "INC" => op = Some(AtomOp::Inc),
+                "DEC" => op = Some(AtomOp::Dec),
+                "S32" => ty = AtomTy::S32,
+                "64" | "U64" => ty = AtomTy::U64,
+                "S64" => ty = AtomTy::S64,
+                "F32" => ty = AtomTy::F32,
+                "F16x2" => ty = AtomTy::F16x2,
+                "F64" => return Err(d.fail("F64 atomics")),
+                _ => {}
+            }
+        }
+        d.src(0)?;
+        if d.src_follows() {
+            d.src(1)?;
+        }
+        let space = if d.base == "ATOMS" { Space::Shared } else { Space::Global };
+        let op = op.ok_or_else(|| d.fail("atomic operation"))?;
+        d.inst.unit = Unit::Lsu;
+        Ok(Some(Op::Atomic(Atomic { space, op, ty, ret, spin: d.has("SPIN") })))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        addresses(s);
+        let wide = self.wide();
+        let n = if wide { 8u64 } else { 4 };
+        let (s0, s1) = if wide {
+            // CAS takes its swap value from the pair after the compare pair or from src[1]
+            (s.int64(0)?, s.int64(1)?)
+        } else {
+            (s.raw(0)?.each(|x| x as u64), s.raw(1)?.each(|x| x as u64))
+        };
+        let env = s.env;
+        let _guard = (env.lock_atomics && self.space == Space::Global).then(|| env.mem.lock_atomics());
+        let mut old = [0u64; 32];
+        for l in 0..32 {
+            if s.m >> l & 1 == 0 {
+                continue;
+            }
+            let a = s.acc.addr[l];
+            let p = if self.space == Space::Shared {
+                if a + n > s.shared.len() as u64 {
+                    return Err(s.fault(l, "shared atomic out of bounds", a, n, ""));
+                }
+                // SAFETY: the offset is inside the CTA's memory.
+                unsafe { s.shared.as_mut_ptr().add(a as usize) }
+            } else {
+                match env.mem.ptr_mut(a, n, &mut s.w.hint) {
+                    Some(p) => p,
+                    None => return Err(global_fault(s, l, "atomic", a, n)),
+                }
+            };
+            if a & (n - 1) != 0 {
+                return Err(s.fault(l, "misaligned atomic", a, n, ""));
+            }
+            // SAFETY: `n` bytes at `p` may be read and written.
+            unsafe {
+                let cur = if wide { (p as *const u64).read_unaligned() } else { (p as *const u32).read_unaligned() as u64 };
+                let new = self.apply(cur, s0[l], s1[l]);
+                if wide {
+                    (p as *mut u64).write_unaligned(new);
+                } else {
+                    (p as *mut u32).write_unaligned(new as u32);
+                }
+                old[l] = if self.spin { (cur == s0[l]) as u64 } else { cur };
+            }
+        }
+        if self.ret {
+            if wide {
+                s.wr64(&old);
+            } else {
+                s.wr(&old.each(|x| x as u32));
+            }
+            // ATOM's predicate says "done" (no generic-space fallback needed)
+            s.setp(0, !0);
+        }
+        Ok(())
+    }
+}
+
+impl Atomic {
+    /// Operates on 8 bytes, not 4.
+    pub fn wide(&self) -> bool {
+        matches!(self.ty, AtomTy::U64 | AtomTy::S64)
+    }
+
+    /// What memory that held `cur` holds afterwards.
+    #[inline(always)]
+    fn apply(self, cur: u64, a: u64, b: u64) -> u64 {
+        match self.op {
+            AtomOp::Exch => a,
+            AtomOp::Cas => {
+                if cur == a {
+                    b
+                } else {
+                    cur
+                }
+            }
+            AtomOp::And => cur & a,
+            AtomOp::Or => cur | a,
+            AtomOp::Xor => cur ^ a,
+            AtomOp::Inc => {
+                if cur >= a {
+                    0
+                } else {
+                    cur + 1
+                }
+            }
+            AtomOp::Dec => {
+                if cur == 0 || cur > a {
+                    a
+                } else {
+                    cur - 1
+                }
+            }
+            AtomOp::Add => match self.ty {
+                AtomTy::F32 => (f32::from_bits(cur as u32) + f32::from_bits(a as u32)).to_bits() as u64,
+                AtomTy::F16x2 => {
+                    let f = |s: u32| f2h(h2f((cur >> s) as u16) + h2f((a >> s) as u16)) as u64;
+                    f(0) | f(16) << 16
+                }
+                AtomTy::U64 | AtomTy::S64 => cur.wrapping_add(a),
+                _ => (cur as u32).wrapping_add(a as u32) as u64,
+            },
+            AtomOp::Min | AtomOp::Max => {
+                let less = match self.ty {
+                    AtomTy::S32 => (cur as i32) < (a as i32),
+                    AtomTy::S64 => (cur as i64) < (a as i64),
+                    _ => cur < a,
+                };
+                if less == (self.op == AtomOp::Min) {
+                    cur
+                } else {
+                    a
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Logic, shifts, and what moves or counts bits.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+use crate::warp::V;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bits {
+    Lop3 { lut: u8, pand: bool },
+    Shf { left: bool, wrap: bool, hi: bool, signed: bool, wide: bool },
+    Prmt,
+    Popc,
+    Brev,
+    Flo { signed: bool, sh: bool },
+    Bmsk { wrap: bool },
+    Sgxt { signed: bool },
+}
+
+impl Class for Bits {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let signed = d.signed();
+        let op = match d.base {
+            "LOP3" => {
+                d.allow(&["LUT", "PAND"])?;
+                d.opt_pdsts(2);
+                d.dst()?;
+                d.srcs(3)?;
+                let lut = d.imm()? as u8;
+                d.opt_psrcs();
+                Bits::Lop3 { lut, pand: d.has("PAND") }
+            }
+            "SHF" => {
+                d.allow(&["L", "R", "W", "HI", "U32", "S32", "U64", "S64"])?;
+                d.dst()?;
+                d.srcs(3)?;
+                Bits::Shf {
+                    left: d.has("L"),
+                    wrap: d.has("W"),
+                    hi: d.has("HI"),
+                    signed: d.has("S32") || d.has("S64"),
+                    wide: d.has("U64") || d.has("S64"),
+                }
+            }
+            "PRMT" => {
+                d.allow(&[])?;
+                d.dst()?;
+                d.srcs(3)?;
+                Bits::Prmt
+            }
+            "POPC" | "FLO" | "BREV" => {
+                d.allow(&["U32", "SH"])?;
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.src(0)?;
+                d.inst.unit = Unit::Xu;
+                match d.base {
+                    "POPC" => Bits::Popc,
+                    "FLO" => Bits::Flo { signed, sh: d.has("SH") },
+                    _ => Bits::Brev,
+                }
+            }
+            "BMSK" => {
+                d.dst()?;
+                d.srcs(2)?;
+                Bits::Bmsk { wrap: d.has("W") }
+            }
+            "SGXT" => {
+                d.dst()?;
+                d.srcs(2)?;
+                Bits::Sgxt { signed }
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Op::Bits(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Bits::Lop3 { lut, pand } => {
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                let r = lop3(lut, &a, &b, &c);
+                s.wr(&r);
+                if s.inst.pdst[0] != PT {
+                    let nz = mask_of(|l| r[l] != 0);
+                    let p = s.p(0);
+                    s.setp(0, if pand { nz & p } else { nz | p });
+                }
+            }
+            Bits::Shf { left, wrap, hi, signed, wide } => {
+                let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                s.wr(&lanes(|l| {
+                    let lim = if wide { 64 } else { 32 };
+                    let sh = if wrap { n[l] & (lim - 1) } else { n[l].min(lim) };
+                    let v = a[l] as u64 | (c[l] as u64) << 32;
+                    let r = if left {
+                        if sh == 64 {
+                            0
+                        } else {
+                            v << sh
+                        }
+                    } else if signed {
+                        ((v as i64) >> sh.min(63)) as u64
+                    } else if sh == 64 {
+                        0
+                    } else {
+                        v >> sh
+                    };
+                    if hi {
+                        (r >> 32) as u32
+                    } else {
+                        r as u32
+                    }
+                }));
+            }
+            Bits::Prmt => {
+                let (a, n, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                let r = if s.inst.src[1].kind == SrcKind::Imm && n[0] == 0x5410 {
+                    lanes(|l| (a[l] & 0xffff) | c[l] << 16)
+                } else {
+                    lanes(|l| {
+                        let v = a[l] as u64 | (c[l] as u64) << 32;
+                        let mut r = 0u32;
+                        for i in 0..4 {
+                            let n = n[l] >> (4 * i) & 15;
+                            let mut b = (v >> (8 * (n & 7))) as u8;
+                            if n & 8 != 0 {
+                                b = ((b as i8) >> 7) as u8;
+                            }
+                            r |= (b as u32) << (8 * i);
+                        }
+                        r
+                    })
+                };
+                s.wr(&r);
+            }
+            Bits::Popc => {
+                let a = s.int(0)?;
+                s.wr(&a.each(|x| x.count_ones()));
+            }
+            Bits::Brev => {
+                let a = s.int(0)?;
+                s.wr(&a.each(|x| x.reverse_bits()));
+            }
+            Bits::Flo { signed, sh } => {
+                let a = s.int(0)?;
+                s.wr(&a.each(|x| {
+                    let x = if signed && (x as i32) < 0 { !x } else { x };
+                    if x == 0 {
+                        !0
+                    } else if sh {
+                        x.leading_zeros()
+                    } else {
+                        31 - x.leading_zeros()
+                    }
+                }));
+            }
+            Bits::Bmsk { wrap } => {
+                let (a, b) = (s.int(0)?, s.int(1)?);
+                s.wr(&lanes(|l| {
+                    let (p, n) = if wrap { (a[l] & 31, b[l] & 31) } else { (a[l].min(32), b[l].min(32)) };
+                    ((((1u64 << n) - 1) << p) & 0xffff_ffff) as u32
+                }));
+            }
+            Bits::Sgxt { signed } => {
+                let (a, b) = (s.int(0)?, s.int(1)?);
+                s.wr(&lanes(|l| {
+                    let n = b[l].min(32);
+                    if n == 0 {
+                        0
+                    } else if signed {
+                        (((a[l] << (32 - n)) as i32) >> (32 - n)) as u32
+                    } else {
+                        a[l] << (32 - n) >> (32 - n)
+                    }
+                }));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Any function of three bits, by its truth table.
+#[inline(always)]
+pub fn lop3(lut: u8, a: &V, b: &V, c: &V) -> V {
+    match lut {
+        0xc0 => lanes(|l| a[l] & b[l]),
+        0xfc => lanes(|l| a[l] | b[l]),
+        0x3c => lanes(|l| a[l] ^ b[l]),
+        0x96 => lanes(|l| a[l] ^ b[l] ^ c[l]),
+        0xf8 => lanes(|l| a[l] | (b[l] & c[l])),
+        0xfe => lanes(|l| a[l] | b[l] | c[l]),
+        _ => {
+            let mut r = [0; 32];
+            for minterm in (0..8).filter(|i| lut >> i & 1 != 0) {
+                // operands enter a minterm inverted where its bit is clear
+                let inv = |bit: u8| ((minterm & bit != 0) as u32).wrapping_sub(1);
+                let (x, y, z) = (inv(4), inv(2), inv(1));
+                for l in 0..32 {
+                    r[l] |= (a[l] ^ x) & (b[l] ^ y) & (c[l] ^ z);
+                }
+            }
+            r
+        }
+    }
+}

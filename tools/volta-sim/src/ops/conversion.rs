@@ -1,0 +1,231 @@
+//! Conversions between numeric types.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::half::*;
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Conversion {
+    I2f { from: NumTy, to: NumTy, rnd: Round },
+    F2i { from: NumTy, to: NumTy, rnd: IntRound, ftz: bool },
+    F2f { from: NumTy, to: NumTy, rnd: Round, ftz: bool },
+    Frnd { rnd: IntRound },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NumTy {
+    U8,
+    S8,
+    U16,
+    S16,
+    U32,
+    S32,
+    U64,
+    S64,
+    F16,
+    F32,
+    F64,
+}
+
+/// Rounding to an integer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IntRound {
+    Near,
+    Trunc,
+    Floor,
+    Ceil,
+}
+
+fn type_of(modifier: &str) -> Option<NumTy> {
+    Some(match modifier {
+        "U8" => NumTy::U8,
+        "S8" => NumTy::S8,
+        "U16" => NumTy::U16,
+        "S16" => NumTy::S16,
+        "U32" => NumTy::U32,
+        "S32" => NumTy::S32,
+        "U64" => NumTy::U64,
+        "S64" => NumTy::S64,
+        "F16" => NumTy::F16,
+        "F32" => NumTy::F32,
+        "F64" => NumTy::F64,
+        _ => return None,
+    })
+}
+
+fn int_round(d: &Decoder) -> IntRound {
+    if d.has("TRUNC") {
+        IntRound::Trunc
+    } else if d.has("FLOOR") {
+        IntRound::Floor
+    } else if d.has("CEIL") {
+        IntRound::Ceil
+    } else {
+        IntRound::Near
+    }
+}
+
+/// The floating-point and the integer type among the modifiers; others than types and `known` are refused.
+fn float_and_int(d: &Decoder, known: &[&str]) -> Result<(NumTy, NumTy), String> {
+    let (mut float, mut int) = (NumTy::F32, NumTy::S32);
+    for m in &d.mods {
+        match type_of(m) {
+            Some(t @ (NumTy::F16 | NumTy::F32 | NumTy::F64)) => float = t,
+            Some(t) => int = t,
+            None if known.contains(m) => {}
+            None => return Err(d.fail(&format!("{} modifier", d.base))),
+        }
+    }
+    Ok((float, int))
+}
+
+impl Class for Conversion {
+    fn decode(d: &mut Decoder) -> Decoded {
+        if !["I2F", "F2I", "F2F", "FRND"].contains(&d.base) {
+            return Ok(None);
+        }
+        d.dst()?;
+        d.src(0)?;
+        d.inst.unit = Unit::Xu;
+        let ftz = d.ftz();
+        Ok(Some(Op::Conversion(match d.base {
+            "I2F" => {
+                let (to, from) = float_and_int(d, &["RP", "RM", "RZ", "RN"])?;
+                Conversion::I2f { from, to, rnd: d.round() }
+            }
+            "F2I" => {
+                let (from, to) = float_and_int(d, &["TRUNC", "FLOOR", "CEIL", "NTZ", "FTZ", "RN"])?;
+                Conversion::F2i { from, to, rnd: int_round(d), ftz }
+            }
+            "F2F" => {
+                let types: Vec<NumTy> = d.mods.iter().filter_map(|m| type_of(m)).collect();
+                let [to, from] = types[..] else { return Err(d.fail("F2F types")) };
+                Conversion::F2f { from, to, rnd: d.round(), ftz }
+            }
+            _ => {
+                d.allow(&["TRUNC", "FLOOR", "CEIL", "FTZ"])?;
+                Conversion::Frnd { rnd: int_round(d) }
+            }
+        })))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Conversion::I2f { from, to, rnd } => {
+                let v: [i128; 32] = if matches!(from, NumTy::S64 | NumTy::U64) {
+                    let a = s.int64(0)?;
+                    a.each(|x| if from == NumTy::S64 { x as i64 as i128 } else { x as i128 })
+                } else {
+                    let a = s.raw(0)?;
+                    let src = s.inst.src[0];
+                    let sh = match src.sel {
+                        Sel::B(n) => 8 * n as u32,
+                        Sel::H(n) => 16 * n as u32,
+                        Sel::H1H1 => 16,
+                        _ => 0,
+                    };
+                    a.each(|x| {
+                        let x = x >> sh;
+                        let v = match from {
+                            NumTy::U8 => x as u8 as i128,
+                            NumTy::S8 => x as i8 as i128,
+                            NumTy::U16 => x as u16 as i128,
+                            NumTy::S16 => x as i16 as i128,
+                            NumTy::U32 => x as i128,
+                            _ => x as i32 as i128,
+                        };
+                        let v = if src.abs { v.abs() } else { v };
+                        if src.neg {
+                            -v
+                        } else {
+                            v
+                        }
+                    })
+                };
+                match to {
+                    NumTy::F32 => s.wr(&v.each(|x| {
+                        let f = x as f32;
+                        let back = f as i128;
+                        let f = match rnd {
+                            Round::Rp if back < x => next_up(f),
+                            Round::Rm if back > x => -next_up(-f),
+                            Round::Rz if x > 0 && back > x => -next_up(-f),
+                            Round::Rz if x < 0 && back < x => next_up(f),
+                            _ => f,
+                        };
+                        f.to_bits()
+                    })),
+                    NumTy::F64 => s.wr64(&v.each(|x| (x as f64).to_bits())),
+                    _ => s.wr(&v.each(|x| d2h(x as f64) as u32)),
+                }
+            }
+            Conversion::F2i { from, to, rnd, ftz } => {
+                let v: [f64; 32] = match from {
+                    NumTy::F64 => s.dbl(0)?,
+                    NumTy::F16 => s.hlf(0)?.0.each(|x| x as f64),
+                    _ => s.flt(0)?.each(|x| fz(x, ftz) as f64),
+                };
+                let v = v.each(|x| to_int(x, rnd));
+                // `as` saturates and maps NaN to 0, as the hardware does for 32-bit results
+                match to {
+                    NumTy::S64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as i64 as u64 })),
+                    NumTy::U64 => s.wr64(&v.each(|x| if x.is_nan() { 1 << 63 } else { x as u64 })),
+                    _ => s.wr(&v.each(|x| match to {
+                        NumTy::U32 => x as u32,
+                        NumTy::U16 => x as u16 as u32,
+                        NumTy::S16 => x as i16 as i32 as u32,
+                        NumTy::U8 => x as u8 as u32,
+                        NumTy::S8 => x as i8 as i32 as u32,
+                        _ => x as i32 as u32,
+                    })),
+                }
+            }
+            Conversion::F2f { from, to, rnd, ftz } => match (from, to) {
+                (NumTy::F32, NumTy::F16) => {
+                    let a = s.flt(0)?;
+                    s.wr(&a.each(|x| if rnd == Round::Rz { f2h_rz(fz(x, ftz)) } else { f2h(fz(x, ftz)) } as u32));
+                }
+                (NumTy::F16, NumTy::F32) => {
+                    let (lo, hi) = s.hlf(0)?;
+                    s.wr(&(if s.inst.src[0].sel == Sel::H(1) { hi } else { lo }).each(f32::to_bits));
+                }
+                (NumTy::F32, NumTy::F64) => {
+                    let a = s.flt(0)?;
+                    s.wr64(&a.each(|x| (x as f64).to_bits()));
+                }
+                (NumTy::F64, NumTy::F32) => {
+                    let a = s.dbl(0)?;
+                    s.wr(&a.each(|x| (x as f32).to_bits()));
+                }
+                (NumTy::F32, NumTy::F32) => {
+                    let a = s.flt(0)?;
+                    s.wr(&a.each(|x| fz(x, ftz).to_bits()));
+                }
+                (NumTy::F64, NumTy::F16) => {
+                    let a = s.dbl(0)?;
+                    s.wr(&a.each(|x| d2h(x) as u32));
+                }
+                _ => return Err(s.refuse("unimplemented conversion")),
+            },
+            Conversion::Frnd { rnd } => {
+                let a = s.flt(0)?;
+                s.wr(&a.each(|x| (to_int(x as f64, rnd) as f32).to_bits()));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[inline(always)]
+fn to_int(x: f64, r: IntRound) -> f64 {
+    match r {
+        IntRound::Near => x.round_ties_even(),
+        IntRound::Trunc => x.trunc(),
+        IntRound::Floor => x.floor(),
+        IntRound::Ceil => x.ceil(),
+    }
+}

@@ -1,0 +1,150 @@
+//! Single-precision arithmetic and comparison.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+use crate::warp::V;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Float {
+    Fadd { ftz: bool, sat: bool, rnd: Round },
+    Fmul { ftz: bool, sat: bool, rnd: Round },
+    Ffma { ftz: bool, sat: bool, rnd: Round },
+    Fmnmx { ftz: bool },
+    Fsetp { cmp: Cmp, bop: BoolOp, ftz: bool },
+    Fset { cmp: Cmp, bop: BoolOp, ftz: bool, bf: bool },
+    Fchk,
+}
+
+impl Class for Float {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let ftz = d.ftz();
+        let op = match d.base {
+            "FADD" | "FMUL" | "FFMA" => {
+                d.allow(&["FTZ", "SAT", "RZ", "RM", "RP", "RN"])?;
+                d.dst()?;
+                d.srcs(if d.base == "FFMA" { 3 } else { 2 })?;
+                d.inst.unit = Unit::Fma;
+                let (sat, rnd) = (d.sat(), d.round());
+                match d.base {
+                    "FADD" => Float::Fadd { ftz, sat, rnd },
+                    "FMUL" => Float::Fmul { ftz, sat, rnd },
+                    _ => Float::Ffma { ftz, sat, rnd },
+                }
+            }
+            "FMNMX" => {
+                d.allow(&["FTZ"])?;
+                d.dst()?;
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Float::Fmnmx { ftz }
+            }
+            "FSETP" => {
+                d.opt_pdsts(2);
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Float::Fsetp { cmp: d.cmp()?, bop: d.bop(), ftz }
+            }
+            "FSET" => {
+                d.dst()?;
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Float::Fset { cmp: d.cmp()?, bop: d.bop(), ftz, bf: d.has("BF") }
+            }
+            "FCHK" => {
+                d.opt_pdsts(2);
+                d.srcs(2)?;
+                d.inst.unit = Unit::Xu;
+                Float::Fchk
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Op::Float(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Float::Fadd { ftz, sat, rnd } => {
+                let (a, b) = (s.flt(0)?, s.flt(1)?);
+                let r = if rnd == Round::Rn {
+                    lanes(|l| fz(a[l], ftz) + fz(b[l], ftz))
+                } else {
+                    lanes(|l| directed(fz(a[l], ftz) as f64 + fz(b[l], ftz) as f64, rnd))
+                };
+                s.wr(&result(r, ftz, sat));
+            }
+            Float::Fmul { ftz, sat, rnd } => {
+                let (a, b) = (s.flt(0)?, s.flt(1)?);
+                let r = if rnd == Round::Rn {
+                    lanes(|l| fz(a[l], ftz) * fz(b[l], ftz))
+                } else {
+                    lanes(|l| directed(fz(a[l], ftz) as f64 * fz(b[l], ftz) as f64, rnd))
+                };
+                s.wr(&result(r, ftz, sat));
+            }
+            Float::Ffma { ftz, sat, rnd } => {
+                let (a, b, c) = (s.flt(0)?, s.flt(1)?, s.flt(2)?);
+                let r = if rnd == Round::Rn {
+                    lanes(|l| fz(a[l], ftz).mul_add(fz(b[l], ftz), fz(c[l], ftz)))
+                } else {
+                    lanes(|l| directed(fz(a[l], ftz) as f64 * fz(b[l], ftz) as f64 + fz(c[l], ftz) as f64, rnd))
+                };
+                s.wr(&result(r, ftz, sat));
+            }
+            Float::Fmnmx { ftz } => {
+                let (a, b, p) = (s.flt(0)?, s.flt(1)?, s.p(0));
+                let r: [f32; 32] = lanes(|l| {
+                    let (x, y) = (fz(a[l], ftz), fz(b[l], ftz));
+                    if x.is_nan() {
+                        return if y.is_nan() { f32::from_bits(0x7fff_ffff) } else { y };
+                    }
+                    if y.is_nan() {
+                        return x;
+                    }
+                    // -0 orders below +0
+                    let lt = x < y || (x == y && x.is_sign_negative());
+                    if lt == (p >> l & 1 != 0) {
+                        x
+                    } else {
+                        y
+                    }
+                });
+                s.wr(&r.each(f32::to_bits));
+            }
+            Float::Fsetp { cmp, bop, ftz } => {
+                let (a, b) = (s.flt(0)?, s.flt(1)?);
+                s.setp_two(compare(cmp, &a.each(|x| fz(x, ftz)), &b.each(|x| fz(x, ftz))), bop);
+            }
+            Float::Fset { cmp, bop, ftz, bf } => {
+                let (a, b) = (s.flt(0)?, s.flt(1)?);
+                let r = combine(compare(cmp, &a.each(|x| fz(x, ftz)), &b.each(|x| fz(x, ftz))), s.p(0), bop);
+                let one = if bf { 0x3f80_0000 } else { !0 };
+                s.wr(&lanes(|l| if r >> l & 1 != 0 { one } else { 0 }));
+            }
+            Float::Fchk => {
+                // true when a plain reciprocal-based division could go wrong (conservative)
+                let (a, b) = (s.flt(0)?, s.flt(1)?);
+                s.setp(
+                    0,
+                    mask_of(|l| {
+                        let (ea, eb) = ((a[l].to_bits() >> 23 & 255) as i32, (b[l].to_bits() >> 23 & 255) as i32);
+                        ea == 255 || eb == 255 || ea <= 25 || eb <= 1 || eb >= 252 || ea - eb >= 125 || ea - eb <= -124
+                    }),
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Results as the GPU returns them: one canonical NaN, saturated, flushed.
+#[inline(always)]
+pub fn result(r: [f32; 32], ftz: bool, sat: bool) -> V {
+    r.each(|x| {
+        let x = if x.is_nan() { f32::from_bits(0x7fff_ffff) } else { x };
+        fz(saturate(x, sat), ftz).to_bits()
+    })
+}

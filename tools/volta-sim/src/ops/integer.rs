@@ -1,0 +1,234 @@
+//! Integer arithmetic and comparison.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+use std::cmp::Ordering;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Integer {
+    Iadd3 { x: bool },
+    Imad { x: bool },
+    ImadWide { signed: bool, x: bool },
+    ImadHi { signed: bool },
+    Lea { hi: bool, x: bool, sx32: bool, shift: u8 },
+    Isetp { cmp: Cmp, signed: bool, bop: BoolOp, ex: bool },
+    Imnmx { signed: bool },
+    Iabs,
+    Vabsdiff { signed: bool },
+}
+
+impl Class for Integer {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let signed = d.signed();
+        let op = match d.base {
+            "IADD3" => {
+                d.allow(&["X"])?;
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.srcs(3)?;
+                d.opt_carries();
+                Integer::Iadd3 { x: d.has("X") }
+            }
+            "IMAD" => {
+                d.allow(&["MOV", "IADD", "SHL", "U32", "X", "WIDE", "HI"])?;
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.srcs(3)?;
+                d.opt_carries();
+                d.inst.unit = Unit::Fma;
+                if d.has("WIDE") {
+                    Integer::ImadWide { signed, x: d.has("X") }
+                } else if d.has("HI") {
+                    Integer::ImadHi { signed }
+                } else {
+                    Integer::Imad { x: d.has("X") }
+                }
+            }
+            "LEA" => {
+                d.allow(&["HI", "X", "SX32"])?;
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.srcs(2)?;
+                // LEA.HI has the high word as third source, except in the SX32 form
+                if d.has("HI") && !d.has("SX32") {
+                    d.src(2)?;
+                }
+                let shift = d.opt_imm().unwrap_or(0) as u8;
+                d.opt_carries();
+                Integer::Lea { hi: d.has("HI"), x: d.has("X"), sx32: d.has("SX32"), shift }
+            }
+            "ISETP" => {
+                d.opt_pdsts(2);
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Integer::Isetp { cmp: d.cmp()?, signed, bop: d.bop(), ex: d.has("EX") }
+            }
+            "IMNMX" => {
+                d.allow(&["U32"])?;
+                d.dst()?;
+                d.srcs(2)?;
+                d.opt_psrcs();
+                Integer::Imnmx { signed }
+            }
+            "IABS" => {
+                d.allow(&["U32", "SH"])?;
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.src(0)?;
+                Integer::Iabs
+            }
+            "VABSDIFF" => {
+                d.allow(&["U32"])?;
+                d.dst()?;
+                d.srcs(3)?;
+                Integer::Vabsdiff { signed }
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Op::Integer(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Integer::Iadd3 { x } => {
+                if s.inst.pdst == [PT; 2] && !x {
+                    let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                    s.wr(&lanes(|l| a[l].wrapping_add(b[l]).wrapping_add(c[l])));
+                } else {
+                    // carries: a negated operand is ~v + 1
+                    let mut sum = [0u64; 32];
+                    for i in 0..3 {
+                        let src = s.inst.src[i];
+                        let v = s.raw(i)?;
+                        for l in 0..32 {
+                            sum[l] += if src.inv {
+                                !v[l] as u64
+                            } else if src.neg {
+                                !v[l] as u64 + 1
+                            } else {
+                                v[l] as u64
+                            };
+                        }
+                    }
+                    if x {
+                        let (c0, c1) = (s.p(0), s.p(1));
+                        for l in 0..32 {
+                            sum[l] += (c0 >> l & 1) as u64 + (c1 >> l & 1) as u64;
+                        }
+                    }
+                    s.wr(&sum.each(|v| v as u32));
+                    s.setp(0, mask_of(|l| sum[l] >> 32 >= 1));
+                    s.setp(1, mask_of(|l| sum[l] >> 32 >= 2));
+                }
+            }
+            Integer::Imad { x } => {
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                if x || s.inst.pdst[0] != PT {
+                    let cin = if x { s.p(0) } else { 0 };
+                    let sum: [u64; 32] = lanes(|l| a[l].wrapping_mul(b[l]) as u64 + c[l] as u64 + (cin >> l & 1) as u64);
+                    s.wr(&sum.each(|v| v as u32));
+                    s.setp(0, mask_of(|l| sum[l] >> 32 != 0));
+                } else {
+                    s.wr(&lanes(|l| a[l].wrapping_mul(b[l]).wrapping_add(c[l])));
+                }
+            }
+            Integer::ImadWide { signed, x } => {
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int64(2)?);
+                let cin = if x { s.p(0) } else { 0 };
+                let product = |l: usize| match signed {
+                    true => (a[l] as i32 as i64).wrapping_mul(b[l] as i32 as i64) as u64,
+                    false => a[l] as u64 * b[l] as u64,
+                };
+                let sum: [u128; 32] = lanes(|l| product(l) as u128 + c[l] as u128 + (cin >> l & 1) as u128);
+                s.wr64(&sum.each(|v| v as u64));
+                s.setp(0, mask_of(|l| sum[l] >> 64 != 0));
+            }
+            Integer::ImadHi { signed } => {
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                s.wr(&lanes(|l| {
+                    let p = if signed { ((a[l] as i32 as i64) * (b[l] as i32 as i64)) as u64 } else { a[l] as u64 * b[l] as u64 };
+                    ((p >> 32) as u32).wrapping_add(c[l])
+                }));
+            }
+            Integer::Lea { hi, x, sx32, shift } => {
+                let (a, b) = (s.raw(0)?, s.int(1)?);
+                let neg = s.inst.src[0].neg;
+                let c = if hi && !sx32 { s.raw(2)? } else { [0; 32] };
+                let cin = if x { s.p(0) } else { 0 };
+                let sum: [u64; 32] = lanes(|l| {
+                    let wide = if sx32 { a[l] as i32 as i64 as u64 } else { a[l] as u64 | (c[l] as u64) << 32 };
+                    let sh = if hi { ((wide as u128) << shift >> 32) as u32 } else { a[l] << (shift & 31) };
+                    let sh = if hi && sx32 { (((wide as i64 as i128) << shift) >> 32) as u32 } else { sh };
+                    let sh = if neg {
+                        if x {
+                            !sh as u64
+                        } else {
+                            !sh as u64 + 1
+                        }
+                    } else {
+                        sh as u64
+                    };
+                    sh + b[l] as u64 + (cin >> l & 1) as u64
+                });
+                s.wr(&sum.each(|v| v as u32));
+                s.setp(0, mask_of(|l| sum[l] >> 32 != 0));
+            }
+            Integer::Isetp { cmp, signed, bop, ex } => {
+                let (a, b) = (s.int(0)?, s.int(1)?);
+                let mut r =
+                    if signed { compare_by(cmp, |l| (a[l] as i32).cmp(&(b[l] as i32))) } else { compare_by(cmp, |l| a[l].cmp(&b[l])) };
+                if ex {
+                    let low = s.p(1);
+                    let eq = mask_of(|l| a[l] == b[l]);
+                    r = match cmp {
+                        Cmp::Eq => eq & low,
+                        Cmp::Ne => !eq | low,
+                        _ => (eq & low) | (!eq & r),
+                    };
+                }
+                s.setp_two(r, bop);
+            }
+            Integer::Imnmx { signed } => {
+                let (a, b, p) = (s.int(0)?, s.int(1)?, s.p(0));
+                s.wr(&lanes(|l| {
+                    let lt = if signed { (a[l] as i32) < b[l] as i32 } else { a[l] < b[l] };
+                    if lt == (p >> l & 1 != 0) {
+                        a[l]
+                    } else {
+                        b[l]
+                    }
+                }));
+            }
+            Integer::Iabs => {
+                let a = s.int(0)?;
+                s.wr(&a.each(|x| (x as i32).wrapping_abs() as u32));
+            }
+            Integer::Vabsdiff { signed } => {
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                s.wr(&lanes(|l| {
+                    let d = if signed { (a[l] as i32).abs_diff(b[l] as i32) } else { a[l].abs_diff(b[l]) };
+                    d.wrapping_add(c[l])
+                }));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[inline(always)]
+fn compare_by(cmp: Cmp, f: impl Fn(usize) -> Ordering) -> u32 {
+    match cmp {
+        Cmp::Lt => mask_of(|l| f(l).is_lt()),
+        Cmp::Le => mask_of(|l| f(l).is_le()),
+        Cmp::Gt => mask_of(|l| f(l).is_gt()),
+        Cmp::Ge => mask_of(|l| f(l).is_ge()),
+        Cmp::Eq => mask_of(|l| f(l).is_eq()),
+        Cmp::Ne => mask_of(|l| f(l).is_ne()),
+        Cmp::T => !0,
+        _ => 0,
+    }
+}

@@ -1,0 +1,226 @@
+//! Loads and stores.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::operand::Operand;
+use crate::step::{SimResult, Step};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Memory {
+    Ld {
+        space: Space,
+        bytes: u8,
+        sext: bool,
+    },
+    St {
+        space: Space,
+        bytes: u8,
+    },
+    /// is a generic address one of shared or local memory? Never: those are not generic here
+    Qspc,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Space {
+    Global,
+    Shared,
+    Local,
+    Const,
+}
+
+fn bytes(d: &Decoder) -> u8 {
+    let known = |m: &&str| match *m {
+        "U8" | "S8" => Some(1),
+        "U16" | "S16" => Some(2),
+        "64" => Some(8),
+        "128" => Some(16),
+        _ => None,
+    };
+    d.mods.iter().find_map(known).unwrap_or(4)
+}
+
+impl Class for Memory {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let space = match d.base {
+            "LDS" | "STS" => Space::Shared,
+            "LDL" | "STL" => Space::Local,
+            "LDC" => Space::Const,
+            _ => Space::Global,
+        };
+        let bytes = bytes(d);
+        let op = match d.base {
+            "LDG" | "LD" | "LDS" | "LDL" => {
+                d.opt_pdsts(2);
+                d.dst()?;
+                d.address()?;
+                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16") }
+            }
+            "STG" | "ST" | "STS" | "STL" => {
+                d.address()?;
+                d.src(0)?;
+                Memory::St { space, bytes }
+            }
+            "LDC" => {
+                d.dst()?;
+                match d.next() {
+                    Some(Operand::CMem { bank, base, off }) => {
+                        d.inst.bank = bank;
+                        d.inst.mem = MemRef { base, off, ..d.inst.mem };
+                    }
+                    Some(Operand::Src(s, _)) if s.kind == SrcKind::Const => {
+                        d.inst.bank = s.bank;
+                        d.inst.mem.off = s.val as i64;
+                    }
+                    _ => return Err(d.fail("constant address")),
+                }
+                Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16") }
+            }
+            "QSPC" => {
+                d.opt_pdsts(2);
+                Memory::Qspc
+            }
+            _ => return Ok(None),
+        };
+        d.inst.unit = Unit::Lsu;
+        Ok(Some(Op::Memory(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            Memory::Ld { space, bytes, sext } => {
+                addresses(s);
+                let n = bytes as usize;
+                let mut buf = [[0u32; 32]; 4];
+                for l in 0..32 {
+                    if s.m >> l & 1 == 0 {
+                        continue;
+                    }
+                    let p = place(s, space, l, n, false)?;
+                    // SAFETY: `n` bytes at `p` may be read.
+                    unsafe {
+                        match n {
+                            1 => buf[0][l] = if sext { *p as i8 as i32 as u32 } else { *p as u32 },
+                            2 => {
+                                let v = (p as *const u16).read_unaligned();
+                                buf[0][l] = if sext { v as i16 as i32 as u32 } else { v as u32 };
+                            }
+                            _ => {
+                                for k in 0..n / 4 {
+                                    buf[k][l] = (p as *const u32).add(k).read_unaligned();
+                                }
+                            }
+                        }
+                    }
+                }
+                if s.inst.dst != RZ {
+                    for k in 0..(n / 4).max(1) {
+                        s.w.wr(s.inst.dst + k as u8, &buf[k], s.m);
+                    }
+                }
+            }
+            Memory::St { space, bytes } => {
+                addresses(s);
+                let n = bytes as usize;
+                let r = s.inst.src[0].val as u8;
+                let mut buf = [[0u32; 32]; 4];
+                if r != RZ {
+                    for k in 0..(n / 4).max(1) {
+                        buf[k] = s.w.regs[r as usize + k];
+                    }
+                }
+                for l in 0..32 {
+                    if s.m >> l & 1 == 0 {
+                        continue;
+                    }
+                    let p = place(s, space, l, n, true)?;
+                    // SAFETY: `n` bytes at `p` may be written.
+                    unsafe {
+                        match n {
+                            1 => *p = buf[0][l] as u8,
+                            2 => (p as *mut u16).write_unaligned(buf[0][l] as u16),
+                            _ => {
+                                for k in 0..n / 4 {
+                                    (p as *mut u32).add(k).write_unaligned(buf[k][l]);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            Memory::Qspc => s.setp(0, 0),
+        }
+        Ok(())
+    }
+}
+
+/// Addresses of all lanes.
+#[inline(always)]
+pub fn addresses(s: &mut Step) {
+    let MemRef { base, wide, off, scale } = s.inst.mem;
+    s.acc.addr = if base == RZ {
+        [if wide { off as u64 } else { off as u32 as u64 }; 32]
+    } else if wide {
+        let (lo, hi) = (&s.w.regs[base as usize], &s.w.regs[base as usize + 1]);
+        lanes(|l| (lo[l] as u64 | (hi[l] as u64) << 32).wrapping_add(off as u64))
+    } else {
+        let lo = &s.w.regs[base as usize];
+        lanes(|l| (lo[l] << scale).wrapping_add(off as u32) as u64)
+    };
+}
+
+/// Where the `n` bytes lie that lane `l` reads, or with `write` writes.
+#[inline(always)]
+fn place(s: &mut Step, space: Space, l: usize, n: usize, write: bool) -> SimResult<*mut u8> {
+    let (a, n) = (s.acc.addr[l], n as u64);
+    let access = if write { "store" } else { "load" };
+    if a & (n - 1) != 0 {
+        return Err(s.fault(l, &format!("misaligned {access}"), a, n, ""));
+    }
+    let found = match space {
+        Space::Global if write => s.env.mem.ptr_mut(a, n, &mut s.w.hint),
+        Space::Global => s.env.mem.ptr(a, n, &mut s.w.hint).map(<*const u8>::cast_mut),
+        Space::Shared => s.shared.get_mut(a as usize..(a + n) as usize).map(<[u8]>::as_mut_ptr),
+        Space::Local => local(s, l, a, n),
+        // never written: there is no such instruction
+        Space::Const => s.env.banks[s.inst.bank as usize & 7].get(a as usize..(a + n) as usize).map(|b| b.as_ptr().cast_mut()),
+    };
+    found.ok_or_else(|| out_of_bounds(s, space, l, access, a, n))
+}
+
+/// Host address of a lane's local byte `a` (storage allocated on first use).
+#[inline(always)]
+fn local(s: &mut Step, lane: usize, a: u64, n: u64) -> Option<*mut u8> {
+    let size = s.env.local_bytes as u64;
+    if a + n > size {
+        return None;
+    }
+    if s.w.local.is_empty() {
+        s.w.local = vec![0xff; size as usize * 32];
+    }
+    // SAFETY: each of the 32 lanes has `size` bytes.
+    Some(unsafe { s.w.local.as_mut_ptr().add(lane * size as usize + a as usize) })
+}
+
+#[cold]
+fn out_of_bounds(s: &Step, space: Space, lane: usize, access: &str, addr: u64, bytes: u64) -> String {
+    let (space, extra) = match space {
+        Space::Global => return global_fault(s, lane, access, addr, bytes),
+        Space::Shared => ("shared", format!("the CTA has {} bytes", s.shared.len())),
+        Space::Local => ("local", String::new()),
+        Space::Const => ("constant", String::new()),
+    };
+    s.fault(lane, &format!("{space} {access} out of bounds"), addr, bytes, &extra)
+}
+
+/// A global access that no buffer permits.
+#[cold]
+pub fn global_fault(s: &Step, lane: usize, access: &str, addr: u64, bytes: u64) -> String {
+    let what = match access {
+        "store" | "atomic" if s.env.mem.ptr(addr, bytes, &mut 0).is_some() => format!("global {access} to a read-only buffer"),
+        _ => format!("global {access} outside every buffer"),
+    };
+    s.fault(lane, &what, addr, bytes, &s.env.mem.describe(addr))
+}

@@ -1,0 +1,84 @@
+//! The instructions, a file for each class: its operations, how they are decoded, and what they do. A new class is a
+//! new file and a line in `classes!`.
+
+use crate::decode::{Decoded, Decoder};
+use crate::isa::Unit;
+use crate::step::{SimResult, Step};
+
+mod atomic;
+mod barrier;
+mod bits;
+mod branch;
+mod convergence;
+mod conversion;
+mod double;
+mod float;
+mod integer;
+mod memory;
+mod packed_half;
+mod predicate;
+mod select;
+mod special_function;
+mod special_register;
+mod tensor;
+mod warp_wide;
+
+pub use atomic::Atomic;
+pub use barrier::Barrier;
+pub use bits::Bits;
+pub use branch::{operand_text, Branch};
+pub use convergence::Convergence;
+pub use conversion::Conversion;
+pub use double::Double;
+pub use float::Float;
+pub use integer::Integer;
+pub use memory::{Memory, Space};
+pub use packed_half::PackedHalf;
+pub use predicate::Predicate;
+pub use select::Select;
+pub use special_function::SpecialFunction;
+pub use special_register::SpecialRegister;
+pub use tensor::Tensor;
+pub use warp_wide::WarpWide;
+
+/// Hints, and maintenance of caches that are not simulated.
+const WITHOUT_EFFECT: [&str; 7] = ["NOP", "PREEXIT", "NANOSLEEP", "ERRBAR", "CCTL", "CCTLL", "CCTLT"];
+
+/// A class of instructions; a value is one operation with its modifiers.
+pub trait Class: Copy {
+    fn decode(d: &mut Decoder) -> Decoded;
+
+    /// To be inlined: [`crate::exec`] compiles it for each instruction set of the host.
+    fn execute(self, s: &mut Step) -> SimResult<()>;
+}
+
+macro_rules! classes {
+    ($($class:ident),* $(,)?) => {
+        /// What an instruction does.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub enum Op {
+            Nop,
+            /// could not be decoded; the reason is in the instruction's text, execution stops with it
+            Undecodable,
+            $($class($class)),*
+        }
+
+        impl Op {
+            pub fn decode(d: &mut Decoder) -> Decoded {
+                if WITHOUT_EFFECT.contains(&d.base) {
+                    d.inst.unit = Unit::Ctl;
+                    return Ok(Some(Op::Nop));
+                }
+                $(if let Some(op) = $class::decode(d)? {
+                    return Ok(Some(op));
+                })*
+                Ok(None)
+            }
+        }
+    };
+}
+
+classes! {
+    Integer, Bits, Predicate, Select, Float, SpecialFunction, Double, PackedHalf, Tensor, Conversion, WarpWide, Memory, Atomic,
+    SpecialRegister, Barrier, Branch, Convergence,
+}

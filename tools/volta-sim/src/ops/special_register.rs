@@ -1,0 +1,123 @@
+//! Reads of the special registers: indices, masks, clocks.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::operand::Operand;
+use crate::step::{SimResult, Step};
+use crate::warp::V;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum SpecialRegister {
+    S2r(SReg),
+    Cs2r { sreg: SReg, wide: bool },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SReg {
+    Tid(u8),
+    Ctaid(u8),
+    LaneId,
+    WarpId,
+    Clock,
+    ClockHi,
+    EqMask,
+    LtMask,
+    LeMask,
+    GtMask,
+    GeMask,
+    Zero,
+    NCtaId(u8),
+    SmId,
+    GlobalTimer,
+}
+
+fn by_name(n: &str) -> Option<SReg> {
+    Some(match n {
+        "SR_TID.X" => SReg::Tid(0),
+        "SR_TID.Y" => SReg::Tid(1),
+        "SR_TID.Z" => SReg::Tid(2),
+        "SR_CTAID.X" => SReg::Ctaid(0),
+        "SR_CTAID.Y" => SReg::Ctaid(1),
+        "SR_CTAID.Z" => SReg::Ctaid(2),
+        "SR_NCTAID.X" => SReg::NCtaId(0),
+        "SR_NCTAID.Y" => SReg::NCtaId(1),
+        "SR_NCTAID.Z" => SReg::NCtaId(2),
+        "SR_LANEID" => SReg::LaneId,
+        "SR_WARPID" | "SR_VIRTID" => SReg::WarpId,
+        "SR_CLOCKLO" => SReg::Clock,
+        "SR_CLOCKHI" => SReg::ClockHi,
+        "SR_EQMASK" => SReg::EqMask,
+        "SR_LTMASK" => SReg::LtMask,
+        "SR_LEMASK" => SReg::LeMask,
+        "SR_GTMASK" => SReg::GtMask,
+        "SR_GEMASK" => SReg::GeMask,
+        "SR_GLOBALTIMERLO" => SReg::GlobalTimer,
+        "SRZ" => SReg::Zero,
+        "SR_SMID" | "SR_VIRTUALSMID" => SReg::SmId,
+        _ => return None,
+    })
+}
+
+impl Class for SpecialRegister {
+    fn decode(d: &mut Decoder) -> Decoded {
+        if d.base != "S2R" && d.base != "CS2R" {
+            return Ok(None);
+        }
+        d.dst()?;
+        let sreg = match d.next() {
+            Some(Operand::Name(n)) => by_name(&n),
+            _ => None,
+        };
+        let sreg = sreg.ok_or_else(|| d.fail("special register"))?;
+        Ok(Some(Op::SpecialRegister(if d.base == "S2R" {
+            d.inst.unit = Unit::Lsu;
+            SpecialRegister::S2r(sreg)
+        } else {
+            SpecialRegister::Cs2r { sreg, wide: !d.has("32") }
+        })))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        match self {
+            SpecialRegister::S2r(sreg) => {
+                let v = value(sreg, s);
+                s.wr(&v);
+            }
+            SpecialRegister::Cs2r { sreg, wide } => {
+                let v = value(sreg, s);
+                s.wr(&v);
+                if wide && s.inst.dst != RZ {
+                    let hi = if sreg == SReg::Clock { [(s.now >> 32) as u32; 32] } else { [0; 32] };
+                    s.w.wr(s.inst.dst + 1, &hi, s.m);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[inline(always)]
+fn value(sreg: SReg, s: &Step) -> V {
+    let tid = |l: usize| s.w.index * 32 + l as u32;
+    let (bx, by) = (s.env.block[0], s.env.block[1]);
+    match sreg {
+        SReg::Tid(0) => lanes(|l| tid(l) % bx),
+        SReg::Tid(1) => lanes(|l| tid(l) / bx % by),
+        SReg::Tid(_) => lanes(|l| tid(l) / bx / by),
+        SReg::Ctaid(i) => [s.cta[i as usize]; 32],
+        SReg::NCtaId(i) => [s.env.grid[i as usize]; 32],
+        SReg::LaneId => lanes(|l| l as u32),
+        SReg::WarpId => [s.w.index; 32],
+        SReg::Clock | SReg::GlobalTimer => [s.now as u32; 32],
+        SReg::ClockHi => [(s.now >> 32) as u32; 32],
+        SReg::EqMask => lanes(|l| 1 << l),
+        SReg::LtMask => lanes(|l| (1u32 << l) - 1),
+        SReg::LeMask => lanes(|l| ((2u64 << l) - 1) as u32),
+        SReg::GtMask => lanes(|l| !((2u64 << l) - 1) as u32),
+        SReg::GeMask => lanes(|l| !((1u32 << l) - 1)),
+        SReg::Zero | SReg::SmId => [0; 32],
+    }
+}

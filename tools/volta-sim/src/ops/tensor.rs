@@ -1,0 +1,159 @@
+//! The tensor cores.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::half::*;
+use crate::isa::*;
+use crate::lanes::{lanes, Each};
+use crate::operand::Operand;
+use crate::step::{SimResult, Step};
+use crate::warp::{Warp, V};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Tensor {
+    /// HMMA.884; `f32`: the accumulators' type, else half
+    Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
+}
+
+impl Class for Tensor {
+    fn decode(d: &mut Decoder) -> Decoded {
+        if d.base != "HMMA" {
+            return Ok(None);
+        }
+        // HMMA.884.F32.F32.STEPn D, A.ROW, B.COL, C
+        if d.mods.first() != Some(&"884") {
+            return Err(d.fail("only HMMA.884 exists on sm_70"));
+        }
+        let f32 = match (d.mods.get(1), d.mods.get(2)) {
+            (Some(&"F32"), Some(&"F32")) => true,
+            (Some(&"F16"), Some(&"F16")) => false,
+            _ => return Err(d.fail("HMMA accumulator types")),
+        };
+        let step = d.mods.get(3).and_then(|m| m.strip_prefix("STEP")).and_then(|n| n.parse().ok());
+        let step = step.ok_or_else(|| d.fail("HMMA step"))?;
+        d.dst()?;
+        let mut cols = [false; 2];
+        for (i, c) in cols.iter_mut().enumerate() {
+            match d.next() {
+                Some(Operand::Src(s, col)) => {
+                    d.inst.src[i] = s;
+                    *c = col;
+                }
+                _ => return Err(d.fail("HMMA operand")),
+            }
+        }
+        d.src(2)?;
+        d.inst.unit = Unit::Tensor;
+        Ok(Some(Op::Tensor(Tensor::Hmma884 { f32, step, a_col: cols[0], b_col: cols[1] })))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        if s.m == 0 {
+            return Ok(());
+        }
+        if s.m != !0 {
+            return Err(s.refuse(&format!("HMMA with a partial warp (mask {:#x})", s.m)));
+        }
+        match self {
+            Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.w, s.inst, f32, step, a_col, b_col),
+        }
+        Ok(())
+    }
+}
+
+/// One HMMA.884 step: four independent 8x8x4 products, one per quad-pair.
+///
+/// Quad-pair q owns lanes {4q..4q+3, 16+4q..16+4q+3}; thread t of a quad-pair holds
+///   A row: A[t][v]          A col: A[4*(t>=4)+v][t%4]
+///   B col: B[v][t]          B row: B[t%4][4*(t>=4)+v]
+///   C f16: C[t][v]          C f32: C[(t&1)+(v&2)+4*(t>>2)][(v&1)+(t&2)+(v&4)]
+/// F32 step s produces v = 2s, 2s+1; F16 step s produces v = 4s..4s+3.
+/// Products are exact; the four products and C are summed in f64 and rounded once (the silicon
+/// truncates inside its adder tree: expect last-bit differences).
+#[inline(always)]
+fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: bool) {
+    let (a, b) = (halves(w, &inst.src[0]), halves(w, &inst.src[1]));
+    let (c0, c1) = pair(w, &inst.src[2]);
+    // lanes 4g..4g+3 compute with rows of A that they hold themselves, and with the columns of B that
+    // one half of their quad-pair holds
+    let own = |g: usize| 4 * g;
+    let (d0, d1) = if is32 {
+        let half = step as usize >> 1;
+        let columns = |g: usize| 16 * half + 4 * (g & 3);
+        let a = if step & 1 == 0 { vectors(&a, a_col, own, [0, 1, 0, 1]) } else { vectors(&a, a_col, own, [2, 3, 2, 3]) };
+        let even = dot(&a, &vectors(&b, !b_col, columns, [0, 0, 2, 2]), c0.each(|c| f32::from_bits(c) as f64));
+        let odd = dot(&a, &vectors(&b, !b_col, columns, [1, 1, 3, 3]), c1.each(|c| f32::from_bits(c) as f64));
+        (even.each(|d| (d as f32).to_bits()), odd.each(|d| (d as f32).to_bits()))
+    } else {
+        let columns = |g: usize| 16 * step as usize + 4 * (g & 3);
+        let a = vectors(&a, a_col, own, [0, 1, 2, 3]);
+        let column = |i: usize, c: &V, shift: u32| {
+            dot(&a, &vectors(&b, !b_col, columns, [i; 4]), c.each(|c| h2f((c >> shift) as u16) as f64)).each(|d| d2h(d) as u32)
+        };
+        let (d, e, f, g) = (column(0, &c0, 0), column(1, &c0, 16), column(2, &c1, 0), column(3, &c1, 16));
+        (lanes(|l| d[l] | e[l] << 16), lanes(|l| f[l] | g[l] << 16))
+    };
+    w.wr(inst.dst, &d0, !0);
+    w.wr(inst.dst + 1, &d1, !0);
+}
+
+/// Four numbers of every lane.
+type Fours = [[f32; 32]; 4];
+
+/// The halves of the two registers of an operand.
+#[inline(always)]
+fn halves(w: &Warp, s: &Src) -> Fours {
+    let (r0, r1) = pair(w, s);
+    [r0.each(|x| h2f(x as u16)), r0.each(|x| h2f((x >> 16) as u16)), r1.each(|x| h2f(x as u16)), r1.each(|x| h2f((x >> 16) as u16))]
+}
+
+/// The row of A or column of B that each lane multiplies: lane 4g+j takes vector `i[j]` of the four that lanes
+/// `from(g)`.. hold: a vector a lane, or with `across` one element of each.
+#[inline(always)]
+fn vectors(held: &Fours, across: bool, from: impl Fn(usize) -> usize, i: [usize; 4]) -> Fours {
+    let mut out = [[0f32; 32]; 4];
+    let four = |k: usize, g: usize| {
+        let from = from(g) & 28; // as is: shows that the lanes exist
+        [held[k][from], held[k][from + 1], held[k][from + 2], held[k][from + 3]]
+    };
+    let mut put = |k: usize, g: usize, y: [f32; 4]| {
+        for j in 0..4 {
+            out[k][4 * g + j] = y[j];
+        }
+    };
+    if across {
+        for g in 0..8 {
+            let x = [four(i[0], g), four(i[1], g), four(i[2], g), four(i[3], g)];
+            for k in 0..4 {
+                put(k, g, [x[0][k], x[1][k], x[2][k], x[3][k]]);
+            }
+        }
+    } else {
+        for k in 0..4 {
+            for g in 0..8 {
+                let x = four(k, g);
+                put(k, g, [x[i[0]], x[i[1]], x[i[2]], x[i[3]]]);
+            }
+        }
+    }
+    out
+}
+
+#[inline(always)]
+fn dot(x: &Fours, y: &Fours, c: [f64; 32]) -> [f64; 32] {
+    // f32 products of halves are exact
+    let p = |k: usize, l: usize| (x[k][l] * y[k][l]) as f64;
+    lanes(|l| (p(0, l) + p(1, l)) + (p(2, l) + p(3, l)) + c[l])
+}
+
+/// The two registers of an operand.
+#[inline(always)]
+fn pair(w: &Warp, s: &Src) -> (V, V) {
+    let r = s.val as u8;
+    if r == RZ {
+        ([0; 32], [0; 32])
+    } else {
+        (w.regs[r as usize], w.regs[r as usize + 1])
+    }
+}

@@ -1,0 +1,124 @@
+//! Exchange between the threads of a warp.
+
+use super::{Class, Op};
+use crate::decode::{Decoded, Decoder};
+use crate::isa::*;
+use crate::lanes::*;
+use crate::step::{SimResult, Step};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum WarpWide {
+    Shfl(ShflMode),
+    Vote { all: bool, eq: bool },
+    Match { all: bool },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShflMode {
+    Idx,
+    Up,
+    Down,
+    Bfly,
+}
+
+impl Class for WarpWide {
+    fn decode(d: &mut Decoder) -> Decoded {
+        let op = match d.base {
+            "SHFL" => {
+                d.opt_pdsts(2);
+                d.dst()?;
+                d.srcs(3)?;
+                d.inst.unit = Unit::Lsu;
+                WarpWide::Shfl(match d.mods.first() {
+                    Some(&"IDX") => ShflMode::Idx,
+                    Some(&"UP") => ShflMode::Up,
+                    Some(&"DOWN") => ShflMode::Down,
+                    Some(&"BFLY") => ShflMode::Bfly,
+                    _ => return Err(d.fail("SHFL mode")),
+                })
+            }
+            "VOTE" => {
+                if d.src_follows() {
+                    d.dst()?;
+                }
+                // exactly one predicate destination; the next predicate is the source
+                d.opt_pdsts(1);
+                d.opt_psrcs();
+                WarpWide::Vote { all: d.has("ALL"), eq: d.has("EQ") }
+            }
+            "MATCH" => {
+                d.allow(&["ANY", "ALL", "U64"])?;
+                if d.has("U64") {
+                    return Err(d.fail("64-bit MATCH"));
+                }
+                d.opt_pdsts(2);
+                d.dst()?;
+                d.opt_pdsts(2);
+                d.src(0)?;
+                d.inst.unit = Unit::Lsu;
+                WarpWide::Match { all: d.has("ALL") }
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(Op::WarpWide(op)))
+    }
+
+    #[inline(always)]
+    fn execute(self, s: &mut Step) -> SimResult<()> {
+        let m = s.m;
+        match self {
+            WarpWide::Shfl(mode) => {
+                let (a, b, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
+                let mut r = [0u32; 32];
+                let mut ok = 0u32;
+                for l in 0..32u32 {
+                    if m >> l & 1 == 0 {
+                        continue;
+                    }
+                    let (bv, cv) = (b[l as usize] & 31, c[l as usize]);
+                    let (clamp, seg) = (cv & 31, cv >> 8 & 31);
+                    let min = l & seg;
+                    let max = min | (clamp & !seg);
+                    let (j, p) = match mode {
+                        ShflMode::Up => (l.wrapping_sub(bv), l as i32 - bv as i32 >= max as i32),
+                        ShflMode::Down => (l + bv, l + bv <= max),
+                        ShflMode::Bfly => (l ^ bv, (l ^ bv) <= max),
+                        ShflMode::Idx => (min | (bv & !seg), (min | (bv & !seg)) <= max),
+                    };
+                    let j = if p { j & 31 } else { l };
+                    ok |= (p as u32) << l;
+                    r[l as usize] = a[j as usize];
+                }
+                s.wr(&r);
+                s.setp(0, ok);
+            }
+            WarpWide::Vote { all, eq } => {
+                let ballot = s.p(0) & m;
+                let p = if eq {
+                    ballot == m || ballot == 0
+                } else if all {
+                    ballot == m
+                } else {
+                    ballot != 0
+                };
+                s.wr(&[ballot; 32]);
+                s.setp(0, (p as u32).wrapping_neg());
+            }
+            WarpWide::Match { all } => {
+                let a = s.raw(0)?;
+                let mut r = [0u32; 32];
+                for l in 0..32 {
+                    r[l] = mask_of(|k| m >> k & 1 != 0 && a[k] == a[l]);
+                }
+                if all {
+                    let same = (0..32).all(|l| m >> l & 1 == 0 || r[l] == m);
+                    s.wr(&[if same { m } else { 0 }; 32]);
+                    s.setp(0, (same as u32).wrapping_neg());
+                } else {
+                    s.wr(&r);
+                }
+            }
+        }
+        Ok(())
+    }
+}

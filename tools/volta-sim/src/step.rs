@@ -1,0 +1,192 @@
+//! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with.
+//! Everything is inlined into the instruction it serves, so that it is compiled with the vector instructions of that
+//! copy of [`crate::exec`].
+
+use crate::cta::Arrival;
+use crate::env::Env;
+use crate::half::h2f;
+use crate::isa::*;
+use crate::lanes::*;
+use crate::warp::{Warp, V};
+
+/// What an instruction did, as far as the timing model is concerned.
+#[derive(Default)]
+pub struct Access {
+    pub mask: u32,
+    /// addresses of the active lanes, for memory instructions
+    pub addr: [u64; 32],
+    pub taken: bool,
+}
+/// The error text names the kernel, pc and instruction.
+pub type SimResult<T> = Result<T, String>;
+
+pub struct Step<'a> {
+    pub env: &'a Env<'a>,
+    pub inst: &'a Inst,
+    pub w: &'a mut Warp,
+    /// the group of the warp's threads that is here, and those threads
+    pub group: usize,
+    pub together: u32,
+    /// threads of it whose guard holds
+    pub m: u32,
+    /// the CTA's memory and index
+    pub shared: &'a mut [u8],
+    pub cta: &'a [u32; 3],
+    /// what the clock registers show
+    pub now: u64,
+    pub acc: &'a mut Access,
+    /// set by a BAR, for the CTA
+    pub arrival: Option<Arrival>,
+}
+
+impl Step<'_> {
+    // ---- sources: of all lanes, modifiers applied ----------------------------------------
+
+    /// The bits of a source, modifiers ignored.
+    #[inline(always)]
+    pub fn raw(&self, i: usize) -> SimResult<V> {
+        let s = &self.inst.src[i];
+        Ok(match s.kind {
+            SrcKind::Reg => self.w.reg(s.val as u8),
+            SrcKind::Imm => [s.val; 32],
+            SrcKind::Const => [self.constant(s.bank, s.val)?; 32],
+        })
+    }
+    #[inline(always)]
+    pub fn int(&self, i: usize) -> SimResult<V> {
+        let mut v = self.raw(i)?;
+        let s = &self.inst.src[i];
+        if s.inv {
+            for x in v.iter_mut() {
+                *x = !*x;
+            }
+        }
+        if s.abs {
+            for x in v.iter_mut() {
+                *x = (*x as i32).wrapping_abs() as u32;
+            }
+        }
+        if s.neg {
+            for x in v.iter_mut() {
+                *x = x.wrapping_neg();
+            }
+        }
+        Ok(v)
+    }
+    #[inline(always)]
+    pub fn flt(&self, i: usize) -> SimResult<[f32; 32]> {
+        let v = self.raw(i)?;
+        let s = &self.inst.src[i];
+        let (and, xor) = (if s.abs { 0x7fff_ffff } else { !0u32 }, if s.neg { 0x8000_0000u32 } else { 0 });
+        Ok(v.each(|x| f32::from_bits((x & and) ^ xor)))
+    }
+    /// 64 bits of a register pair or constant; `imm` is what an immediate means.
+    #[inline(always)]
+    fn bits64(&self, s: &Src, imm: impl Fn(u32) -> u64) -> SimResult<[u64; 32]> {
+        Ok(match s.kind {
+            SrcKind::Reg if s.val == RZ as u32 => [0; 32],
+            SrcKind::Reg => pair(&self.w.reg(s.val as u8), &self.w.reg(s.val as u8 + 1)),
+            SrcKind::Imm => [imm(s.val); 32],
+            SrcKind::Const => [(self.constant(s.bank, s.val)? as u64) | (self.constant(s.bank, s.val + 4)? as u64) << 32; 32],
+        })
+    }
+    #[inline(always)]
+    pub fn int64(&self, i: usize) -> SimResult<[u64; 32]> {
+        let s = &self.inst.src[i];
+        let mut v = self.bits64(s, |imm| imm as i32 as i64 as u64)?;
+        if s.inv {
+            v = v.each(|x| !x);
+        }
+        if s.neg {
+            v = v.each(|x| x.wrapping_neg());
+        }
+        Ok(v)
+    }
+    #[inline(always)]
+    pub fn dbl(&self, i: usize) -> SimResult<[f64; 32]> {
+        let s = &self.inst.src[i];
+        // an immediate holds the high word
+        let v = self.bits64(s, |imm| (imm as u64) << 32)?;
+        let (and, xor) = (if s.abs { !0 >> 1 } else { !0u64 }, if s.neg { 1u64 << 63 } else { 0 });
+        Ok(v.each(|x| f64::from_bits((x & and) ^ xor)))
+    }
+    /// (low halves, high halves) as f32
+    #[inline(always)]
+    pub fn hlf(&self, i: usize) -> SimResult<([f32; 32], [f32; 32])> {
+        let v = self.raw(i)?;
+        let s = &self.inst.src[i];
+        let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
+        let v = v.each(|x| (x & and) ^ xor);
+        let lo = v.each(|x| h2f(x as u16));
+        let hi = v.each(|x| h2f((x >> 16) as u16));
+        Ok(match s.sel {
+            Sel::H0H0 => (lo, lo),
+            Sel::H1H1 => (hi, hi),
+            _ => (lo, hi),
+        })
+    }
+    /// Source predicate `i`, a bit per lane.
+    #[inline(always)]
+    pub fn p(&self, i: usize) -> u32 {
+        self.w.p(self.inst.psrc[i])
+    }
+
+    #[inline(always)]
+    fn constant(&self, bank: u8, off: u32) -> SimResult<u32> {
+        let b = self.env.banks.get(bank as usize).map(|b| b.as_slice()).unwrap_or(&[]);
+        let o = off as usize;
+        if o + 4 > b.len() {
+            return Err(self.constant_fault(bank, off, b.len()));
+        }
+        Ok(u32::from_le_bytes(b[o..o + 4].try_into().unwrap()))
+    }
+
+    // ---- results, of the lanes in `m` -----------------------------------------------------
+
+    #[inline(always)]
+    pub fn wr(&mut self, v: &V) {
+        self.w.wr(self.inst.dst, v, self.m);
+    }
+    #[inline(always)]
+    pub fn wr64(&mut self, v: &[u64; 32]) {
+        self.w.wr64(self.inst.dst, v, self.m);
+    }
+    /// Destination predicate `i`, a bit per lane.
+    #[inline(always)]
+    pub fn setp(&mut self, i: usize, val: u32) {
+        self.w.setp(self.inst.pdst[i], val, self.m);
+    }
+    /// First predicate: `r op p`; second: `!r op p`.
+    #[inline(always)]
+    pub fn setp_two(&mut self, r: u32, bop: BoolOp) {
+        let p = self.p(0);
+        self.setp(0, combine(r, p, bop));
+        self.setp(1, combine(!r, p, bop));
+    }
+
+    // ---- faults ------------------------------------------------------------------------------
+
+    /// The instruction does something that is not simulated.
+    #[cold]
+    pub fn refuse(&self, what: &str) -> String {
+        format!("kernel `{}`: {what} at pc 0x{:x} `{}`", self.env.prog.name, self.inst.pc, self.inst.text)
+    }
+    #[cold]
+    fn constant_fault(&self, bank: u8, off: u32, len: usize) -> String {
+        format!(
+            "kernel `{}`: constant c[{bank:#x}][{off:#x}] at pc 0x{:x} is outside the bank ({len} bytes)",
+            self.env.prog.name, self.inst.pc
+        )
+    }
+    /// Address/permission error text.
+    #[cold]
+    pub fn fault(&self, lane: usize, what: &str, addr: u64, bytes: u64, extra: &str) -> String {
+        let [x, y, z] = self.cta;
+        format!(
+            "{}: CTA ({x},{y},{z}) warp {} lane {lane} address {addr:#x} ({bytes} bytes){}{extra}",
+            self.refuse(what),
+            self.w.index,
+            if extra.is_empty() { "" } else { ": " },
+        )
+    }
+}
