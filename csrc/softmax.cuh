@@ -48,9 +48,10 @@ __device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) {
     return __byte_perm(a, b, 0x7632);
 }
 
-// By how much a reference moves. Probabilities that are fp16 already when it does can only be multiplied exactly by a power
-// of two: kernels that have such ones move it by whole units, up to one further than the row maximum.
-enum class ReferenceStep { kExact, kWhole };
+// Which references move, once a score of any of a warp's rows is above its limit. The more do, the later is the next time. But
+// where probabilities lie packed that wait for the second product, they are rounded once more: that is harmless below
+// 2^-kSlack of the row's maximum, and so in rows that had to move.
+enum class MovedRows { kAll, kExceeding };
 
 // What a lane keeps of one row of scores.
 struct SoftmaxRow {
@@ -66,10 +67,10 @@ struct SoftmaxRow {
 
     // Moves the reference to row_maximum (not scaled) unless that is lower; returns the factor for what
     // has been accumulated. A row without visible keys so far has row_maximum = -inf and stays as it is.
-    template <ReferenceStep Step>
+    template <MovedRows Rows>
     __device__ __forceinline__ float move_reference(float row_maximum, float scale_log2, float inverse_scale_log2) {
-        const float target = fmaf(row_maximum, scale_log2, kReferenceShift);
-        const float moved = fmaxf(Step == ReferenceStep::kWhole ? ceilf(target) : target, reference);
+        const bool stays = Rows == MovedRows::kExceeding && !(row_maximum > limit);
+        const float moved = stays ? reference : fmaxf(fmaf(row_maximum, scale_log2, kReferenceShift), reference);
         const float factor = exp2_approx(reference - moved);
         reference = moved;
         limit = (moved - kReferenceShift + kSlack) * inverse_scale_log2;

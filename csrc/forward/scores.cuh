@@ -71,9 +71,9 @@ struct Scores {
         return m[0];
     }
 
-    // Whether any row of the warp has a score above its limit. Warp-uniform.
-    __device__ __forceinline__ bool exceed_limit(const SoftmaxRows<Layout, RowTiles>& softmax) const {
-        bool exceeds = false;
+    // Whether any row of the warp has a score above its limit, or, with `or_if`, anyway. Warp-uniform.
+    __device__ __forceinline__ bool exceed_limit(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
+        bool exceeds = or_if;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -81,9 +81,9 @@ struct Scores {
         return __any_sync(~0u, exceeds);
     }
 
-    // Moves the references of all rows to the maxima of these scores. rescale(row tile, row, factor) is told what to
-    // multiply everything by that has been accumulated from probabilities of a row.
-    template <ReferenceStep Step, class Rescale>
+    // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
+    // that was made of probabilities of a row.
+    template <MovedRows Rows, class Rescale>
     __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2, float inverse_scale_log2,
                                                     Rescale rescale) const {
 #pragma unroll
@@ -93,7 +93,7 @@ struct Scores {
                 float m = lane_maximum(mt, r);
 #pragma unroll
                 for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
-                rescale(mt, r, softmax.row[mt][r].template move_reference<Step>(m, scale_log2, inverse_scale_log2));
+                rescale(mt, r, softmax.row[mt][r].template move_reference<Rows>(m, scale_log2, inverse_scale_log2));
             }
     }
 

@@ -164,7 +164,7 @@ struct ForwardRegisterQ {
             loader.store(slot_after(2));
             loader.load(key + 3 * kStep);
             if (!unmasked.contain(key)) s.apply(mask, row, key);
-            if (exceeds) s.move_references<ReferenceStep::kExact>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            if (exceeds) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
 
             // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
             // their own: four short chains instead of two long ones.

@@ -250,7 +250,7 @@ struct ForwardSharedQ {
             v.store(staging, v_store, kPitchV, false);
             k.load(staging, k_stride, key + kTileKeys);
             __syncthreads();
-            if (s.exceed_limit(softmax)) s.move_references<ReferenceStep::kExact>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            if (s.exceed_limit(softmax)) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
             u32 v_offset = 0;
 #pragma unroll 1
