@@ -47,6 +47,17 @@ struct Alibi {
     __device__ __forceinline__ float operator()(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
 };
 
+template <int Keys>
+struct LoadedBias;
+template <>
+struct LoadedBias<2> {
+    using Type = uint2;
+};
+template <>
+struct LoadedBias<4> {
+    using Type = uint4;
+};
+
 // The bias of one head. It has a row and a key for all that the longest sequence has.
 class Bias {
     const char* base_;
@@ -60,7 +71,24 @@ public:
         row_bytes_ = o.bias_row_stride * bytes;
     }
 
-    // Of four keys of a row that exists, as it lies in memory. key is a multiple of 4; keys beyond the last are the last.
+    // The bias of Keys consecutive keys, as it lies in memory.
+    template <int Keys>
+    using Loaded = typename LoadedBias<Keys>::Type;
+
+    // Of a row that exists; key is a multiple of Keys, and keys beyond the last are the last.
+    template <int Keys>
+    __device__ __forceinline__ Loaded<Keys> load(const ScoreOptions& o, int row, int key) const {
+        if constexpr (Keys == 4)
+            return load4(o, row, key);
+        else
+            return load2(o, row, key);
+    }
+    __device__ __forceinline__ uint2 load2(const ScoreOptions& o, int row, int key) const {
+        const char* from = base_ + row * row_bytes_;
+        key = min(key, last_key_ & ~1);
+        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const uint2*>(from + key * 4));
+        return make_uint2(__ldg(reinterpret_cast<const unsigned*>(from + key * 2)), 0);
+    }
     __device__ __forceinline__ uint4 load4(const ScoreOptions& o, int row, int key) const {
         const char* from = base_ + row * row_bytes_;
         key = min(key, last_key_ & ~3);
@@ -76,6 +104,14 @@ public:
         } else {
             const float2 low = to_float2(loaded.x), high = to_float2(loaded.y);
             x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+        }
+    }
+    __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint2& loaded, float (&x)[2]) {
+        if (o.bias_is_fp32) {
+            x[0] = bounded(__uint_as_float(loaded.x)), x[1] = bounded(__uint_as_float(loaded.y));
+        } else {
+            const float2 both = to_float2(loaded.x);
+            x[0] = both.x, x[1] = both.y;
         }
     }
     // Of each four the first and third, or the second and fourth.

@@ -11,8 +11,8 @@
 // shifted left by 13, because the two exponent biases differ by 127 - 15 = 112. So exp2 gets its
 // argument reduced by 112, and packing is a shift and a rounding addition. (A NaN does not survive the
 // packing, but it does survive in the row's sum, which makes the whole row of the output NaN.) This flushes fp16 subnormals
-// (below 2^-14) to zero; kBias moves the probabilities up to use the other end of fp16's range:
-// 1 becomes 2^8, and 2^(kBias + kSlack) = 2^15 is the largest that can occur.
+// (below 2^-14) to zero; kPackedOne moves the probabilities up to use the other end of fp16's range:
+// 1 becomes 2^8, and 2^(kPackedOne + kSlack) = 2^15 is the largest that can occur.
 //
 // Range: references are fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in
 // the last place of a reference is still below 2. fp16 attention that keeps its scores in fp16
@@ -21,10 +21,10 @@
 #pragma once
 
 constexpr float kSlack = 7.f;
-constexpr float kBias = 8.f;
-constexpr float kReferenceShift = 112.f - kBias;      // reference = scaled row maximum + kReferenceShift
-constexpr float kLargestScore = 16777216.f;           // 2^24, of |score * scale_log2|
-constexpr float kLowest = -3e38f;                     // below every finite score; -inf would make NaN of inf - inf
+constexpr float kPackedOne = 8.f;                      // log2 of what a probability of 1 is packed as
+constexpr float kReferenceShift = 112.f - kPackedOne;  // reference = scaled row maximum + kReferenceShift
+constexpr float kLargestScore = 16777216.f;            // 2^24, of |score * scale_log2|
+constexpr float kLowest = -3e38f;                      // below every finite score; -inf would make NaN of inf - inf
 constexpr float kLn2 = 0.69314718055994531f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -48,6 +48,11 @@ __device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) {
     return __byte_perm(a, b, 0x7632);
 }
 
+// Which references move, once a score of any of a warp's rows is above its limit. The more do, the later is the next time. But
+// where probabilities lie packed that wait for the second product, they are rounded once more: that is harmless below
+// 2^-kSlack of the row's maximum, and so in rows that had to move.
+enum class MovedRows { kAll, kExceeding };
+
 // What a lane keeps of one row of scores.
 struct SoftmaxRow {
     float reference = kReferenceShift - kLargestScore;  // subtracted from scaled scores
@@ -62,8 +67,10 @@ struct SoftmaxRow {
 
     // Moves the reference to row_maximum (not scaled) unless that is lower; returns the factor for what
     // has been accumulated. A row without visible keys so far has row_maximum = -inf and stays as it is.
+    template <MovedRows Rows>
     __device__ __forceinline__ float move_reference(float row_maximum, float scale_log2, float inverse_scale_log2) {
-        const float moved = fmaxf(fmaf(row_maximum, scale_log2, kReferenceShift), reference);
+        const bool stays = Rows == MovedRows::kExceeding && !(row_maximum > limit);
+        const float moved = stays ? reference : fmaxf(fmaf(row_maximum, scale_log2, kReferenceShift), reference);
         const float factor = exp2_approx(reference - moved);
         reference = moved;
         limit = (moved - kReferenceShift + kSlack) * inverse_scale_log2;

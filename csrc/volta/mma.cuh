@@ -1,6 +1,4 @@
-// The arithmetic layer of the volta family: mma.sync.m8n8k4 and who holds what.
-//
-// This is the only header that a family with another mma instruction replaces as a whole.
+// The products of the volta family: mma.sync.m8n8k4 and who holds what.
 //
 // One m8n8k4 is four independent 8x8x4 products, one for each quad-pair of a warp. Quad-pair q is the
 // lanes 4q..4q+3 and 16+4q..16+4q+3; inside it a lane is known by t = lane%4 + 4*(lane>=16), 0..7.
@@ -32,18 +30,10 @@ struct Lane {
     int qm, qn;  // row and column of the quad-pair in the 2x2 arrangement
 
     __device__ __forceinline__ Lane() : Lane(threadIdx.x & 31) {}
-    __device__ __forceinline__ explicit Lane(int lane_)
+    __device__ __forceinline__ constexpr explicit Lane(int lane_)
         : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1),
           qn((lane >> 3) & 1) {}
 };
-
-// The lanes that hold the other columns of the same rows of C: lane ^ 2 inside the quad-pair, lane ^ 8
-// in the quad-pair beside it. Reducing a row of a 16x16 tile of C is a shfl_xor over both.
-constexpr int kRowMates[2] = {2, 8};
-
-// Row and column of accumulator element v in the quad-pair's 8x8 product.
-__device__ __forceinline__ int c_row(int t, int v) { return (t & 1) + (v & 2) + 4 * (t >> 2); }
-__device__ __forceinline__ int c_col(int t, int v) { return (v & 1) + (t & 2) + (v & 4); }
 
 // c += a * b. One operand register pair is four consecutive fp16 of the layouts above. Not volatile:
 // the products of one warp may be reordered freely.
@@ -62,17 +52,6 @@ VOLTA_MMA(mma_col_row, col, row)
 __device__ __forceinline__ void clear(Accumulator& c) {
 #pragma unroll
     for (int v = 0; v < 8; v++) c[v] = 0.f;
-}
-
-// f(element, m, n, v) for each element of M x N tiles.
-template <int M, int N, class F>
-__device__ __forceinline__ void each(Accumulator (&c)[M][N], F f) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int v = 0; v < 8; v++) f(c[m][n][v], m, n, v);
 }
 
 }  // namespace volta

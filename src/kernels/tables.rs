@@ -4,8 +4,10 @@
 // with their paths, since this file is a module of build.rs too
 #[path = "variants.rs"]
 pub mod variants;
+#[path = "turing/mod.rs"]
+pub mod turing;
 #[path = "volta/mod.rs"]
 pub mod volta;
 
 /// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
-pub const TABLES: &[&[variants::Variant]] = &[volta::FORWARD, volta::BACKWARD, volta::MERGE];
+pub const TABLES: &[&[variants::Variant]] = &[volta::FORWARD, volta::BACKWARD, volta::MERGE, turing::FORWARD];

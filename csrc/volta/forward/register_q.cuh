@@ -6,7 +6,8 @@
 // under the tensor cores), and the test of the lazy row maximum beside the second product.
 #pragma once
 
-#include "volta/forward/forward.cuh"
+#include "forward/block.cuh"
+#include "volta/forward/layout.cuh"
 
 namespace volta {
 
@@ -22,7 +23,7 @@ struct ForwardRegisterQ {
     static constexpr int kChunksV = HeaddimV / kChunk;
     static constexpr int kOutputTiles = HeaddimV / 16;
     // One chunk of padding, which makes the pitch an odd number of chunks: rows that differ in bits 1 and
-    // 2 (forward.cuh) fall into different 16-byte bank groups, and chunks have immediate offsets.
+    // 2 (layout.cuh) fall into different 16-byte bank groups, and chunks have immediate offsets.
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
     static constexpr int kPitchV = (kChunksV + 1) * kChunkBytes;
     static constexpr int kOffsetV = kStep * kPitch;
@@ -85,7 +86,7 @@ struct ForwardRegisterQ {
         }
     };
 
-    using Tile = Scores<kRowTiles, 1>;
+    using Tile = Scores<ForwardLayout, kRowTiles, 1>;
 
     __device__ __forceinline__ static void run(const FwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
@@ -138,15 +139,14 @@ struct ForwardRegisterQ {
         __syncthreads();
 
         Tile s;
-#pragma unroll
-        for (int mt = 0; mt < kRowTiles; mt++) clear(s[mt][0]);
+        s.clear();
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             const uint4 k = load_shared(k_lane + c * kChunkBytes);
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++) {
-                mma_row_col(s[mt][0], q[mt][c].x, q[mt][c].y, k.x, k.y);
-                mma_row_col(s[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
+                mma_row_col(s.tile[mt][0], q[mt][c].x, q[mt][c].y, k.x, k.y);
+                mma_row_col(s.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
             }
         }
         uint4 k_ahead[kAhead];
@@ -163,8 +163,8 @@ struct ForwardRegisterQ {
         for (; key < key_end; key += kStep) {
             loader.store(slot_after(2));
             loader.load(key + 3 * kStep);
-            if (!unmasked.contain(key)) mask_scores<kRowTiles, 1>(s, mask, row, key);
-            if (exceeds) move_references<kRowTiles, 1, kOutputTiles>(s, softmax, o, scale, inverse_scale);
+            if (!unmasked.contain(key)) s.apply(mask, row, key);
+            if (exceeds) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
 
             // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
             // their own: four short chains instead of two long ones.
@@ -172,11 +172,8 @@ struct ForwardRegisterQ {
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
             uint4 k[kChunks];
-#pragma unroll
-            for (int mt = 0; mt < kRowTiles; mt++) {
-                clear(even[mt][0]);
-                clear(odd[mt][0]);
-            }
+            even.clear();
+            odd.clear();
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
             constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores that a lane holds
@@ -185,19 +182,19 @@ struct ForwardRegisterQ {
             for (int c = 0; c < kChunks; c++) {
                 if (c + kAhead < kChunks) k[c + kAhead] = load_shared(k_next + (c + kAhead) * kChunkBytes);
 #pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(even[mt][0], q[mt][c].x, q[mt][c].y, k[c].x, k[c].y);
+                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(even.tile[mt][0], q[mt][c].x, q[mt][c].y, k[c].x, k[c].y);
 #pragma unroll
                 for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++) {
                     const int u = pair / 4, mt = pair / 2 % 2, v = 4 * u + 2 * (pair % 2);
 #pragma unroll
                     for (int w = v; w < v + 2; w++)
-                        s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
+                        s.tile[mt][0][w] = softmax.row[mt][ForwardLayout::row_of(w)].probability(s.tile[mt][0][w], scale);
                 }
 #pragma unroll
-                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(odd[mt][0], q[mt][c].z, q[mt][c].w, k[c].z, k[c].w);
+                for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(odd.tile[mt][0], q[mt][c].z, q[mt][c].w, k[c].z, k[c].w);
 #pragma unroll
                 for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++)
-                    if (pair % 2) probabilities.pack_own(lane, pair / 2 % 2, pair / 4, s[pair / 2 % 2][0]);
+                    if (pair % 2) probabilities.pack_own(lane, pair / 2 % 2, pair / 4, s.tile[pair / 2 % 2][0]);
             }
 
             // O += P V
@@ -217,7 +214,7 @@ struct ForwardRegisterQ {
 #pragma unroll
             for (int mt = 0; mt < kRowTiles; mt++)
 #pragma unroll
-                for (int w = 0; w < 8; w++) s[mt][0][w] = even[mt][0][w] + odd[mt][0][w];
+                for (int w = 0; w < 8; w++) s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w];
             probabilities.exchange();
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
@@ -233,7 +230,7 @@ struct ForwardRegisterQ {
                     mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z,
                                 v[i].w);
                 // Without the mask, which is applied when the step begins: at worst that moves a reference early.
-                if (i == kLoads / 2 - 1) exceeds = exceeds_limit<kRowTiles, 1>(s, softmax);
+                if (i == kLoads / 2 - 1) exceeds = s.exceed_limit(softmax);
             }
         }
         write_output<kRowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);

@@ -8,7 +8,8 @@
 // stay inside the 12 KiB instruction cache.
 #pragma once
 
-#include "volta/forward/forward.cuh"
+#include "forward/block.cuh"
+#include "volta/forward/layout.cuh"
 
 namespace volta {
 
@@ -18,7 +19,7 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 //
 // KeyGroups > 1 is for grids that leave SMs idle: the warps of a block share its rows in that many groups, each
 // of which takes its Step keys of a tile of Step * KeyGroups, and the groups' results are merged at the end.
-template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups>
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm>
 struct ForwardSharedQ {
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
@@ -36,7 +37,7 @@ struct ForwardSharedQ {
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
-    static constexpr bool kBiasAhead = kGeneral && BLOCKS_PER_SM == 1;
+    static constexpr bool kBiasAhead = kGeneral && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -48,14 +49,12 @@ struct ForwardSharedQ {
         return (address ^ (chunk_bytes & kSwizzleMask)) + (chunk_bytes & ~kSwizzleMask);
     }
 
+    using Tile = Scores<ForwardLayout, RowTiles, kKeyTiles>;
     using Accumulators = Accumulator[RowTiles][kOutputTiles];
 
     // S = Q K^T for the warp's rows and the Step keys in shared memory. q and k are the lane's addresses.
-    __device__ __forceinline__ static void scores(Scores<RowTiles, kKeyTiles>& s, u32 q, u32 k) {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int nt = 0; nt < kKeyTiles; nt++) clear(s[mt][nt]);
+    __device__ __forceinline__ static void scores(Tile& s, u32 q, u32 k) {
+        s.clear();
 #pragma unroll 1
         for (int chunk = 0; chunk < kPitch; chunk += kChunkUnroll * kChunkBytes) {
             const u32 q_base = at_chunk(q, chunk), k_base = at_chunk(k, chunk);
@@ -70,11 +69,11 @@ struct ForwardSharedQ {
 #pragma unroll
                 for (int nt = 0; nt < kKeyTiles; nt++)
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s[mt][nt], a[mt].x, a[mt].y, b[nt].x, b[nt].y);
+                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s.tile[mt][nt], a[mt].x, a[mt].y, b[nt].x, b[nt].y);
 #pragma unroll
                 for (int nt = 0; nt < kKeyTiles; nt++)
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s[mt][nt], a[mt].z, a[mt].w, b[nt].z, b[nt].w);
+                    for (int mt = 0; mt < RowTiles; mt++) mma_row_col(s.tile[mt][nt], a[mt].z, a[mt].w, b[nt].z, b[nt].w);
             }
         }
     }
@@ -155,7 +154,7 @@ struct ForwardSharedQ {
                             const u32 other[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                             for (int w = 0; w < 4; w++) {
-                                const int r = row_slot(v + w);
+                                const int r = ForwardLayout::row_of(v + w);
                                 o[mt][j][v + w] = o[mt][j][v + w] * factor[r] + __uint_as_float(other[w]) * other_factor[r];
                             }
                         }
@@ -231,12 +230,12 @@ struct ForwardSharedQ {
         __syncthreads();
 #pragma unroll 1
         for (; key < key_end; key += kTileKeys) {
-            Scores<RowTiles, kKeyTiles> s;
-            BiasStep<RowTiles, kKeyTiles> bias;
+            Tile s;
+            ScoreBias<ForwardLayout, RowTiles, kKeyTiles> bias;
             if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
             scores(s, q_lane, k_lane);
             if (kGeneral) {
-                modify_scores<RowTiles, kKeyTiles>(s, p, mask, row, key + group_key);
+                s.modify(p, mask, row, key + group_key);
                 if (p.score_options.bias) {
                     if (!kBiasAhead) bias.load(p, row, key + group_key);
                     bias.add_to(s, p.score_options);
@@ -244,32 +243,31 @@ struct ForwardSharedQ {
             }
             // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
             if (!unmasked.contain(key + group_key)) {
-                mask_scores<RowTiles, kKeyTiles>(s, mask, row, key + group_key);
+                s.apply(mask, row, key + group_key);
                 if (KeyGroups == 1) v.clear_beyond(staging, key);
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
             v.store(staging, v_store, kPitchV, false);
             k.load(staging, k_stride, key + kTileKeys);
             __syncthreads();
-            if (exceeds_limit<RowTiles, kKeyTiles>(s, softmax))
-                move_references<RowTiles, kKeyTiles, kOutputTiles>(s, softmax, o, scale, inverse_scale);
+            if (s.exceed_limit(softmax)) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
             u32 v_offset = 0;
 #pragma unroll 1
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
-                unsigned kept = ~0u;
-                if (kGeneral && p.score_options.rng_state) kept = kept_probabilities<RowTiles>(p, row, key + group_key + 16 * tile);
+                KeptProbabilities<ForwardLayout, RowTiles> kept;
+                if (kGeneral && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
 #pragma unroll
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
-                            s[mt][0][w] = softmax.row[mt][row_slot(w)].probability(s[mt][0][w], scale);
-                            if (kGeneral && !(kept >> kept_bit(mt, w) & 1)) s[mt][0][w] = 0.f;
+                            s.tile[mt][0][w] = softmax.row[mt][ForwardLayout::row_of(w)].probability(s.tile[mt][0][w], scale);
+                            if (kGeneral && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
                         }
-                        probabilities.pack_own(lane, mt, u, s[mt][0]);
+                        probabilities.pack_own(lane, mt, u, s.tile[mt][0]);
                     }
                 probabilities.exchange();
                 accumulate(o, probabilities, v_own + v_offset, v_other + v_offset);
@@ -278,7 +276,7 @@ struct ForwardSharedQ {
 #pragma unroll
                     for (int nt = 1; nt < kKeyTiles; nt++)
 #pragma unroll
-                        for (int w = 0; w < 8; w++) s[mt][nt - 1][w] = s[mt][nt][w];
+                        for (int w = 0; w < 8; w++) s.tile[mt][nt - 1][w] = s.tile[mt][nt][w];
             }
             k.store(staging, k_store, kPitch, true);
             v.load(staging, v_stride, key + kTileKeys);

@@ -1,0 +1,53 @@
+// What becomes of the output and of a row's softmax state, for any layout (score_layout.cuh).
+#pragma once
+
+#include "forward/scores.cuh"
+
+// Multiplies rows of the output, for Scores::move_references. A lane has the rows of an output tile that it has of a tile of
+// scores.
+template <class Layout, int RowTiles, int OutputTiles>
+__device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTiles][OutputTiles]) {
+    return [&o](int mt, int r, float factor) {
+#pragma unroll
+        for (int j = 0; j < OutputTiles; j++)
+#pragma unroll
+            for (int v = 0; v < Layout::kElements; v++)
+                if (Layout::row_of(v) == r) o[mt][j][v] *= factor;
+    };
+}
+
+template <class Layout>
+__device__ __forceinline__ float row_sum(float x) {
+    for (int mate : Layout::kRowMates) x += __shfl_xor_sync(~0u, x, mate);
+    return x;
+}
+
+// Joins the sink to a finished row's sum. Returns the factor for its output, with dropout's.
+__device__ __forceinline__ float join_sink(const ScoreOptions& options, int head, float& reference, float& sum) {
+    float factor = 1.f;
+    if (options.sinks) {
+        SoftmaxRow row;
+        row.reference = reference;
+        row.sum = sum;
+        float other_factor;
+        factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kReferenceShift), exp2_approx(-kReferenceShift), other_factor);
+        reference = row.reference;
+        sum = row.sum;
+    }
+    return kGeneral && options.rng_state ? factor * options.dropout_scale : factor;
+}
+
+// Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
+// its output is to be multiplied by. The row's mates call this together.
+template <class Layout, int RowTiles>
+__device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSequence& sequence, const typename Layout::Lane& lane, int head,
+                                            int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r, float* lse) {
+    const SoftmaxRow& state = softmax.row[mt][r];
+    float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
+    if (kRagged) factor = join_sink(p.score_options, head, reference, sum);
+    const SoftmaxResult result(reference, sum);
+    const float scale = kRagged ? result.output_scale * factor : result.output_scale;
+    const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);
+    if (Layout::leads_row(lane) && i < sequence.seqlen_q()) lse[i] = result.lse;
+    return scale;
+}

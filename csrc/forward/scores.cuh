@@ -1,0 +1,203 @@
+// A warp's scores between the two products of the forward pass: modifiers, mask, references, dropout. For any layout
+// (score_layout.cuh).
+//
+// What only some problems or some tiles ask for is derived again, from parameters and special registers, where it is used:
+// registers are short, and it then holds none in between.
+#pragma once
+
+#include "mask.cuh"
+#include "score_layout.cuh"
+#include "score_modifier.cuh"
+#include "sequence.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+__device__ __forceinline__ int lane_here() { return thread_index_here() & 31; }
+
+// The softmax state of a warp's rows: RowTiles tiles.
+template <class Layout, int RowTiles>
+struct SoftmaxRows {
+    SoftmaxRow row[RowTiles][Layout::kRows];
+};
+
+// The scores of RowTiles x KeyTiles tiles. Functions that are told a row and a key mean the first of all of these.
+template <class Layout, int RowTiles, int KeyTiles>
+struct Scores {
+    typename Layout::Tile tile[RowTiles][KeyTiles];
+
+    // f(element, row tile, key tile, number of the element) for each.
+    template <class F>
+    __device__ __forceinline__ void each(F f) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) f(tile[mt][nt][v], mt, nt, v);
+    }
+
+    __device__ __forceinline__ void clear() {
+        each([](float& x, int, int, int) { x = 0.f; });
+    }
+
+    // Sets the scores of pairs outside the mask to -inf.
+    __device__ __forceinline__ void apply(const Mask& mask, int row, int key) {
+        const typename Layout::Lane lane(lane_here());
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                const int i = row + Layout::kTileQueries * mt + Layout::row_slot(r) + Layout::first_query(lane);
+                const int first = i + mask.low - key - Layout::first_key(lane);
+                const int last = min(i + mask.high, mask.seqlen_k - 1) - key - Layout::first_key(lane);
+#pragma unroll
+                for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                    for (int v = 0; v < Layout::kElements; v++) {
+                        const int j = Layout::kTileKeys * nt + Layout::key_slot(v);
+                        if (Layout::row_of(v) == r && (j < first || j > last)) tile[mt][nt][v] = negative_infinity();
+                    }
+            }
+    }
+
+    // Largest of a lane's scores in one of its rows.
+    __device__ __forceinline__ float lane_maximum(int mt, int r) const {
+        float m[KeyTiles];
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            m[nt] = maximum_of_row(tile[mt][nt], r);
+            if (nt > 0) m[0] = fmaxf(m[0], m[nt]);
+        }
+        return m[0];
+    }
+
+    // Whether any row of the warp has a score above its limit, or, with `or_if`, anyway. Warp-uniform.
+    __device__ __forceinline__ bool exceed_limit(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
+        bool exceeds = or_if;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) exceeds |= lane_maximum(mt, r) > softmax.row[mt][r].limit;
+        return __any_sync(~0u, exceeds);
+    }
+
+    // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
+    // that was made of probabilities of a row.
+    template <MovedRows Rows, class Rescale>
+    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2, float inverse_scale_log2,
+                                                    Rescale rescale) const {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                float m = lane_maximum(mt, r);
+#pragma unroll
+                for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                rescale(mt, r, softmax.row[mt][r].template move_reference<Rows>(m, scale_log2, inverse_scale_log2));
+            }
+    }
+
+    // From products q.k to units of log2 (score_modifier.cuh). The bias is not added here: ScoreBias.
+    __device__ __forceinline__ void modify(const FwdParams& p, const Mask& mask, int row, int key) {
+        const ScoreOptions& options = p.score_options;
+        const typename Layout::Lane lane(lane_here());
+        row += Layout::first_query(lane);
+        key += Layout::first_key(lane);
+        if (options.softcap > 0.f) {
+            const Softcap softcap(p.problem, options);
+            each([&](float& x, int, int, int) { x = softcap(x); });
+        } else {
+            each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
+        }
+        if (options.alibi_slopes) {
+            const Alibi alibi(options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+            each([&](float& x, int mt, int nt, int v) {
+                x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -
+                                 (Layout::kTileKeys * nt + Layout::key_slot(v)));
+            });
+        }
+    }
+
+private:
+    // Of the lane's elements of one tile, in pairs.
+    __device__ __forceinline__ static float maximum_of_row(const typename Layout::Tile& x, int r) {
+        float m = 0.f;
+        bool any = false;
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v += 2) {
+            static_assert(Layout::row_of(0) == Layout::row_of(1), "an even element and the next are of one row");
+            if (Layout::row_of(v) != r) continue;
+            const float pair = fmaxf(x[v], x[v + 1]);
+            m = any ? fmaxf(m, pair) : pair;
+            any = true;
+        }
+        return m;
+    }
+};
+
+// The bias of such scores, which may be loaded before they are there.
+template <class Layout, int RowTiles, int KeyTiles>
+struct ScoreBias {
+    Bias::Loaded<Layout::kKeys> loaded[RowTiles][KeyTiles][Layout::kRows];
+
+    // key is a multiple of 4.
+    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
+        const Bias bias(p.problem, p.score_options, block_batch_here(), block_head_here());
+        const typename Layout::Lane lane(lane_here());
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < Layout::kRows; r++) {
+                    const int i = row + Layout::kTileQueries * mt + Layout::row_slot(r) + Layout::first_query(lane);
+                    loaded[mt][nt][r] = bias.load<Layout::kKeys>(p.score_options, min(i, p.problem.seqlen_q - 1),
+                                                                 key + Layout::kTileKeys * nt + Layout::first_key(lane));
+                }
+    }
+    __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options) const {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < Layout::kRows; r++) {
+                    float bias[Layout::kKeys];
+                    Bias::to_float(options, loaded[mt][nt][r], bias);
+#pragma unroll
+                    for (int v = 0; v < Layout::kElements; v++)
+                        if (Layout::row_of(v) == r) s.tile[mt][nt][v] = fmaf(bias[Layout::key_slot(v)], kLog2e, s.tile[mt][nt][v]);
+                }
+    }
+};
+
+// Which probabilities of RowTiles tiles, one of keys, dropout keeps.
+template <class Layout, int RowTiles>
+struct KeptProbabilities {
+    unsigned bits = ~0u;
+    static_assert(RowTiles * Layout::kRows * Layout::kKeys <= 32, "one word");
+
+    // `row` and `key` are the tile's first; key is a multiple of 4.
+    __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) {
+        const ScoreOptions& options = p.score_options;
+        const Philox philox(options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + block_head_here());
+        const typename Layout::Lane lane(lane_here());
+        row += Layout::first_query(lane);
+        key += Layout::first_key(lane);
+        bits = 0;
+        // Rolled, for the instruction cache: of each row the group of four columns that has the lane's.
+#pragma unroll 1
+        for (int i = 0; i < RowTiles * Layout::kRows; i++) {
+            const int query = row + Layout::kTileQueries * (i / Layout::kRows) + Layout::row_slot(i % Layout::kRows);
+            unsigned of_row;
+            if constexpr (Layout::kKeys == 4)
+                of_row = kept(philox.numbers(query, key), options.dropout_threshold);
+            else
+                of_row = kept(philox.numbers(query, key & ~3), options.dropout_threshold) >> (key & 3) & ((1 << Layout::kKeys) - 1);
+            bits |= of_row << (Layout::kKeys * i);
+        }
+    }
+    __device__ __forceinline__ bool operator()(int mt, int v) const {
+        return bits >> (Layout::kKeys * (Layout::kRows * mt + Layout::row_of(v)) + Layout::key_slot(v)) & 1;
+    }
+};

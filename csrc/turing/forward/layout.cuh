@@ -1,0 +1,75 @@
+// How the turing family deals out the forward pass: which lane holds which score, operand and output.
+#pragma once
+
+#include "forward/output.cuh"
+#include "half.cuh"
+#include "tile.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+// Scores are C of a product with 16 rows of Q and 8 keys, the output is C of one with 8 columns of V.
+struct ForwardLayout {
+    using Lane = turing::Lane;
+    using Tile = Accumulator;
+    static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
+    // Two rows, each with two consecutive keys.
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.group; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * l.quad; }
+    __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 1; }
+
+    static constexpr int kRows = 2, kKeys = 2;
+    __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return 8 * r; }
+    static constexpr int kRowMates[2] = {1, 2};
+    __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
+};
+static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_layout.cuh");
+
+// Operand A, k = 8 * chunk .. 8 * chunk + 7, of one tile of 16 rows.
+using OperandA = u32[2];
+
+// Rows of Q: chunk c of the row at `base` is at base + c * kChunk. Rows and columns that do not exist are zero.
+template <int RowTiles, int Chunks>
+__device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base, int row,
+                                             int rows, int headdim, u32 sign_flip) {
+    const Lane lane(threadIdx.x & 31);
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int i = row + 16 * mt + 8 * h + lane.group;
+            const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
+#pragma unroll
+            for (int c = 0; c < Chunks; c++) {
+                q[mt][c][h] = 0;
+                if (i < rows && c * kChunk < headdim) q[mt][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
+            }
+        }
+}
+
+// Writes out and lse of the warp's rows. Accumulator j of a row tile is columns 8j .. 8j + 7.
+template <int RowTiles, int OutputTiles>
+__device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
+                                             const SoftmaxRows<ForwardLayout, RowTiles>& softmax,
+                                             const Accumulator (&o)[RowTiles][OutputTiles]) {
+    const BlockSequence sequence(p.problem, p.lengths, batch);
+    const Lane lane(lane_here());
+    unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+        for (int r = 0; r < ForwardLayout::kRows; r++) {
+            const float scale = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
+            const int i = row + 16 * mt + lane.group + 8 * r;
+            unsigned short* to = out + i * p.out.row_stride + 2 * lane.quad;
+#pragma unroll
+            for (int j = 0; j < OutputTiles; j++)
+                if (i < sequence.seqlen_q() && j * kChunk < p.problem.headdim_v)
+                    *reinterpret_cast<u32*>(to + j * kChunk) = to_half2(o[mt][j][2 * r] * scale, o[mt][j][2 * r + 1] * scale);
+        }
+}
+
+}  // namespace turing

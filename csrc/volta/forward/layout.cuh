@@ -1,0 +1,125 @@
+// How the volta family deals out the forward pass: which lane holds which score, operand and output.
+//
+// A warp owns 16 * RowTiles query rows and takes keys in tiles of 16. With the quad-pairs in 2x2 (mma.cuh),
+// the rows and keys of a 16x16 tile of scores are dealt out so that shared memory serves them without
+// bank conflicts and with immediate offsets (tile.cuh, `swizzled`):
+//
+//   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
+//   key of operand K         half + 2 * quad + 8 * qn            (n = t)
+//   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u the product's number)
+//
+// Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and
+// 2: these pick the bank group. Bit 0 of a V row is u, known at compile time.
+#pragma once
+
+#include "forward/output.cuh"
+#include "half.cuh"
+#include "tile.cuh"
+#include "volta/mma.cuh"
+
+namespace volta {
+
+struct ForwardLane : Lane {
+    using Lane::Lane;
+    __device__ __forceinline__ int q_row() const { return qm + 2 * quad + 8 * half; }
+    __device__ __forceinline__ int k_row() const { return half + 2 * quad + 8 * qn; }
+    __device__ __forceinline__ int v_row() const { return 2 * quad + 8 * qn; }
+    // A lane reads chunk v_chunk() of each group of four: four columns of it are its half's n of one
+    // product, the other four of the next.
+    __device__ __forceinline__ int v_chunk() const { return 2 * qn + half; }
+};
+
+// Scores of operands as above. The output has the same rows; its columns: write_output.
+struct ForwardLayout {
+    using Lane = volta::Lane;
+    using Tile = Accumulator;
+    static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
+    // Two rows, each with four consecutive keys.
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.qm + 2 * (l.t & 1) + 8 * l.half; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * (l.t & 2) + 8 * l.qn; }
+    __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return 2 * (v & 1) + (v >> 2); }
+
+    static constexpr int kRows = 2, kKeys = 4;
+    __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
+    // lane ^ 2 inside the quad-pair, lane ^ 8 in the quad-pair beside it
+    static constexpr int kRowMates[2] = {2, 8};
+    __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
+};
+static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_layout.cuh");
+
+template <int RowTiles>
+using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
+
+// Rows of C as operand A: a lane pair (t, t^2) holds two rows and two of four columns each; afterwards
+// each holds one row, m = t, and all four. x is the pair of columns of row slot 0, y of slot 1.
+struct RowPair {
+    u32 lo, hi;
+};
+__device__ __forceinline__ RowPair to_operand_rows(const Lane& lane, u32 x, u32 y) {
+    const bool upper = lane.t & 2;
+    const u32 received = __shfl_xor_sync(~0u, upper ? x : y, 2);
+    return {upper ? received : x, upper ? y : received};
+}
+
+// Probabilities of 16 keys as the A operands of the second product. A quad-pair computes eight of the 16
+// keys, and needs all of them for its rows: [0] are its own, [1] those of the quad-pair beside it, which
+// it multiplies with the V rows of that one. u counts the products of four keys.
+template <int RowTiles>
+struct Probabilities {
+    RowPair part[RowTiles][2][2];  // [row tile][own, other][u]
+
+    // From element 4u .. 4u+3 of the scores, which are probabilities by now.
+    __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
+        part[mt][0][u] = to_operand_rows(lane, pack_probabilities(p[4 * u], p[4 * u + 1]),
+                                         pack_probabilities(p[4 * u + 2], p[4 * u + 3]));
+    }
+    __device__ __forceinline__ void exchange() {
+#pragma unroll
+        for (int u = 0; u < 2; u++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                part[mt][1][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
+                part[mt][1][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
+            }
+    }
+};
+
+// The output columns of a lane. Accumulators 2j and 2j + 1 are columns 0..3 and 4..7 of each of the four
+// chunks 4j .. 4j+3: quad-pair column qn owns chunks 4j + 2 qn and 4j + 2 qn + 1, the first as n < 4,
+// the second as n >= 4 of both products. Writes out and lse of the warp's rows.
+template <int RowTiles, int OutputTiles>
+__device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
+                                             const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
+    const Problem& problem = p.problem;
+    const BlockSequence sequence(problem, p.lengths, batch);
+    unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    float* lse = p.softmax_lse + sequence.lse_row(batch, head);
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++) {
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < ForwardLayout::kRows; r++)
+            scale[r] = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
+        const int i = row + 16 * mt + lane.q_row();  // after the exchange rows are those of operand A
+#pragma unroll
+        for (int j = 0; j < OutputTiles / 2; j++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                RowPair columns[2];
+#pragma unroll
+                for (int part = 0; part < 2; part++) {
+                    const Accumulator& c = o[mt][2 * j + part];
+                    columns[part] = to_operand_rows(lane, to_half2(c[4 * n] * scale[0], c[4 * n + 1] * scale[0]),
+                                                    to_half2(c[4 * n + 2] * scale[1], c[4 * n + 3] * scale[1]));
+                }
+                const int chunk = 4 * j + 2 * lane.qn + n;
+                if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
+                    *reinterpret_cast<uint4*>(out + i * p.out.row_stride + chunk * kChunk) =
+                        make_uint4(columns[0].lo, columns[0].hi, columns[1].lo, columns[1].hi);
+            }
+    }
+}
+
+}  // namespace volta
