@@ -107,13 +107,14 @@ def kernels(device: torch.device) -> str:
     """Which code runs on the device, and what its speed there means."""
     if device.type != "cuda":
         return "volta_fa's CPU backend (ATen operations)"
-    family = next(f for f in volta_fa.info()["families"] if f["name"] == volta_fa.kernel_family(device))
-    major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor == family["sm"]:
+    facts = volta_fa.info()
+    mine = facts["devices"][torch.cuda.current_device() if device.index is None else device.index]
+    family = next(f for f in facts["families"] if f["name"] == mine["family"])
+    if mine["native"]:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
     return (
-        f"family {family['name']}, compiled by the driver from PTX for compute_{family['sm']}: this GPU emulates its tensor-core "
-        "instructions, so errors and memory are what they are on its own GPUs, and times are not"
+        f"families up to {family['name']}, compiled by the driver from PTX: this GPU emulates the tensor-core instructions of Volta's, so "
+        "errors and memory are what they are on a V100, and times are not"
     )
 
 

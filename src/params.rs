@@ -132,8 +132,7 @@ pub struct BwdParams {
     pub dv: Output,
     /// (batch, nheads, seqlen_q) fp32, from the forward pass
     pub softmax_lse: *const f32,
-    /// scratch: (batch, nheads, seqlen_q_rounded / 4, 2, 8) fp32: for every four rows -lse/scale, then
-    /// -delta, in the order that the main kernel loads (`csrc/volta/backward/row_stats.cuh`)
+    /// scratch: statistics of query rows, fp32, laid out as the family says (`Scratch` in src/kernels/variants.rs)
     pub row_stats: *mut f32,
     /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare; not there in the
     /// deterministic mode

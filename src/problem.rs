@@ -113,13 +113,6 @@ pub struct Features {
     pub seqused_k: bool,
 }
 
-impl Features {
-    /// Whether scores or probabilities are changed on their way through the softmax. Sinks only add to its sum.
-    pub fn change_scores(&self) -> bool {
-        self.softcap > 0.0 || self.dropout_p > 0.0 || self.alibi || self.attn_bias
-    }
-}
-
 /// A checked problem: everything that planning and the CPU backend need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {

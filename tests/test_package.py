@@ -153,12 +153,12 @@ def test_another_torch_is_an_import_error(monkeypatch):
 def test_the_package_says_every_argument():
     """README promises that help(volta_fa) does."""
     words = set(re.findall(r"\w+", volta_fa.__doc__))
-    for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd):
+    for op in (torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd, torch.ops.volta_fa.merge_attention_states):
         schema = op.default._schema
         names = {a.name for a in (*schema.arguments, *schema.returns)}
         assert not names - words, f"{op} has {sorted(names - words)}"
-    variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, ("src/ops/mod.rs", "torch_ops/sdpa.cpp")))))
-    assert len(variables) == 3 and variables <= words, variables - words
+    variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, ("src/ops/mod.rs", "src/plan.rs", "torch_ops/sdpa.cpp")))))
+    assert len(variables) == 4 and variables <= words, variables - words
 
 
 def test_info_is_complete():

@@ -6,9 +6,11 @@ Importing this package loads the native library, which registers
         -> (out, softmax_lse, rng_state)
     torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, *, rng_state=None, <options>, attn_bias_requires_grad=False)
         -> (dq, dk, dv, dattn_bias, dsinks)
+    torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
+        -> (out, softmax_lse)
 
-fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. bwd has
-no derivative.
+fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. The others have
+no derivative. merge_attention_states, also a function of this package, has a docstring of its own.
 
 Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (on the kernels what
 is not a multiple of 8 costs a copy):
@@ -66,8 +68,9 @@ this version lacks raises NotImplementedError; a failure of the device or driver
 the schema does not have raises PyTorch's own RuntimeError. Values in cu_seqlens and seqused_k are not looked at on a GPU, where
 wrong ones give NaN: docs/features.md, "Lengths on a GPU".
 
-GPUs: Volta (compute capability 7.0) has kernels of its own. Turing is still to have them. Newer GPUs run Volta's
-through PTX, where their shared memory is large enough: correct but slow, for tests. All others raise NotImplementedError.
+GPUs: Volta (compute capability 7.0, 7.2) has kernels of its own. Turing (7.5) has them for the forward pass up to headdim 64; there, and
+on newer GPUs, the rest is Volta's, through PTX, where shared memory is large enough: correct but slow, for tests. All others raise
+NotImplementedError.
 
 Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
 `install_flash_attn_shim()` lets programs import it as flash_attn; `volta_fa.transformers` is for Hugging Face models;
@@ -76,6 +79,7 @@ Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's i
 Environment, read at each call unless it says otherwise:
 
     VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
+    VOLTA_FA_FAMILY=volta       take kernels of this family alone, for tests and comparisons
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
                                 (a build with the `sim` feature, as `make build` makes it; more in docs/architecture.md)
@@ -88,6 +92,7 @@ from .flash_attn_interface import *
 from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
 from .library import library_path, load
+from .merge import merge_attention_states
 from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .version import __version__
 
@@ -99,6 +104,7 @@ __all__ = [
     "install_flash_attn_shim",
     "kernel_family",
     "library_path",
+    "merge_attention_states",
     "sdpa_enabled",
     "sdpa_stats",
 ]

@@ -4,6 +4,6 @@
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
 using Kernel = volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16,
                                      STEP / kKeyGroups, kKeyGroups, BLOCKS_PER_SM>;
-static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kSharedBytes == SHARED_BYTES, "src/kernels/forward_table.rs");
+static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kSharedBytes == SHARED_BYTES, "src/kernels/volta/forward.rs");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const FwdParams p) { Kernel::run(p); }
