@@ -10,9 +10,7 @@
 constexpr int kChunk = 8;        // fp16 elements a chunk
 constexpr int kChunkBytes = 16;
 
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 // Volatile, so that they stay in program order; without a memory clobber, since the compiler sees no
 // other accesses to shared memory.
@@ -24,10 +22,17 @@ __device__ __forceinline__ uint4 load_shared(unsigned address) {
 __device__ __forceinline__ void store_shared(unsigned address, const uint4& r) {
     asm volatile("st.shared.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w), "r"(address));
 }
-
-__device__ __forceinline__ uint4 load_global(const unsigned short* p) {
-    return __ldg(reinterpret_cast<const uint4*>(p));
+// The same of half a chunk.
+__device__ __forceinline__ uint2 load_shared2(unsigned address) {
+    uint2 r;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address));
+    return r;
 }
+__device__ __forceinline__ void store_shared2(unsigned address, unsigned x, unsigned y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y));
+}
+
+__device__ __forceinline__ uint4 load_global(const unsigned short* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 __device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }
 
@@ -61,6 +66,22 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
     static_assert(Chunks % 4 == 0, "the swizzle permutes groups of four chunks");
     const int parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ ((row >> 1) & 3) ^ parity)) * kChunkBytes;
+}
+
+// From one such address to others, without a multiplication. In the same row: the chunk `chunks` further, a number that has none of
+// the bits that the chunk's own has, below the group that the swizzle permutes.
+template <int Chunks>
+__device__ __forceinline__ unsigned chunk_after(unsigned address, unsigned chunks) {
+    constexpr bool kPowerOf2 = (Chunks & (Chunks - 1)) == 0;
+    constexpr unsigned kGroup = kPowerOf2 ? Chunks : Chunks % 8 == 0 ? 8 : 4;
+    if (kPowerOf2) return address ^ chunks * kChunkBytes;
+    return (address ^ chunks % kGroup * kChunkBytes) + chunks / kGroup * (kGroup * kChunkBytes);
+}
+// In another row: by `rows` rows, which have none of bits 0 to 2 that the row's own has, chunks move so far. The same chunk there
+// is chunk_after(address, row_swizzle(rows)) + rows * Chunks * kChunkBytes.
+template <int Chunks>
+__device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
+    return swizzled<Chunks>(rows % 8, 0) / kChunkBytes - rows % 8 * Chunks;
 }
 
 // A row is read by 4 or 8 threads, so that one load instruction of a warp covers whole 128-byte lines
@@ -120,8 +141,7 @@ struct TileLoader {
 
     // `base` is the first element of the first tile.
     __device__ __forceinline__ TileLoader(int thread, const unsigned short* base, long long row_stride_, int columns)
-        : row_stride(row_stride_), row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow),
-          chunks(columns / kChunk) {
+        : row_stride(row_stride_), row(thread / kThreadsPerRow), chunk(thread % kThreadsPerRow), chunks(columns / kChunk) {
         next = base + row * row_stride + chunk * kChunk;
     }
 
@@ -209,8 +229,8 @@ struct TileStream {
     __device__ __forceinline__ static int chunk_of(int thread) { return thread % kThreadsPerRow; }
 
     // Rows `first` to `last` - 1 of the matrix whose row 0 is at `base`.
-    __device__ __forceinline__ TileStream(int thread, const unsigned short* base, long long row_stride, int columns,
-                                          int first, int last)
+    __device__ __forceinline__ TileStream(int thread, const unsigned short* base, long long row_stride, int columns, int first,
+                                          int last)
         : next(base + (first + row_of(thread)) * row_stride + chunk_of(thread) * kChunk), end(last - row_of(thread)),
           chunks_left(columns / kChunk - chunk_of(thread)) {}
 

@@ -3,138 +3,142 @@
 // of shared memory, one after the other.
 #pragma once
 
-#include "volta/backward/backward.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/score_place.cuh"
+#include "backward/tiles.cuh"
+#include "backward/walk.cuh"
+#include "volta/backward/dq_product.cuh"
+#include "volta/backward/products.cuh"
 
 namespace volta {
 
-using S = Shape<HEADDIM, BLOCK_ROWS, STEP, THREADS, 1>;
-static_assert(S::kSharedBytes == SHARED_BYTES, "the variant table and the kernel disagree");
-static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
+// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
+template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq>
+struct BackwardSmall {
+    using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
+    static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
+    using Queries = QueryRange<S::kRows, S::kStep>;
+    using Dq = DqProduct<S>;
 
-constexpr int kBlocks = HEADDIM / 32;  // of 32 columns
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const Lane lane;
+        const int warp = threadIdx.x / 32;
+        const int first_key = blockIdx.x * S::kRows, warp_key = 32 * warp;
+        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+        if (kRagged && first_key >= sequence.stored_k()) return;
+        const Queries range(mask_of(p.problem, sequence), first_key);
 
-// With DQ dq is added to the accumulator; without, another kernel computes it (queries.cu).
-template <bool DQ>
-__device__ __forceinline__ void backward_small(const BwdParams& p) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const u32 shared = shared_address(shared_memory);
-    const Lane lane;
-    const int warp = threadIdx.x / 32;
-    const int first_key = blockIdx.x * S::kRows, warp_key = 32 * warp;
-    const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-    if (kRagged && first_key >= sequence.stored_k()) return;
-    const QueryRange<S> range(mask_of(p.problem, sequence), first_key);
+        load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
+        if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
-    load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
-    const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
-    if (first_key + S::kRows > sequence.seqlen_k()) clear_scores<S>(shared + S::kScores);
+        const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key),
+                                         step_operand<S>(shared + S::kStepS, lane, 0));
+        const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
+                                           packed_address(shared + S::kScores, lane, warp_key, 0));
+        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwnS, lane, warp));
+        const AddressPair query_addresses(column_operand<S>(shared + S::kStepS, lane, 0),
+                                          shared + S::kStepS + StepTiles<S>::offset());
+        const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
 
-    const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key), step_operand<S>(shared + S::kStepS, lane, 0));
-    const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
-                                       packed_address(shared + S::kScores, lane, warp_key, 0));
-    const AddressPair dq_operands(DqProduct<S>::a_operand(shared + S::kScores, lane, warp),
-                                  DqProduct<S>::b_operand(shared + S::kOwnS, lane, warp));
-    const AddressPair query_addresses(column_operand<S>(shared + S::kStepS, lane, 0), shared + S::kStepS + StepTiles<S>::offset());
-    const int stats_lane = lane_stats_offset(lane), dq_lane = DqProduct<S>::output_offset(lane, warp);
+        Gradient<2, kBlocks> dk, dv;
+        clear(dk);
+        clear(dv);
 
-    Accumulator dk[2][kBlocks][2], dv[2][kBlocks][2];
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int j = 0; j < kBlocks; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                clear(dk[m][j][i]);
-                clear(dv[m][j][i]);
-            }
-
-    const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
-    for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-        const int first = QueryRange<S>::first(mask_of(p.problem, sequence));
-        if (first >= range.end) break;
-        const long long head_row = rounded_row(p, sequence, blockIdx.z, head);
-        float* stats = pinned(p.row_stats + head_row * kStatsPerRow + stats_lane);
-        float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = Queries::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
+            float* stats = pinned(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
+            float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
 
-        StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
-        Accumulator s[2][2], dp[2][2];
-        tiles.load(p.q, p.dout, range.rows(p) - first);
-        load_stats(s, stats + first * kStatsPerRow);
-        load_stats(dp, stats + kStatsDelta + first * kStatsPerRow);
-        __syncthreads();  // the last head's tile is done with
-        tiles.store(query_addresses.second());
-        __syncthreads();
-
-#pragma unroll 1
-        for (int row = first; row < range.end; row += S::kStep) {
-            // S^T and dP^T, one chunk of headdim after the other. Rolled, for the instruction cache.
-            {
-                const u32 a = score_operands.first(), b = score_operands.second();
-                constexpr int kRowBytes = S::HeadRows::kRowBytes;
-#pragma unroll 1
-                for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
-                    const u32 a_chunk = S::HeadRows::at_chunk(a, chunk), b_chunk = S::HeadRows::at_chunk(b, chunk);
-                    const Fragments<2, 2, kRowBytes> kq(a_chunk, b_chunk), vo(a_chunk + S::kOwnTile, b_chunk + S::kStepTile);
-                    kq.multiply_low(s);
-                    vo.multiply_low(dp);
-                    kq.multiply_high(s);
-                    vo.multiply_high(dp);
-                }
-            }
-            if (!range.unmasked.contain(row)) {
-                // Rare: everything is derived again, so that none of it takes a register in the loop.
-                const int thread = thread_index_here();
-                apply_mask<Own::kKeys>(s, p, Lane(thread % 32), block_index_here() * S::kRows + thread / 32 * 32, row);
-            }
-
-            const u32 packed = packed_addresses.second();
-            PackedTile ds[2][2];
-            exponentials(s, p.problem.scale_log2, kExponentShift);
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
-#pragma unroll
-                    for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
-                    ds[m][n] = pack_tile(dp[m][n]);
-                }
-            __syncwarp();
-
-            // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
-            tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
-            accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
-            __syncwarp();
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
-            __syncwarp();
-            accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
-            __syncthreads();  // dS is complete, and Q and dO are free
-
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
+            Accumulator s[2][2], dp[2][2];
+            tiles.load(p.q, p.dout, range.rows(p) - first);
+            load_stats(s, stats + RowStats::kLseAt + first * RowStats::kRowFloats);
+            load_stats(dp, stats + RowStats::kDeltaAt + first * RowStats::kRowFloats);
+            __syncthreads();  // the last head's tile is done with
             tiles.store(query_addresses.second());
-            DqProduct<S> product;
-            if (DQ) product.multiply(dq_operands.first(), dq_operands.second());
-            const int next = range.next_step(p, row);
-            load_stats(s, stats + next * kStatsPerRow);
-            load_stats(dp, stats + kStatsDelta + next * kStatsPerRow);
-            if (DQ) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
-            __syncthreads();  // the next tile is there, and dS is free
-        }
-    }
+            __syncthreads();
 
-    // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
-    __syncthreads();
-    const int end_key = block_index_here() * S::kRows, end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
-    to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
-    to_shared<S, 1>(dv, p, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
-    __syncthreads();
-    const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
-    shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim);
-    shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim_v);
-}
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                // S^T and dP^T, one chunk of headdim after the other. Rolled, for the instruction cache.
+                {
+                    const u32 a = score_operands.first(), b = score_operands.second();
+#pragma unroll 1
+                    for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+                        const u32 a_chunk = chunk_after<S::kChunks>(a, chunk), b_chunk = chunk_after<S::kChunks>(b, chunk);
+                        const Fragments<S, 2, 2> kq(a_chunk, b_chunk), vo(a_chunk + S::kOwnTile, b_chunk + S::kStepTile);
+                        kq.multiply_low(s);
+                        vo.multiply_low(dp);
+                        kq.multiply_high(s);
+                        vo.multiply_high(dp);
+                    }
+                }
+                if (!range.unmasked.contain(row)) {
+                    // Rare: everything is derived again, so that none of it takes a register in the loop.
+                    const int thread = thread_index_here();
+                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
+                }
+
+                const u32 packed = packed_addresses.second();
+                PackedTile ds[2][2];
+                exponentials(s, p.problem.scale_log2, kExponentShift);
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+#pragma unroll
+                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
+                        ds[m][n] = pack_tile(dp[m][n]);
+                    }
+                __syncwarp();
+
+                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
+                accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
+                __syncwarp();
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
+                __syncwarp();
+                accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
+                __syncthreads();  // dS is complete, and Q and dO are free
+
+                tiles.store(query_addresses.second());
+                Dq product;
+                if (WithDq) product.multiply(dq_operands.first(), dq_operands.second());
+                const int next = range.next_step(p, row);
+                load_stats(s, stats + RowStats::kLseAt + next * RowStats::kRowFloats);
+                load_stats(dp, stats + RowStats::kDeltaAt + next * RowStats::kRowFloats);
+                if (WithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
+                __syncthreads();  // the next tile is there, and dS is free
+            }
+        }
+
+        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        __syncthreads();
+        const int end_key = block_index_here() * S::kRows, end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
+        to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
+        to_shared<S, 1>(dv, p, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
+        __syncthreads();
+        const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
+        shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim);
+        shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), end_key, end_sequence.stored_k(),
+                            p.problem.headdim_v);
+    }
+};
 
 }  // namespace volta

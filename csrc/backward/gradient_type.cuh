@@ -3,17 +3,12 @@
 
 #include "half.cuh"
 #include "sequence.cuh"
-#include "volta/mma.cuh"
 #include "volta_fa_params.h"
-
-namespace volta {
 
 // Whether it is bf16; plain kernels know fp16 only.
 __device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kRagged && p.gradients_are_bf16; }
 
 template <bool BF16>
-__device__ __forceinline__ u32 to_gradient2(float lo, float hi) {
+__device__ __forceinline__ unsigned to_gradient2(float lo, float hi) {
     return BF16 ? to_bfloat2(lo, hi) : to_half2(lo, hi);
 }
-
-}  // namespace volta

@@ -1,0 +1,48 @@
+// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides.
+//
+// The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
+// computed with carry the sign (Problem::sign_flip).
+//
+// The same for every family but for RowStats (scratch.cuh) and DqAccumulator, the order of the accumulator: where a row and a
+// column of it lie, and how eight neighbouring columns are loaded.
+#pragma once
+
+#include "backward/gradient_type.cuh"
+#include "backward/scratch.cuh"
+#include "tile.cuh"
+
+template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
+struct BackwardFinish {
+    static constexpr int kBlockRows = BlockRows, kThreads = Threads;
+    static constexpr int kLanesPerRow = 8;
+    static constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
+
+    template <bool BF16>
+    static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSequence& sequence, int head, int batch) {
+        const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());
+        const float* accum = p.dq_accum + rounded_row<RowStats>(p, sequence, batch, head) * p.headdim_rounded;
+        unsigned short* dq = rows_of(p.dq, batch, head, sequence.first_q());
+        const float scale = p.problem.scale;
+
+        for (int row = blockIdx.x * kBlockRows + threadIdx.x / kLanesPerRow; row < end; row += kRowsAtOnce) {
+            const float* from = accum + DqAccumulator::row(static_cast<long long>(row), p.headdim_rounded);
+            unsigned short* to = dq + row * p.dq.row_stride;
+            for (int d = threadIdx.x % kLanesPerRow * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
+                float4 a, b;
+                DqAccumulator::eight(from + DqAccumulator::column(d), a, b);
+                *reinterpret_cast<uint4*>(to + d) =
+                    make_uint4(to_gradient2<BF16>(a.x * scale, a.y * scale), to_gradient2<BF16>(a.z * scale, a.w * scale),
+                               to_gradient2<BF16>(b.x * scale, b.y * scale), to_gradient2<BF16>(b.z * scale, b.w * scale));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        const int head = blockIdx.y, batch = blockIdx.z;
+        const BlockSequence sequence(p.problem, p.lengths, batch);
+        if (gradients_are_bf16(p))
+            convert<true>(p, sequence, head, batch);
+        else
+            convert<false>(p, sequence, head, batch);
+    }
+};

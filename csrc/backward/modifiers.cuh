@@ -1,0 +1,121 @@
+// What general kernels do to scores, probabilities and their gradients (score_modifier.cuh), for any layout (score_place.cuh).
+//
+// They take a warp's tiles of scores in a rolled loop, for the instruction cache. Registers cannot be indexed: the
+// loop works on the first tile, and the others move down by one (next_tile). What only some problems ask for is derived
+// again at every step, so that it holds no registers in between.
+#pragma once
+
+#include "backward/memory.cuh"
+#include "backward/score_place.cuh"
+#include "score_modifier.cuh"
+
+template <int M, int N, int E>
+__device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
+#pragma unroll
+    for (int tile = 1; tile < M * N; tile++)
+#pragma unroll
+        for (int v = 0; v < E; v++) s[(tile - 1) / N][(tile - 1) % N][v] = s[tile / N][tile % N][v];
+}
+
+// ---- scores ---------------------------------------------------------------------------------------
+
+// From q.k - lse / scale to the capped score minus lse, in units of log2. `statistic` is the -lse / scale that an element
+// began with, slope softcap's derivative there.
+__device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const Softcap& softcap, float& slope) {
+    // Rows without probabilities have -inf, and s is that too.
+    const float logistic = softcap.logistic(s - fmaxf(statistic, kLowest));
+    slope = Softcap::derivative(logistic);
+    return fmaf(-2.f * softcap.cap, logistic, fmaf(statistic, p.problem.scale_log2, softcap.cap));
+}
+
+// ALiBi and bias, to scores in units of log2. Queries from query_end on do not exist, or see none of the keys.
+template <class Layout>
+__device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
+                                                   const ScorePlace<Layout>& place) {
+    const ScoreOptions& options = p.score_options;
+    const int batch = block_batch_here();
+    if (options.alibi_slopes) {
+        const BlockSequence sequence(p.problem, p.lengths, batch);
+        const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+        // one conversion, by the XU pipe, for all elements
+        const float first = alibi.distance(place.query(0), place.key(0));
+#pragma unroll
+        for (int v = 0; v < Layout::kElements; v++)
+            s[v] = alibi(s[v], first + static_cast<float>(ScorePlace<Layout>::query_minus_key(v)));
+    }
+    if (options.bias) {
+        const Bias bias(p.problem, options, batch, head);
+        if constexpr (Layout::kKeys == 2) {
+            uint4 loaded[Layout::kRows];
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++)
+                loaded[r] = bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0) & ~3);
+            float2 of_keys[Layout::kRows];
+            Bias::every_second(options, loaded, place.key(0) & 1, of_keys);
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                float &first_key = s[Layout::element(r, 0)], &second_key = s[Layout::element(r, 1)];
+                first_key = fmaf(of_keys[r].x, kLog2e, first_key);
+                second_key = fmaf(of_keys[r].y, kLog2e, second_key);
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                float of_keys[4];
+                Bias::to_float(options, bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0)),
+                               of_keys);
+#pragma unroll
+                for (int j = 0; j < 4; j++) s[Layout::element(r, j)] = fmaf(of_keys[j], kLog2e, s[Layout::element(r, j)]);
+            }
+        }
+    }
+}
+
+// Adds the gradient of a tile's scores to that of the bias.
+template <class Layout>
+__device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& ds, const BwdParams& p, int head,
+                                                  const ScorePlace<Layout>& place) {
+    const int batch = block_batch_here();
+    const BlockSequence sequence(p.problem, p.lengths, batch);
+    float* base = p.dbias + batch * p.dbias_batch_stride + head * p.dbias_head_stride;
+#pragma unroll
+    for (int v = 0; v < Layout::kElements; v++) {
+        const int query = place.query(v), key = place.key(v);
+        if (query < sequence.seqlen_q() && key < sequence.seqlen_k())
+            add_global(base + query * p.dbias_row_stride + key * p.dbias_key_stride, ds[v]);
+    }
+}
+
+// ---- dropout --------------------------------------------------------------------------------------
+
+// The gradient of a probability behind dropout, from dP - delta: it is delta's part alone where the probability was dropped.
+__device__ __forceinline__ float dropped_gradient(float dp, float minus_delta, bool is_dropped, float dropout_scale) {
+    return is_dropped ? minus_delta : fmaf(dp - minus_delta, dropout_scale, minus_delta);
+}
+
+// 0xffff where `signs` has the sign bit of a half. (prmt copies signs where the selector says 8 and more; __byte_perm does not.)
+__device__ __forceinline__ unsigned halves_of(unsigned signs) {
+    unsigned halves;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));
+    return halves;
+}
+
+__device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
+    return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
+}
+
+// Which of a tile's probabilities dropout keeps, where a lane has all of its four keys: a bit each, those of a query together.
+// (Where it has two of them, lanes share the numbers, which is the family's.)
+template <class Layout>
+__device__ __forceinline__ unsigned kept_bits(const Philox& philox, unsigned threshold, const ScorePlace<Layout>& place) {
+    static_assert(Layout::kKeys == 4, "one call makes the numbers of four keys");
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int r = 0; r < Layout::kRows; r++)
+        bits |= kept(philox.numbers(place.query(Layout::element(r, 0)), place.key(0)), threshold) << 4 * r;
+    return bits;
+}
+template <class Layout>
+__device__ __forceinline__ bool is_kept(unsigned bits, int v) {
+    return bits >> (4 * Layout::row_of(v) + Layout::key_slot(v)) & 1;
+}

@@ -1,0 +1,111 @@
+// The products whose result stays in a warp's registers: scores, and the gradients of a block's own rows.
+#pragma once
+
+#include "backward/gradient_type.cuh"
+#include "volta/backward/fragments.cuh"
+
+namespace volta {
+
+// ---- S^T = K Q^T and dP^T = V dO^T ----------------------------------------------------------------
+
+// One chunk (eight elements of headdim) of the operands of S^T or dP^T.
+template <class S, int M, int N>
+struct Fragments {
+    uint4 a[M], b[N];
+    __device__ __forceinline__ Fragments(u32 a_address, u32 b_address) {
+        a[0] = load_shared(a_address);
+#pragma unroll
+        for (int n = 0; n < N; n++) b[n] = load_shared(b_address + n * 16 * S::kRowBytes);
+#pragma unroll
+        for (int m = 1; m < M; m++) a[m] = load_shared(a_address + m * 16 * S::kRowBytes);
+    }
+    __device__ __forceinline__ void multiply_low(Accumulator (&c)[M][N]) const {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++) mma_row_col(c[m][n], a[m].x, a[m].y, b[n].x, b[n].y);
+    }
+    __device__ __forceinline__ void multiply_high(Accumulator (&c)[M][N]) const {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++) mma_row_col(c[m][n], a[m].z, a[m].w, b[n].z, b[n].w);
+    }
+};
+
+// ---- dV += P^T dO, dK += dS^T Q, or dQ += dS K --------------------------------------------------------------------
+
+// A warp's gradient: 16 own rows m, block j of 32 columns, half i of a lane's chunks.
+template <int M, int J>
+using Gradient = Accumulator[M][J][2];
+
+template <int M, int J>
+__device__ __forceinline__ void clear(Gradient<M, J>& c) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) clear(c[m][j][i]);
+}
+
+// Over the rows of a step (at most 32); the warp has every BlockStep-th block of columns.
+template <class S, int BlockStep, int M, int J>
+__device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address) {
+    constexpr int kHalvesAtOnce = kGeneral && S::kHeaddim > 64 ? 1 : 2;  // general code is past the instruction cache
+#pragma unroll 1
+    for (int chunk = 0; chunk < (S::kStep < 32 ? S::kStep : 32) / 8; chunk++) {
+        const u32 a0 = chunk_after<kScoreChunks>(a_address, chunk);
+        uint4 a[M];
+#pragma unroll
+        for (int m = 0; m < M; m++) a[m] = load_shared(a0 + m * 16 * kScoreRowBytes);
+        const u32 b_row = b_address + chunk * (8 * S::kRowBytes);
+#pragma unroll kHalvesAtOnce
+        for (int h = 0; h < 2; h++) {  // four rows
+            const u32 b_half = chunk_after<S::kChunks>(b_row, row_swizzle<S::kChunks>(4 * h));
+            uint4 b[J];
+#pragma unroll
+            for (int j = 0; j < J; j++)
+                b[j] = load_shared(chunk_after<S::kChunks>(b_half, 4 * BlockStep * j) + 4 * h * S::kRowBytes);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int j = 0; j < J; j++) {
+                    const u32 a_low = h ? a[m].z : a[m].x, a_high = h ? a[m].w : a[m].y;
+                    mma_row_row(c[m][j][0], a_low, a_high, b[j].x, b[j].y);
+                    mma_row_row(c[m][j][1], a_low, a_high, b[j].z, b[j].w);
+                }
+        }
+    }
+}
+
+// The block's gradients from the warps' accumulators to shared memory (shared_to_output brings them on).
+template <bool BF16, class S, int BlockStep, int M, int J>
+__device__ __forceinline__ void to_shared_as(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
+    const Lane lane;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int v = 0; v < 8; v += 2) {
+                    const int row = first_row + score_own(lane, m, v);
+                    const int column = 32 * (block + BlockStep * j) + column_in_block(lane, i, v);
+                    asm volatile(
+                        "st.shared.u32 [%0], %1;" ::"r"(tile + swizzled<S::kChunks>(row, column / kChunk) + column % kChunk * 2),
+                        "r"(to_gradient2<BF16>(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
+                }
+}
+// One branch around all of it: the code is there twice, and runs once.
+template <class S, int BlockStep, int M, int J>
+__device__ __forceinline__ void to_shared(const Gradient<M, J>& c, const BwdParams& p, float factor, u32 tile, int first_row,
+                                          int block) {
+    if (gradients_are_bf16(p))
+        to_shared_as<true, S, BlockStep>(c, factor, tile, first_row, block);
+    else
+        to_shared_as<false, S, BlockStep>(c, factor, tile, first_row, block);
+}
+
+}  // namespace volta
