@@ -12,12 +12,11 @@
 namespace volta {
 
 struct RowStats {
-    // src/kernels has the same numbers for this family: the library allocates the buffer by them, and reads it for the gradient of
-    // sinks. Where the two disagree, that gradient is wrong: test_problem in tests/test_features.py, in its cases with sinks.
-    static constexpr int kGroupRows = 4;            // queries that lie together
-    static constexpr int kGroupFloats = 16;         // two statistics of each, each twice
-    static constexpr int kLseAt = 0, kDeltaAt = 8;  // where a group's -lse/scale begin, and its -delta
-    static constexpr int kRowRounding = 32;         // a sequence's rows there are a multiple: no step reaches beyond them
+    // The family's numbers (`Scratch` in src/kernels/volta/mod.rs): the library allocates the buffer by them.
+    static constexpr int kGroupRows = STATS_GROUP_ROWS;               // queries that lie together
+    static constexpr int kGroupFloats = STATS_GROUP_FLOATS;           // two statistics of each, each twice
+    static constexpr int kLseAt = 0, kDeltaAt = kGroupFloats / 2;     // where a group's -lse/scale begin, and its -delta
+    static constexpr int kRowRounding = ROW_ROUNDING;                 // a sequence's rows there are a multiple: no step reaches beyond
 
     static constexpr int kRowFloats = kGroupFloats / kGroupRows;
     static constexpr int kCopies = 2, kCopyDistance = 2;
@@ -31,6 +30,15 @@ struct RowStats {
 static_assert(RowStats::kDeltaAt - RowStats::kLseAt == RowStats::kGroupRows * RowStats::kCopies &&
                   RowStats::kGroupFloats == 2 * (RowStats::kDeltaAt - RowStats::kLseAt),
               "a group is its -lse/scale, then its -delta");
+// The gradient of sinks reads the statistics where prepare writes them.
+constexpr __device__ bool library_reads_where_kernels_write() {
+    constexpr int minus_lse[] = {STATS_MINUS_LSE_AT}, minus_delta[] = {STATS_MINUS_DELTA_AT};
+    for (int row = 0; row < RowStats::kGroupRows; row++)
+        if (minus_lse[row] != RowStats::kLseAt + RowStats::offset(row) || minus_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+            return false;
+    return true;
+}
+static_assert(library_reads_where_kernels_write(), "Scratch in src/kernels/volta/mod.rs");
 static_assert(RowStats::kRowRounding % RowStats::kGroupRows == 0, "sequences begin with a group");
 
 }  // namespace volta
