@@ -1,16 +1,6 @@
 // Where a lane's scores lie in the sequence, and the mask on them.
 //
-// A family says who holds which element of a tile of scores by a layout:
-//
-//   using Lane                     made from a lane's number; what the functions below take
-//   using Tile                     float[kElements], a lane's elements of one tile
-//   kTileQueries, kTileKeys        the tile
-//   kElements                      of one lane
-//   first_query(lane)              the lane's lowest query of a tile, and its lowest key
-//   first_key(lane)
-//   query_slot(v), key_slot(v)     element v is query first_query + query_slot(v), key first_key + key_slot(v)
-//
-// which the forward pass asks for too, and one of the backward pass:
+// A family says who holds which score by a layout (score_layout.cuh), which in the backward pass also has:
 //
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v): the family says in which order the terms are added,
 //                                  because ptxas' schedule hangs on it
@@ -21,6 +11,7 @@
 //   element(r, j)                  the element of its query number r and key number j
 #pragma once
 
+#include "score_layout.cuh"
 #include "sequence.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"

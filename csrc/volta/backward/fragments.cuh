@@ -73,6 +73,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 2 * r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j % 2 + 4 * (j / 2); }
 };
+static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
 static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_place.cuh");
 
 // A 16x16 tile of P^T or dS^T as a lane holds it in fp16: queries 0,1 and 2,3 of its first key, then of
