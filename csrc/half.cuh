@@ -4,9 +4,7 @@
 // Two floats to packed fp16, rounded to nearest (the XU pipe: not for inner loops).
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
     unsigned packed;
-    asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
-        : "=r"(packed)
-        : "f"(lo), "f"(hi));
+    asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
     return packed;
 }
 

@@ -14,8 +14,8 @@ struct Mask {
 
     // (Not by the other: ptxas schedules that worse.)
     __device__ __forceinline__ explicit Mask(const Problem& p)
-        : low(p.seqlen_k - p.seqlen_q - p.window_left), high(p.seqlen_k - p.seqlen_q + p.window_right),
-          seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k) {}
+        : low(p.seqlen_k - p.seqlen_q - p.window_left), high(p.seqlen_k - p.seqlen_q + p.window_right), seqlen_q(p.seqlen_q),
+          seqlen_k(p.seqlen_k) {}
     // For a sequence that is not as long as the problem says.
     __device__ __forceinline__ Mask(const Problem& p, int seqlen_q_, int seqlen_k_)
         : low(seqlen_k_ - seqlen_q_ - p.window_left), high(seqlen_k_ - seqlen_q_ + p.window_right), seqlen_q(seqlen_q_),
@@ -27,9 +27,7 @@ struct Mask {
 
     // Keys that any of the rows [row, row + rows) sees: [first, end). Empty where first >= end.
     __device__ __forceinline__ int key_first(int row) const { return max(row + low, 0); }
-    __device__ __forceinline__ int key_end(int row, int rows) const {
-        return min(min(row + rows, seqlen_q) + high, seqlen_k);
-    }
+    __device__ __forceinline__ int key_end(int row, int rows) const { return min(min(row + rows, seqlen_q) + high, seqlen_k); }
 
     // Keys that all of the rows [row, row + rows) see: [first, end). A tile of keys inside needs no mask.
     __device__ __forceinline__ int full_first(int row, int rows) const { return row + rows - 1 + low; }
@@ -37,9 +35,7 @@ struct Mask {
 
     // The same, seen from the keys: rows that see any of the keys [key, key + keys) ...
     __device__ __forceinline__ int row_first(int key) const { return max(key - high, 0); }
-    __device__ __forceinline__ int row_end(int key, int keys) const {
-        return min(min(key + keys, seqlen_k) - low, seqlen_q);
-    }
+    __device__ __forceinline__ int row_end(int key, int keys) const { return min(min(key + keys, seqlen_k) - low, seqlen_q); }
     // ... and rows that see all of them.
     __device__ __forceinline__ int full_row_first(int key, int keys) const { return key + keys - 1 - high; }
     __device__ __forceinline__ int full_row_end(int key) const { return min(key - low + 1, seqlen_q); }

@@ -32,7 +32,8 @@ __device__ constexpr bool covers_tile() {
     for (int lane = 0; lane < 32; lane++)
         for (int v = 0; v < Layout::kElements; v++) {
             const typename Layout::Lane place(lane);
-            const int query = Layout::first_query(place) + Layout::query_slot(v), key = Layout::first_key(place) + Layout::key_slot(v);
+            const int query = Layout::first_query(place) + Layout::query_slot(v),
+                      key = Layout::first_key(place) + Layout::key_slot(v);
             if (query >= Layout::kTileQueries || key >= Layout::kTileKeys || held[query * Layout::kTileKeys + key]) return false;
             held[query * Layout::kTileKeys + key] = true;
         }

@@ -28,7 +28,9 @@ struct Softcap {
 
     // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
     // is what a score needs; sm_70 has no tanh instruction.
-    __device__ __forceinline__ float logistic(float product) const { return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f); }
+    __device__ __forceinline__ float logistic(float product) const {
+        return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f);
+    }
     // The capped score, in units of log2, of a product q.k.
     __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
     // The derivative there, 1 - tanh(x)^2.
@@ -116,7 +118,8 @@ public:
     }
     // Of each four the first and third, or the second and fourth.
     template <int N>
-    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second, float2 (&x)[N]) {
+    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second,
+                                                        float2 (&x)[N]) {
         if (o.bias_is_fp32) {
 #pragma unroll
             for (int i = 0; i < N; i++) {

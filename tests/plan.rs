@@ -2,7 +2,7 @@
 
 use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
 use volta_fa::plan::{self, BackwardMode, DeviceLimits};
-use volta_fa::problem::{self, Attention, MergedStates, Backend, DType, Device, Features, Options, Packed, TensorDesc, Window};
+use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, MergedStates, Options, Packed, TensorDesc, Window};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
     Attention {

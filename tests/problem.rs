@@ -56,7 +56,9 @@ fn wrong_tensors() {
     refused(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
     refused(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
     refused(Value, &["v: got headdim 264, expected a headdim from 1 to 256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
-    refused(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| (*q, *k) = (tensor([2, 10, 6, 0]), tensor([2, 12, 3, 0])));
+    refused(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| {
+        (*q, *k) = (tensor([2, 10, 6, 0]), tensor([2, 12, 3, 0]))
+    });
     refused(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
 }
 

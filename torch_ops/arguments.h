@@ -23,20 +23,20 @@ namespace volta_fa {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-inline OptionalTensor optional(const Tensor &t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 // at::Tensor*, borrowed; null is None.
-inline void *handle(const Tensor &t) { return t.defined() ? const_cast<Tensor *>(&t) : nullptr; }
-inline void *handle(const OptionalTensor &t) { return t ? handle(*t) : nullptr; }
+inline void* handle(const Tensor& t) { return t.defined() ? const_cast<Tensor*>(&t) : nullptr; }
+inline void* handle(const OptionalTensor& t) { return t ? handle(*t) : nullptr; }
 
 // A number that may be symbolic: UNKNOWN of src/options.rs then.
 inline int64_t known(int64_t n) { return n; }
-inline int64_t known(const c10::SymInt &n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
+inline int64_t known(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
 
 template <class Int>
-MaybeInt maybe(const std::optional<Int> &n) {
+MaybeInt maybe(const std::optional<Int>& n) {
     return {n.has_value(), n ? known(*n) : 0};
 }
-inline MaybeFloat maybe(const std::optional<double> &x) { return {x.has_value(), x.value_or(0.0)}; }
+inline MaybeFloat maybe(const std::optional<double>& x) { return {x.has_value(), x.value_or(0.0)}; }
 
 }  // namespace volta_fa

@@ -10,16 +10,16 @@ namespace volta_fa {
 namespace {
 
 template <c10::DeviceType device>
-FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator> generator) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto dtype = at::autocast::get_autocast_dtype(device);
-    const auto cast = [&](const Tensor &t) { return at::autocast::cached_cast(dtype, t, device); };
-    const auto follow = [&](const OptionalTensor &t) {
+    const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
+    const auto follow = [&](const OptionalTensor& t) {
         const bool lower = t && t->defined() && (t->scalar_type() == at::kHalf || t->scalar_type() == at::kBFloat16);
         return lower ? OptionalTensor(cast(*t)) : t;
     };
-    const auto call = [&](const OptionalTensor &attn_bias, const OptionalTensor &sinks) {
+    const auto call = [&](const OptionalTensor& attn_bias, const OptionalTensor& sinks) {
         return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
     };
     return call(follow(attn_bias), follow(sinks));

@@ -13,21 +13,21 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-const Tensor *given(const Tensor &t) { return t.defined() ? &t : nullptr; }
-const Tensor *given(const OptionalTensor &t) { return t ? given(*t) : nullptr; }
+const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
+const Tensor* given(const OptionalTensor& t) { return t ? given(*t) : nullptr; }
 
 template <class... Tensors>
-bool any_needs_gradient(const Tensors &...tensors) {
+bool any_needs_gradient(const Tensors&... tensors) {
     return ((given(tensors) && given(tensors)->requires_grad()) || ...);
 }
 
 template <class... Tensors>
-bool any_has_tangent(const Tensors &...tensors) {
+bool any_has_tangent(const Tensors&... tensors) {
     return ((given(tensors) && given(tensors)->_fw_grad(/*level=*/0).defined()) || ...);
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-    static variable_list forward(AutogradContext *ctx, const Tensor &q, const Tensor &k, const Tensor &v,
+    static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                  VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), std::optional<at::Generator> generator) {
         at::AutoDispatchBelowADInplaceOrView guard;
         auto [out, softmax_lse, rng_state] = fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
@@ -35,7 +35,7 @@ struct Attention : torch::autograd::Function<Attention> {
         const OptionalTensor saved[] = {q, k, v, out, softmax_lse, rng_state, VOLTA_FA_TENSOR_OPTIONS};
         static_assert(std::size(saved) == SavedTensor::count);
         variable_list tensors;
-        for (const auto &t : saved) tensors.push_back(t.value_or(Tensor()));
+        for (const auto& t : saved) tensors.push_back(t.value_or(Tensor()));
         ctx->save_for_backward(std::move(tensors));
         save_options(ctx->saved_data, VOLTA_FA_OPTION_ARGUMENTS);
         ctx->saved_data["attn_bias_requires_grad"] = any_needs_gradient(attn_bias);
@@ -45,9 +45,9 @@ struct Attention : torch::autograd::Function<Attention> {
         return {out, softmax_lse, rng_state};
     }
 
-    static variable_list backward(AutogradContext *ctx, const variable_list &grads) {
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         variable_list result(FwdInput::count);
-        const Tensor &dout = grads[0];
+        const Tensor& dout = grads[0];
         if (!dout.defined()) return result;
         const auto t = ctx->get_saved_variables();
         auto options = saved_options(ctx->saved_data, t);
@@ -65,7 +65,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
 };
 
-FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator> generator) {
     TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");

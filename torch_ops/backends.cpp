@@ -15,31 +15,30 @@ namespace {
 
 // Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
 // a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)
-Tensor draw_rng_state(const Tensor &q, double dropout_p, std::optional<at::Generator> generator) {
+Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
     const auto options = q.options().dtype(at::kLong);
     if (!(dropout_p > 0.0 && dropout_p < 1.0)) return at::empty({0}, options);
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), options);
 }
 
-FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               std::optional<at::Generator> generator) {
     const c10::DeviceGuard guard(q.device());
     const OptionalTensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
     auto args = attention_args<int64_t>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
     args.stream = current_stream(q);
-    std::array<void *, 2> outputs{};
+    std::array<void*, 2> outputs{};
     check(volta_fa_fwd(&args, outputs.data()));
     return {take_tensor(outputs[0]), take_tensor(outputs[1]), *rng_state};
 }
 
-BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
-              const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t),
-              bool attn_bias_requires_grad) {
+BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t), bool attn_bias_requires_grad) {
     const c10::DeviceGuard guard(q.device());
     auto args =
         backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
     args.attention.stream = current_stream(q);
-    std::array<void *, 5> outputs{};
+    std::array<void*, 5> outputs{};
     check(volta_fa_bwd(&args, outputs.data()));
     const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : at::empty({0}, q.options()); };
     return {gradient(0), gradient(1), gradient(2), gradient(3), gradient(4)};

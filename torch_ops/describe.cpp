@@ -8,18 +8,16 @@
 namespace volta_fa {
 namespace {
 
-int32_t device_kind(const at::Device &device) {
-    return device.is_cpu() ? 0 : device.is_cuda() ? 1 : device.is_meta() ? 2 : 3;
-}
+int32_t device_kind(const at::Device& device) { return device.is_cpu() ? 0 : device.is_cuda() ? 1 : device.is_meta() ? 2 : 3; }
 
 }  // namespace
 }  // namespace volta_fa
 
 // Returns whether it could be done: no exception crosses into Rust.
-extern "C" bool volta_fa_describe(const void *tensor, TensorInfo *info) {
+extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
     using volta_fa::known;
     try {
-        const auto &t = *static_cast<const at::Tensor *>(tensor);
+        const auto& t = *static_cast<const at::Tensor*>(tensor);
         const auto sizes = t.sym_sizes(), strides = t.sym_strides();
         constexpr size_t room = std::extent_v<decltype(info->sizes)>;
         info->dtype = static_cast<int32_t>(t.scalar_type());

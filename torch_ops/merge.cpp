@@ -12,38 +12,38 @@ namespace {
 
 using States = std::tuple<Tensor, Tensor>;  // out, softmax_lse
 
-MergeArgs merge_args(const Tensor &out_a, const Tensor &softmax_lse_a, const Tensor &out_b, const Tensor &softmax_lse_b) {
+MergeArgs merge_args(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
     return {handle(out_a), handle(softmax_lse_a), handle(out_b), handle(softmax_lse_b), /*stream=*/nullptr};
 }
 
-States merge(const Tensor &out_a, const Tensor &softmax_lse_a, const Tensor &out_b, const Tensor &softmax_lse_b) {
+States merge(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
     const c10::DeviceGuard guard(out_a.device());
     auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
     args.stream = current_stream(out_a);
-    std::array<void *, 2> outputs{};
+    std::array<void*, 2> outputs{};
     check(volta_fa_merge(&args, outputs.data()));
     return {take_tensor(outputs[0]), take_tensor(outputs[1])};
 }
 
-States meta(const Tensor &out_a, const Tensor &softmax_lse_a, const Tensor &out_b, const Tensor &softmax_lse_b) {
+States meta(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
     const auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
     check(volta_fa_check_merge(&args));
-    return {at::empty_symint(out_a.sym_sizes(), out_a.options()), at::empty_symint(softmax_lse_a.sym_sizes(), softmax_lse_a.options())};
+    return {at::empty_symint(out_a.sym_sizes(), out_a.options()),
+            at::empty_symint(softmax_lse_a.sym_sizes(), softmax_lse_a.options())};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
-    m.def("merge_attention_states(Tensor out_a, Tensor softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) "
-          "-> (Tensor out, Tensor softmax_lse)",
-          {at::Tag::pt2_compliant_tag});
+    m.def(
+        "merge_attention_states(Tensor out_a, Tensor softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) "
+        "-> (Tensor out, Tensor softmax_lse)",
+        {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(volta_fa, CPU, m) { m.impl("merge_attention_states", merge); }
 TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) { m.impl("merge_attention_states", merge); }
 TORCH_LIBRARY_IMPL(volta_fa, Meta, m) { m.impl("merge_attention_states", meta); }
-TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) {
-    m.impl("merge_attention_states", torch::autograd::autogradNotImplementedFallback());
-}
+TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) { m.impl("merge_attention_states", torch::autograd::autogradNotImplementedFallback()); }
 
 }  // namespace volta_fa

@@ -9,9 +9,9 @@
 namespace volta_fa {
 namespace {
 
-Tensor contiguous_like(const Tensor &t) { return at::empty_symint(t.sym_sizes(), t.options()); }
+Tensor contiguous_like(const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); }
 
-FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
+FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
               std::optional<at::Generator>) {
     const auto args = attention_args<c10::SymInt>(q, k, v, /*rng_state=*/std::nullopt, VOLTA_FA_OPTION_ARGUMENTS);
     check(volta_fa_check_fwd(&args));
@@ -23,16 +23,16 @@ FwdResult fwd(const Tensor &q, const Tensor &k, const Tensor &v, VOLTA_FA_OPTION
             at::empty_symint({c10::SymInt(dropout_p > 0.0 ? 2 : 0)}, q.options().dtype(at::kLong))};
 }
 
-BwdResult bwd(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
-              const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt),
-              bool attn_bias_requires_grad) {
-    const auto args = backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS,
-                                                 attn_bias_requires_grad);
+BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+              const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(c10::SymInt), bool attn_bias_requires_grad) {
+    const auto args =
+        backward_args<c10::SymInt>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
     check(volta_fa_check_bwd(&args));
-    const auto like = [&](bool there, const OptionalTensor &t) {
+    const auto like = [&](bool there, const OptionalTensor& t) {
         return there && t && t->defined() ? contiguous_like(*t) : at::empty_symint({c10::SymInt(0)}, q.options());
     };
-    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), like(attn_bias_requires_grad, attn_bias), like(true, sinks)};
+    return {contiguous_like(q), contiguous_like(k), contiguous_like(v), like(attn_bias_requires_grad, attn_bias),
+            like(true, sinks)};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 
 namespace volta_fa {
 
-inline std::string take_string(char *text) {
+inline std::string take_string(char* text) {
     std::string copy = text ? text : "";
     volta_fa_free_string(text);
     return copy;
@@ -31,12 +31,12 @@ inline void check(Status status) {
 }
 
 // Take over a tensor that Rust released.
-inline Tensor take_tensor(void *handle) {
-    std::unique_ptr<Tensor> owned(static_cast<Tensor *>(handle));
+inline Tensor take_tensor(void* handle) {
+    std::unique_ptr<Tensor> owned(static_cast<Tensor*>(handle));
     return std::move(*owned);
 }
 
-inline void *current_stream(const Tensor &t) {
+inline void* current_stream(const Tensor& t) {
     if (!t.is_cuda()) return nullptr;
     return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
 }
@@ -44,16 +44,17 @@ inline void *current_stream(const Tensor &t) {
 // The arguments that both ops have, all but the stream. They borrow the tensors. fwd without dropout returns an empty
 // rng_state, which is none.
 template <class Int>
-AttentionArgs attention_args(const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &rng_state,
+AttentionArgs attention_args(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& rng_state,
                              VOLTA_FA_OPTION_PARAMETERS(Int)) {
     const bool drawn = rng_state && rng_state->defined() && known(rng_state->sym_numel()) != 0;
-    return {handle(q), handle(k), handle(v), drawn ? handle(rng_state) : nullptr, option_args<Int>(VOLTA_FA_OPTION_ARGUMENTS),
-            /*stream=*/nullptr};
+    return {
+        handle(q),         handle(k), handle(v), drawn ? handle(rng_state) : nullptr, option_args<Int>(VOLTA_FA_OPTION_ARGUMENTS),
+        /*stream=*/nullptr};
 }
 
 template <class Int>
-BackwardArgs backward_args(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
-                           const Tensor &softmax_lse, const OptionalTensor &rng_state, VOLTA_FA_OPTION_PARAMETERS(Int),
+BackwardArgs backward_args(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                           const Tensor& softmax_lse, const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(Int),
                            bool attn_bias_requires_grad) {
     return {attention_args<Int>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS), handle(dout), handle(out), handle(softmax_lse),
             attn_bias_requires_grad};

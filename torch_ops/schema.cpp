@@ -10,25 +10,25 @@ namespace {
 
 std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
                  int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes,
-                 bool deterministic, const std::string &needs) {
+                 bool deterministic, const std::string& needs) {
     const PlanArgs args{batch,     seqlen_q, seqlen_k, nheads, nheads_k,     headdim,       headdim_v,
                         is_causal, sms,      major,    minor,  shared_bytes, deterministic, needs.c_str()};
-    char *json = nullptr;
+    char* json = nullptr;
     check(volta_fa_plan(&args, &json));
     return take_string(json);
 }
 
 std::string families(int64_t major, int64_t minor) {
-    char *json = nullptr;
+    char* json = nullptr;
     check(volta_fa_families(static_cast<int32_t>(major), static_cast<int32_t>(minor), &json));
     return take_string(json);
 }
 
-at::Tensor dropout_mask(const at::Tensor &rng_state, int64_t batch, int64_t nheads, int64_t seqlen_q, int64_t seqlen_k,
+at::Tensor dropout_mask(const at::Tensor& rng_state, int64_t batch, int64_t nheads, int64_t seqlen_q, int64_t seqlen_k,
                         double dropout_p) {
     const at::Tensor on_cpu = rng_state.cpu();
-    const DropoutMaskArgs args{const_cast<at::Tensor *>(&on_cpu), batch, nheads, seqlen_q, seqlen_k, dropout_p};
-    void *mask = nullptr;
+    const DropoutMaskArgs args{const_cast<at::Tensor*>(&on_cpu), batch, nheads, seqlen_q, seqlen_k, dropout_p};
+    void* mask = nullptr;
     check(volta_fa_dropout_mask(&args, &mask));
     return take_tensor(mask).to(rng_state.device());
 }
@@ -40,16 +40,18 @@ TORCH_LIBRARY(volta_fa, m) {
     m.def("fwd(Tensor q, Tensor k, Tensor v, *, " VOLTA_FA_OPTION_SCHEMA
           ", Generator? generator=None) -> (Tensor out, Tensor softmax_lse, Tensor rng_state)",
           {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-    m.def("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, *, "
-          "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
-          ", bool attn_bias_requires_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
-          {at::Tag::pt2_compliant_tag});
+    m.def(
+        "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, *, "
+        "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
+        ", bool attn_bias_requires_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
+        {at::Tag::pt2_compliant_tag});
     // For our own tools and tests, not part of the interface: JSON about the build, plans, timed simulations.
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
-    m.def("_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
-          "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, "
-          "str needs='') -> str",
-          volta_fa::plan);
+    m.def(
+        "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
+        "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, "
+        "str needs='') -> str",
+        volta_fa::plan);
     m.def("_families(int major, int minor) -> str", volta_fa::families);
     m.def("_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
           volta_fa::dropout_mask);

@@ -34,7 +34,7 @@ namespace {
 
 // ---- what is switched on ---------------------------------------------------------------------------------------------
 
-constexpr const char *variable = "VOLTA_FA_ENABLE_SDPA";
+constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";
 constexpr int64_t max_devices = 64;
 
 std::atomic<bool> cpu_enabled{false};
@@ -67,7 +67,7 @@ void decide(int64_t device) {
     if (!refused.empty()) TORCH_WARN(variable, ": cuda:", device, " keeps PyTorch's attention: ", refused);
 }
 
-bool enabled_on(const at::Device &device) {
+bool enabled_on(const at::Device& device) {
     if (device.is_cpu()) return cpu_enabled;
     if (!device.is_cuda() || device.index() < 0 || device.index() >= max_devices) return false;
     const uint64_t bit = uint64_t{1} << device.index();
@@ -93,7 +93,7 @@ void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first
 // What VOLTA_FA_ENABLE_SDPA said when the library was loaded, as arguments of configure().
 std::tuple<bool, std::string> from_environment() {
     static const auto found = [] {
-        const char *text = std::getenv(variable);
+        const char* text = std::getenv(variable);
         const std::string value = text ? text : "";
         const bool known = value.empty() || value == "0" || value == "cpu" || value == "1" || value == "force";
         if (!known) TORCH_WARN(variable, ": got '", value, "', expected 1, force, cpu or 0: nothing is enabled");
@@ -123,9 +123,9 @@ enum class Decision : size_t {
 };
 
 // Names as sdpa_stats() shows them; docs/sdpa.md explains each.
-constexpr std::array<const char *, static_cast<size_t>(Decision::count)> decision_names = {
-    "ran",       "traced",  "attn_mask", "dropout", "dtype",       "forward_mode",
-    "functorch", "headdim", "layout",    "scale",   "sdpa_kernel", "shape",        "subclass"};
+constexpr std::array<const char*, static_cast<size_t>(Decision::count)> decision_names = {
+    "ran",     "traced", "attn_mask", "dropout",     "dtype", "forward_mode", "functorch",
+    "headdim", "layout", "scale",     "sdpa_kernel", "shape", "subclass"};
 
 std::array<std::atomic<int64_t>, decision_names.size()> decisions{};
 
@@ -135,7 +135,7 @@ void count(Decision decision) { decisions[static_cast<size_t>(decision)].fetch_a
 
 struct Call {
     const Tensor &q, &k, &v;
-    const OptionalTensor &attn_mask;
+    const OptionalTensor& attn_mask;
     double dropout_p;
     bool is_causal;
     std::optional<double> scale;
@@ -154,19 +154,20 @@ struct Call {
 bool traced() {
     using c10::impl::TorchDispatchModeKey;
     using c10::impl::TorchDispatchModeTLS;
-    return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE) || TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY) ||
+    return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE) ||
+           TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY) ||
            TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
 }
 
 // Has the user left us any of the fused implementations that we stand in for? The CPU has but one.
-bool fused_allowed(const Call &c) {
-    const auto &context = at::globalContext();
+bool fused_allowed(const Call& c) {
+    const auto& context = at::globalContext();
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
 }
 
 constexpr int64_t max_headdim = 256;
 
-bool dtype_supported(const Call &c) {
+bool dtype_supported(const Call& c) {
     const auto dtype = c.q.scalar_type();
     if (c.k.scalar_type() != dtype || c.v.scalar_type() != dtype) return false;
     if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
@@ -174,7 +175,7 @@ bool dtype_supported(const Call &c) {
 }
 
 // (batch, heads, seqlen, headdim), batches and heads that belong together, no broadcast.
-bool shape_supported(const Call &c) {
+bool shape_supported(const Call& c) {
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
     if (q[0] != k[0] || k[0] != v[0] || k[1] != v[1] || k[2] != v[2] || q[3] != k[3]) return false;
@@ -183,9 +184,9 @@ bool shape_supported(const Call &c) {
 
 // What PyTorch takes: a mask of rank 2 to 4 that broadcasts to (batch, heads, seqlen_q, seqlen_k), and no causal mask
 // beside it.
-bool mask_supported(const Call &c) {
+bool mask_supported(const Call& c) {
     if (!c.has_mask()) return true;
-    const Tensor &mask = *c.attn_mask;
+    const Tensor& mask = *c.attn_mask;
     const auto dtype = mask.scalar_type();
     if (dtype != at::kBool && dtype != at::kFloat && dtype != c.q.scalar_type()) return false;
     if (c.is_causal || mask.dim() < 2 || mask.dim() > 4) return false;
@@ -197,43 +198,43 @@ bool mask_supported(const Call &c) {
     return true;
 }
 
-bool headdim_supported(const Tensor &t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
+bool headdim_supported(const Tensor& t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
 
 // Why PyTorch's implementation must run; nothing if ours can. Wrong arguments (a mask of another dtype, tensors of
 // several devices) count as a reason too: PyTorch then raises the error its users know.
-std::optional<Decision> reason_to_fall_back(const Call &c) {
+std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!fused_allowed(c)) return Decision::sdpa_kernel;
     // nested and sparse tensors
-    if (c.any([](const Tensor &t) { return t.is_nested() || t.layout() != at::kStrided; })) return Decision::layout;
+    if (c.any([](const Tensor& t) { return t.is_nested() || t.layout() != at::kStrided; })) return Decision::layout;
     if (c.scale && !std::isfinite(*c.scale)) return Decision::scale;
     if (!(c.dropout_p >= 0.0 && c.dropout_p < 1.0)) return Decision::dropout;
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
-    if (c.any([&](const Tensor &t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
+    if (c.any([&](const Tensor& t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
     // A subclass such as DTensor has rules for PyTorch's ops and none for ours. A tracer has subclasses of its own, which
     // cannot be told apart from others.
-    if (!traced() && c.any([](const Tensor &t) { return t.key_set().has(c10::DispatchKey::Python); })) return Decision::subclass;
-    if (!shape_supported(c) || c.any([&](const Tensor &t) { return t.device() != c.q.device(); })) return Decision::shape;
+    if (!traced() && c.any([](const Tensor& t) { return t.key_set().has(c10::DispatchKey::Python); })) return Decision::subclass;
+    if (!shape_supported(c) || c.any([&](const Tensor& t) { return t.device() != c.q.device(); })) return Decision::shape;
     if (!mask_supported(c)) return Decision::attn_mask;
     if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;
-    if (c.any([](const Tensor &t) { return t._fw_grad(/*level=*/0).defined(); })) return Decision::forward_mode;
+    if (c.any([](const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); })) return Decision::forward_mode;
     return std::nullopt;
 }
 
 // ---- the call --------------------------------------------------------------------------------------------------------
 
 // volta_fa::fwd wants a contiguous last dimension.
-Tensor readable(const Tensor &t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
+Tensor readable(const Tensor& t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
 
 // The mask with all four dimensions.
-OptionalTensor bias(const Call &c) {
+OptionalTensor bias(const Call& c) {
     if (!c.has_mask()) return std::nullopt;
     Tensor mask = *c.attn_mask;
     while (mask.dim() < 4) mask = mask.unsqueeze(0);
     return mask;
 }
 
-Tensor run(const Call &c) {
+Tensor run(const Call& c) {
     const auto seqlen_q = c.q.sym_size(2);
     Tensor k = c.k, v = c.v;
     Options<c10::SymInt> options;
@@ -251,13 +252,13 @@ Tensor run(const Call &c) {
         options.is_causal = false;
         options.window_right = seqlen_q - k.sym_size(2);
     }
-    const auto operand = [](const Tensor &t) { return readable(t).transpose(1, 2); };
+    const auto operand = [](const Tensor& t) { return readable(t).transpose(1, 2); };
     const auto result =
         fwd_op().call(operand(c.q), operand(k), operand(v), VOLTA_FA_OPTION_MEMBERS(options), /*generator=*/std::nullopt);
     return std::get<0>(result).transpose(1, 2);
 }
 
-Tensor scaled_dot_product_attention(const Tensor &q, const Tensor &k, const Tensor &v, const OptionalTensor &attn_mask,
+Tensor scaled_dot_product_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
                                     double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
     if (enabled_on(q.device())) {
         const Call call{q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa};
@@ -275,11 +276,11 @@ c10::Dict<std::string, int64_t> stats() {
 }
 
 void reset_stats() {
-    for (auto &n : decisions) n = 0;
+    for (auto& n : decisions) n = 0;
 }
 
 struct Silence : c10::WarningHandler {
-    void process(const c10::Warning &) override {}
+    void process(const c10::Warning&) override {}
 };
 
 const bool loaded = [] {
@@ -287,7 +288,8 @@ const bool loaded = [] {
         Silence silence;  // PyTorch warns of a kernel that is replaced
         const c10::WarningUtils::WarningHandlerGuard guard(&silence);
         // leaked: as the process ends, other threads may still call the op
-        auto *library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
+        auto* library =
+            new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
         library->impl("scaled_dot_product_attention", scaled_dot_product_attention);
     }
     const auto [cpu, on_first_use] = from_environment();

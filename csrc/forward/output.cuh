@@ -40,8 +40,9 @@ __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head
 // Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
 // its output is to be multiplied by. The row's mates call this together.
 template <class Layout, int RowTiles>
-__device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSequence& sequence, const typename Layout::Lane& lane, int head,
-                                            int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r, float* lse) {
+__device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSequence& sequence, const typename Layout::Lane& lane,
+                                            int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
+                                            float* lse) {
     const SoftmaxRow& state = softmax.row[mt][r];
     float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
     if (kRagged) factor = join_sink(p.score_options, head, reference, sum);

@@ -84,8 +84,8 @@ struct Scores {
     // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
     // that was made of probabilities of a row.
     template <MovedRows Rows, class Rescale>
-    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2, float inverse_scale_log2,
-                                                    Rescale rescale) const {
+    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
+                                                    float inverse_scale_log2, Rescale rescale) const {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll

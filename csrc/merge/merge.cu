@@ -39,8 +39,8 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     if (Element == MergeElement::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            words[half] = make_uint4(__float_as_uint(x[4 * half]), __float_as_uint(x[4 * half + 1]), __float_as_uint(x[4 * half + 2]),
-                                     __float_as_uint(x[4 * half + 3]));
+            words[half] = make_uint4(__float_as_uint(x[4 * half]), __float_as_uint(x[4 * half + 1]),
+                                     __float_as_uint(x[4 * half + 2]), __float_as_uint(x[4 * half + 3]));
     } else {
         unsigned parts[4];
 #pragma unroll

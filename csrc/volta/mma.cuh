@@ -31,18 +31,18 @@ struct Lane {
 
     __device__ __forceinline__ Lane() : Lane(threadIdx.x & 31) {}
     __device__ __forceinline__ constexpr explicit Lane(int lane_)
-        : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1),
-          qn((lane >> 3) & 1) {}
+        : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1), qn((lane >> 3) & 1) {}
 };
 
 // c += a * b. One operand register pair is four consecutive fp16 of the layouts above. Not volatile:
 // the products of one warp may be reordered freely.
-#define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                   \
-    __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                    \
-        asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT ".f32.f16.f16.f32 "                            \
-            "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"                       \
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])  \
-            : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                            \
+#define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                  \
+    __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                   \
+        asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT                                               \
+            ".f32.f16.f16.f32 "                                                                              \
+            "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"                      \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]) \
+            : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                           \
     }
 VOLTA_MMA(mma_row_col, row, col)
 VOLTA_MMA(mma_row_row, row, row)

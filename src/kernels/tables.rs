@@ -2,10 +2,10 @@
 //! A new family is a folder like `volta`, and here its `mod` and its tables.
 
 // with their paths, since this file is a module of build.rs too
-#[path = "variants.rs"]
-pub mod variants;
 #[path = "turing/mod.rs"]
 pub mod turing;
+#[path = "variants.rs"]
+pub mod variants;
 #[path = "volta/mod.rs"]
 pub mod volta;
 

@@ -242,7 +242,13 @@ fn empty_backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradi
         dq: zeros(&inputs.q)?,
         dk: zeros(&inputs.k)?,
         dv: zeros(&inputs.v)?,
-        dattn_bias: inputs.options.attn_bias.as_ref().filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad).map(zeros).transpose()?,
+        dattn_bias: inputs
+            .options
+            .attn_bias
+            .as_ref()
+            .filter(|_| a.features.attn_bias && saved.attn_bias_requires_grad)
+            .map(zeros)
+            .transpose()?,
         dsinks: inputs.options.sinks.as_ref().map(zeros).transpose()?,
     })
 }

@@ -32,8 +32,8 @@ using OperandA = u32[2];
 
 // Rows of Q: chunk c of the row at `base` is at base + c * kChunk. Rows and columns that do not exist are zero.
 template <int RowTiles, int Chunks>
-__device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base, int row,
-                                             int rows, int headdim, u32 sign_flip) {
+__device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
+                                             int row, int rows, int headdim, u32 sign_flip) {
     const Lane lane(threadIdx.x & 31);
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++)
@@ -44,7 +44,8 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
 #pragma unroll
             for (int c = 0; c < Chunks; c++) {
                 q[mt][c][h] = 0;
-                if (i < rows && c * kChunk < headdim) q[mt][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
+                if (i < rows && c * kChunk < headdim)
+                    q[mt][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
             }
         }
 }

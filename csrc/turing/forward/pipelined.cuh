@@ -80,8 +80,10 @@ struct ForwardPipelined {
         unmasked.span = pinned(unmasked.span);
 
         const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-        Stream k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key, key_end);
-        Stream v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key, key_end);
+        Stream k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key,
+                 key_end);
+        Stream v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key,
+                 key_end);
         uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
         const u32 store_address = pinned(ring + swizzled<kChunks>(Stream::row_of(thread), Stream::chunk_of(thread)));
         const u32 fragment_address = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
@@ -132,8 +134,8 @@ struct ForwardPipelined {
         // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
         // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next call
         // begins with, at k_ahead and v_ahead.
-        const auto tile = [&](Tile& s, Tile& s_next, Probabilities& p_last, Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead,
-                              u32 v_ahead, int first_key) {
+        const auto tile = [&](Tile& s, Tile& s_next, Probabilities& p_last, Probabilities& p_this, u32 k_address, u32 v_address,
+                              u32 k_ahead, u32 v_ahead, int first_key) {
             KeptProbabilities<ForwardLayout, RowTiles> kept;
             if (kGeneral) {
                 s.modify(p, mask, warp_row_here(), first_key);
@@ -144,7 +146,8 @@ struct ForwardPipelined {
                 }
                 if (p.score_options.rng_state) kept.draw(p, warp_row_here(), first_key);
             }
-            // One branch for all that is rare: each parts the products before it from those behind it, and a second one costs 2 to 5%.
+            // One branch for all that is rare: each parts the products before it from those behind it, and a second one costs 2 to
+            // 5%.
             const bool masked = !unmasked.contain(first_key);
             if (s.exceed_limit(softmax, masked)) {
                 if (masked) s.apply(mask, warp_row_here(), first_key);
@@ -194,7 +197,8 @@ struct ForwardPipelined {
             if (slot % (2 * kSlotBytes) == 0) __syncthreads();
             const u32 k_this = fragment_address + slot, v_this = k_this + kOffsetV;
             const u32 k_next = fragment_address + slot_after(slot, 1), v_last = fragment_address + kOffsetV + slot_after(slot, -1);
-            tile(scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes, v_last + kTileBytes, k_next, v_this, key);
+            tile(scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes, v_last + kTileBytes, k_next, v_this,
+                 key);
             store(slot_after(slot, 3));
             load(key + 4 * kStep);
             tile(scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this, k_next + kTileBytes, v_this + kTileBytes,

@@ -13,10 +13,10 @@ namespace volta {
 
 struct RowStats {
     // The family's numbers (`Scratch` in src/kernels/volta/mod.rs): the library allocates the buffer by them.
-    static constexpr int kGroupRows = STATS_GROUP_ROWS;               // queries that lie together
-    static constexpr int kGroupFloats = STATS_GROUP_FLOATS;           // two statistics of each, each twice
-    static constexpr int kLseAt = 0, kDeltaAt = kGroupFloats / 2;     // where a group's -lse/scale begin, and its -delta
-    static constexpr int kRowRounding = ROW_ROUNDING;                 // a sequence's rows there are a multiple: no step reaches beyond
+    static constexpr int kGroupRows = STATS_GROUP_ROWS;  // queries that lie together
+    static constexpr int kGroupFloats = STATS_GROUP_FLOATS;  // two statistics of each, each twice
+    static constexpr int kLseAt = 0, kDeltaAt = kGroupFloats / 2;  // where a group's -lse/scale begin, and its -delta
+    static constexpr int kRowRounding = ROW_ROUNDING;  // a sequence's rows there are a multiple: no step reaches beyond
 
     static constexpr int kRowFloats = kGroupFloats / kGroupRows;
     static constexpr int kCopies = 2, kCopyDistance = 2;
@@ -34,7 +34,8 @@ static_assert(RowStats::kDeltaAt - RowStats::kLseAt == RowStats::kGroupRows * Ro
 constexpr __device__ bool library_reads_where_kernels_write() {
     constexpr int minus_lse[] = {STATS_MINUS_LSE_AT}, minus_delta[] = {STATS_MINUS_DELTA_AT};
     for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (minus_lse[row] != RowStats::kLseAt + RowStats::offset(row) || minus_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+        if (minus_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
+            minus_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
             return false;
     return true;
 }

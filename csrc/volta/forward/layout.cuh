@@ -72,8 +72,8 @@ struct Probabilities {
 
     // From element 4u .. 4u+3 of the scores, which are probabilities by now.
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
-        part[mt][0][u] = to_operand_rows(lane, pack_probabilities(p[4 * u], p[4 * u + 1]),
-                                         pack_probabilities(p[4 * u + 2], p[4 * u + 3]));
+        part[mt][0][u] =
+            to_operand_rows(lane, pack_probabilities(p[4 * u], p[4 * u + 1]), pack_probabilities(p[4 * u + 2], p[4 * u + 3]));
     }
     __device__ __forceinline__ void exchange() {
 #pragma unroll
@@ -100,8 +100,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
     for (int mt = 0; mt < RowTiles; mt++) {
         float scale[2];
 #pragma unroll
-        for (int r = 0; r < ForwardLayout::kRows; r++)
-            scale[r] = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
+        for (int r = 0; r < ForwardLayout::kRows; r++) scale[r] = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
         const int i = row + 16 * mt + lane.q_row();  // after the exchange rows are those of operand A
 #pragma unroll
         for (int j = 0; j < OutputTiles / 2; j++)

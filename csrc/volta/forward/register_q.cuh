@@ -47,8 +47,8 @@ struct ForwardRegisterQ {
         u32 k_store, v_store;
         uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
 
-        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row,
-                                             int key, int key_end, u32 ring)
+        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row, int key,
+                                             int key_end, u32 ring)
             : k(stream(p, block, first_row, key, key_end, loads_v())), v(stream(p, block, first_row, key, key_end, true)),
               k_stride(loads_v() ? p.v.row_stride : p.k.row_stride), v_stride(p.v.row_stride) {
             const int row = Stream::row_of(thread()), chunk = Stream::chunk_of(thread());
@@ -63,9 +63,7 @@ struct ForwardRegisterQ {
             return kChunks == 4 ? (t & ~20) | (t & 4) << 2 | (t & 16) >> 2 : t;
         }
         // Whether this thread's k is a part of V. The vote tells ptxas that a warp is of one mind.
-        __device__ __forceinline__ static bool loads_v() {
-            return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK);
-        }
+        __device__ __forceinline__ static bool loads_v() { return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK); }
         __device__ __forceinline__ static Stream stream(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row,
                                                         int key, int key_end, bool of_v) {
             const Operand& x = of_v ? p.v : p.k;
@@ -227,8 +225,7 @@ struct ForwardRegisterQ {
                     mma_row_row(o[mt][2 * j], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].x, v[i].y);
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
-                    mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z,
-                                v[i].w);
+                    mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z, v[i].w);
                 // Without the mask, which is applied when the step begins: at worst that moves a reference early.
                 if (i == kLoads / 2 - 1) exceeds = s.exceed_limit(softmax);
             }

@@ -64,8 +64,7 @@ struct ForwardSharedQ {
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) a[mt] = load_shared((q_base ^ (c * kChunkBytes)) + mt * 16 * kPitch);
 #pragma unroll
-                for (int nt = 0; nt < kKeyTiles; nt++)
-                    b[nt] = load_shared((k_base ^ (c * kChunkBytes)) + nt * 16 * kPitch);
+                for (int nt = 0; nt < kKeyTiles; nt++) b[nt] = load_shared((k_base ^ (c * kChunkBytes)) + nt * 16 * kPitch);
 #pragma unroll
                 for (int nt = 0; nt < kKeyTiles; nt++)
 #pragma unroll
@@ -80,8 +79,7 @@ struct ForwardSharedQ {
 
     // O += P V for 16 keys. v_own and v_other are the lane's addresses for the keys of its own quad-pair
     // column and of the other one.
-    __device__ __forceinline__ static void accumulate(Accumulators& o, const Probabilities<RowTiles>& p, u32 v_own,
-                                                      u32 v_other) {
+    __device__ __forceinline__ static void accumulate(Accumulators& o, const Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
         constexpr int kGroups = kChunksV / 4;      // of four chunks, one for each (qn, half)
         constexpr int kLoads = 4 * kGroups;        // for (own, other) x u x group
         constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (own, u)
@@ -103,7 +101,8 @@ struct ForwardSharedQ {
                 for (int n = i + kAtOnce; n < i + 2 * kAtOnce && n < kLoads; n++) v[n] = load(n);
             }
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) mma_row_row(o[mt][2 * j], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].x, v[i].y);
+            for (int mt = 0; mt < RowTiles; mt++)
+                mma_row_row(o[mt][2 * j], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].x, v[i].y);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
                 mma_row_row(o[mt][2 * j + 1], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].z, v[i].w);
@@ -184,8 +183,9 @@ struct ForwardSharedQ {
 
         {
             constexpr int kRows = kThreads / threads_per_row(kChunks);
-            TileLoader<kChunks, kRows, kThreads> q(thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) +
-                                                               block.row * p.q.row_stride, p.q.row_stride, problem.headdim);
+            TileLoader<kChunks, kRows, kThreads> q(
+                thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) + block.row * p.q.row_stride, p.q.row_stride,
+                problem.headdim);
 #pragma unroll 2
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
@@ -200,8 +200,10 @@ struct ForwardSharedQ {
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
         using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
         const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-        StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key, key_end);
-        StreamV v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key, key_end);
+        StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key,
+                  key_end);
+        StreamV v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key,
+                  key_end);
         // K and V on their way from global to shared memory.
         uint4 staging[larger(StreamK::kPasses, StreamV::kPasses)][larger(StreamK::kChunksPerRow, StreamV::kChunksPerRow)] = {};
         const u32 q_lane = pinned(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
@@ -250,7 +252,8 @@ struct ForwardSharedQ {
             v.store(staging, v_store, kPitchV, false);
             k.load(staging, k_stride, key + kTileKeys);
             __syncthreads();
-            if (s.exceed_limit(softmax)) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            if (s.exceed_limit(softmax))
+                s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
             u32 v_offset = 0;
 #pragma unroll 1

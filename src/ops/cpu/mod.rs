@@ -44,7 +44,8 @@ impl Span {
             return Ok(vec![whole]);
         }
         let values = |t: &Option<Tensor>| t.as_ref().map(Vec::<i32>::try_from).transpose();
-        let (cu_q, cu_k, used) = (values(&inputs.options.cu_seqlens_q)?, values(&inputs.options.cu_seqlens_k)?, values(&inputs.options.seqused_k)?);
+        let (cu_q, cu_k, used) =
+            (values(&inputs.options.cu_seqlens_q)?, values(&inputs.options.cu_seqlens_k)?, values(&inputs.options.seqused_k)?);
         let rows = |cu: &Option<Vec<i32>>, entry: usize, seqlen: i64| {
             cu.as_ref().map_or((0, seqlen), |cu| (i64::from(cu[entry]), i64::from(cu[entry + 1] - cu[entry])))
         };
@@ -189,7 +190,13 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradien
     };
     let rounded =
         |sum: Option<Tensor>, like: &Option<Tensor>| sum.zip(like.as_ref()).map(|(sum, like)| sum.f_to_kind(like.kind())).transpose();
-    Ok(Gradients { dq, dk, dv, dattn_bias: rounded(sums.dattn_bias, &inputs.options.attn_bias)?, dsinks: rounded(sums.dsinks, &inputs.options.sinks)? })
+    Ok(Gradients {
+        dq,
+        dk,
+        dv,
+        dattn_bias: rounded(sums.dattn_bias, &inputs.options.attn_bias)?,
+        dsinks: rounded(sums.dsinks, &inputs.options.sinks)?,
+    })
 }
 
 fn part_backward(span: Span, inputs: &Inputs, saved: &Saved, a: &Attention, sums: &Sums) -> Result<[Tensor; 3]> {
