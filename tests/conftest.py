@@ -354,7 +354,8 @@ def repeat(name: str, case: Case, deterministic: bool = False):
             check(backend, *tensors, deterministic=deterministic, **options)
         except Exception:
             seed = os.environ.get("VOLTA_FA_TEST_SEED", "0")
-            print(f'to repeat: cd tests && VOLTA_FA_TEST_SEED={seed} python -c "from conftest import *; repeat({name!r}, {case!r}, {deterministic})"')
+            call = f"repeat({name!r}, {case!r}, {deterministic})"
+            print(f'to repeat: cd tests && VOLTA_FA_TEST_SEED={seed} python -c "from conftest import *; {call}"')
             raise
 
 

@@ -8,15 +8,26 @@ Not part of `import volta_fa`: PyTorch's counter imports Triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
-def _scores(q: Tensor, k: Tensor, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, **_) -> int:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    **_: Any,
+) -> int:
     """How many scores there are. Packed lengths are read, which waits for the GPU; of fake tensors the largest are taken."""
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, seqlen_q, nheads, _headdim = q.shape
         return batch * nheads * seqlen_q * k.shape[1]
     nheads = q.shape[1]
@@ -26,12 +37,12 @@ def _scores(q: Tensor, k: Tensor, *, cu_seqlens_q=None, cu_seqlens_k=None, max_s
     return nheads * int(pairs.sum())
 
 
-def _fwd(q, k, v, *, out_val=None, **options) -> int:
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *, out_val: Any = None, **options: Any) -> int:
     """Q K^T and P V."""
     return 2 * _scores(q, k, **options) * (q.shape[-1] + v.shape[-1])
 
 
-def _bwd(dout, q, k, v, *saved, out_val=None, **options) -> int:
+def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, out_val: Any = None, **options: Any) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     return 2 * _scores(q, k, **options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 

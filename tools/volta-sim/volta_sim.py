@@ -80,7 +80,7 @@ def include_dirs():
 def compile(src, includes=(), defines=None, options=(), name="kernel.cu"):
     """Compile CUDA C++ (text or a path) to an sm_70 cubin (bytes) with NVRTC."""
     if isinstance(src, Path) or ("\n" not in str(src) and os.path.exists(str(src))):
-        name, src = os.path.basename(str(src)), open(src).read()
+        name, src = os.path.basename(str(src)), Path(src).read_text()
     lib = _wheel_file("cuda_nvrtc/lib/libnvrtc.so.12")
     if lib is None:
         raise RuntimeError("libnvrtc.so.12 not found: pip install nvidia-cuda-nvrtc-cu12==12.9.86 or set VOLTA_SIM_CUDA_SITE")
@@ -165,7 +165,7 @@ def run(cubin, kernel, grid, block, smem=0, args=(), mode="both", flops=None, op
                 params.append({"bytes": {"hex": a.data.hex(), "relocs": rel}})
             elif type(a) in _SCALARS:
                 params.append({_SCALARS[type(a)]: a.item()})
-            elif isinstance(a, bool) or isinstance(a, int):
+            elif isinstance(a, (bool, int)):
                 params.append({"i32": int(a)})
             elif isinstance(a, float):
                 params.append({"f32": a})

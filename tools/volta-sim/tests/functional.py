@@ -267,7 +267,7 @@ def spills():
     out, rep = vs.run(vs.compile(src, options=["--maxrregcount=32"]), "k", (1,), (64,), 0, [a, np.zeros_like(a)], mode="functional")
     assert rep["spill_insts_static"] > 20, rep["spill_insts_static"]
     v = [a[i].astype(np.float64) for i in range(64)]
-    for r in range(3):
+    for _ in range(3):
         for i in range(64):
             v[i] = v[i] * v[(i * 7 + 3) & 63] + v[(i + 1) & 63]
     close(out[1], np.stack(v), 1e-4)

@@ -65,9 +65,11 @@ impl Class for Tensor {
 /// One HMMA.884 step: four independent 8x8x4 products, one per quad-pair.
 ///
 /// Quad-pair q owns lanes {4q..4q+3, 16+4q..16+4q+3}; thread t of a quad-pair holds
+/// ```text
 ///   A row: A[t][v]          A col: A[4*(t>=4)+v][t%4]
 ///   B col: B[v][t]          B row: B[t%4][4*(t>=4)+v]
 ///   C f16: C[t][v]          C f32: C[(t&1)+(v&2)+4*(t>>2)][(v&1)+(t&2)+(v&4)]
+/// ```
 /// F32 step s produces v = 2s, 2s+1; F16 step s produces v = 4s..4s+3.
 /// Products are exact; the four products and C are summed in f64 and rounded once (the silicon
 /// truncates inside its adder tree: expect last-bit differences).
