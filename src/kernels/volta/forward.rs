@@ -87,6 +87,8 @@ pub const FORWARD: &[Variant] = &[
     // 24 KB: two blocks.
     shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2, 120),
     PLAIN_LARGE[2],
+    // As at 128, in 36 KB.
+    shared_q("volta_fwd_96x96_small", (96, 96), SMALL, 256, 1, 152),
     PLAIN_LARGE[3],
     // Too many registers for two blocks of 256 threads; 48 KB.
     shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1, 168),
