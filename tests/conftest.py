@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import reference
-from cases import Case  # noqa: F401  for the tests
+from cases import Case
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -48,7 +48,7 @@ def _load_library() -> Path:
         return Path(named)
     if (package / "libvolta_fa.so").exists():
         sys.path.insert(0, str(package.parent))
-    import volta_fa  # noqa: F401  loads the library
+    import volta_fa
 
     return Path(volta_fa.__file__).parent / "libvolta_fa.so"
 
@@ -198,9 +198,7 @@ class Backend:
         ordered = set() if options.get("deterministic") else {"dq", "dattn_bias"}
 
         def run():
-            found = torch.ops.volta_fa.bwd(
-                dout, q, k, v, out, softmax_lse, attn_bias_requires_grad="dattn_bias" in names, **options
-            )
+            found = torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, attn_bias_requires_grad="dattn_bias" in names, **options)
             found = dict(zip(("dq", "dk", "dv", "dattn_bias", "dsinks"), found))
             assert all(t.shape == (0,) for name, t in found.items() if name not in names)
             return tuple(found[name] for name in names)

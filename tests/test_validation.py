@@ -131,7 +131,9 @@ def test_tensors_without_data_beside_others(backend, good):
 def test_saved_tensors_without_data(backend, good):
     q, k, v = (good[n].to("meta") for n in "qkv")
     out, softmax_lse, _ = torch.ops.volta_fa.fwd(q, k, v)
-    refused(lambda: torch.ops.volta_fa.bwd(out[:, 1:], q, k, v, out, softmax_lse), ValueError, "volta_fa::bwd: dout: got shape (2, 9, 6, 32)")
+    refused(
+        lambda: torch.ops.volta_fa.bwd(out[:, 1:], q, k, v, out, softmax_lse), ValueError, "volta_fa::bwd: dout: got shape (2, 9, 6, 32)"
+    )
     refused(lambda: torch.ops.volta_fa.bwd(out, q, k, v, out, softmax_lse, dropout_p=0.5), ValueError, "rng_state: got None")
     # an incoming gradient may have any layout
     torch.ops.volta_fa.bwd(out[..., :1].expand(out.shape), q, k, v, out, softmax_lse)

@@ -11,7 +11,6 @@ import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .rotary import apply_rotary

@@ -10,6 +10,7 @@ Needs: numpy; libnvrtc.so.12 and CUDA headers from the wheels nvidia-cuda-nvrtc-
 nvidia-cuda-runtime-cu12, nvidia-cuda-nvcc-cu12, nvidia-cuda-cccl-cu12 (12.x: the last with sm_70),
 looked up on sys.path or under $VOLTA_SIM_CUDA_SITE; nvdisasm from $VOLTA_SIM_NVDISASM, triton or PATH.
 """
+
 import ctypes
 import functools
 import importlib.util
@@ -47,7 +48,7 @@ def find_nvdisasm():
     if os.environ.get("VOLTA_SIM_NVDISASM"):
         return os.environ["VOLTA_SIM_NVDISASM"]
     spec = importlib.util.find_spec("triton")  # does not import it
-    for loc in (spec.submodule_search_locations if spec else []):
+    for loc in spec.submodule_search_locations if spec else []:
         f = Path(loc) / "backends/nvidia/bin/nvdisasm"
         if f.exists():
             return str(f)
@@ -173,13 +174,25 @@ def run(cubin, kernel, grid, block, smem=0, args=(), mode="both", flops=None, op
                 params.append({"bytes": {"hex": bytes(a).hex()}})
             else:
                 raise TypeError(f"argument {i}: {type(a)}")
-        launch = {"cubin": "k.cubin", "kernel": kernel, "grid": list(map(int, grid)), "block": list(map(int, block)),
-                  "smem": int(smem), "params": params, "buffers": names, "flops": flops}
+        launch = {
+            "cubin": "k.cubin",
+            "kernel": kernel,
+            "grid": list(map(int, grid)),
+            "block": list(map(int, block)),
+            "smem": int(smem),
+            "params": params,
+            "buffers": names,
+            "flops": flops,
+        }
         (tmp / "launch.json").write_text(json.dumps(launch))
         flag = {"functional": ["--functional-only"], "timing": ["--timing"], "both": []}[mode]
         env = dict(os.environ, VOLTA_SIM_NVDISASM=find_nvdisasm())
-        r = subprocess.run([simulator(), str(tmp / "launch.json"), "--json", str(tmp / "report.json"), *flag, *map(str, options)],
-                           env=env, capture_output=True, text=True)
+        r = subprocess.run(
+            [simulator(), str(tmp / "launch.json"), "--json", str(tmp / "report.json"), *flag, *map(str, options)],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         if r.returncode:
             raise RuntimeError(r.stderr.strip() or r.stdout)
         report = json.loads((tmp / "report.json").read_text())
