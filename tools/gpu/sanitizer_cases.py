@@ -66,6 +66,11 @@ def main() -> int:
                         print(f"not finite: headdim {d}, {dv}, seqlens {q.size(-3)}, {k.size(-3)}, {given}, {deterministic=}")
                         return 1
                     count += 1
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        states = [t for _ in range(2) for t in (tensor(2, 77, 3, 40).to(dtype), tensor(2, 3, 77).float())]
+        if not all(torch.isfinite(x.cpu()).all() for x in torch.ops.volta_fa.merge_attention_states(*states)):
+            print(f"not finite: merge_attention_states of {dtype}")
+            return 1
     torch.cuda.synchronize()
     print(f"{count} backward passes, with their forward ones")
     return 0
