@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+/// What fails with a reason that the user gets to read.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// What went wrong, as the Python side distinguishes it.
@@ -15,9 +16,12 @@ pub enum ErrorKind {
     Runtime,
 }
 
+/// A refusal or a failure, on its way to a Python exception.
 #[derive(Clone, Debug)]
 pub struct Error {
+    /// which exception it becomes
     pub kind: ErrorKind,
+    /// the exception's text; [`Error::in_op`] puts the op in front
     pub message: String,
 }
 
@@ -27,10 +31,12 @@ impl Error {
         Error { kind: ErrorKind::Value, message: format!("{argument}: got {found}, expected {allowed}") }
     }
 
+    /// What this version, device or build cannot do.
     pub fn unsupported(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Unsupported, message: message.into() }
     }
 
+    /// What the machine, the driver or a library failed at.
     pub fn runtime(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Runtime, message: message.into() }
     }

@@ -14,11 +14,15 @@ use tch::Tensor;
 /// Arguments that `volta_fa::fwd` and `volta_fa::bwd` share.
 #[repr(C)]
 pub struct AttentionArgs {
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as k and v
     pub q: *mut c_void,
+    /// (batch, seqlen_k, nheads_k, headdim), packed (total_k, nheads_k, headdim)
     pub k: *mut c_void,
+    /// (batch, seqlen_k, nheads_k, headdim_v), packed (total_k, nheads_k, headdim_v)
     pub v: *mut c_void,
-    /// null without dropout
+    /// (2) int64, seed and offset; null without dropout
     pub rng_state: *mut c_void,
+    /// every keyword option, given or at its default
     pub options: OptionArgs,
     /// the current `cudaStream_t` of q's device; null on the CPU and for the default stream
     pub stream: *mut c_void,
@@ -27,10 +31,15 @@ pub struct AttentionArgs {
 /// What `volta_fa::bwd` takes beside.
 #[repr(C)]
 pub struct BackwardArgs {
+    /// the tensors and options of the forward call, and its rng_state
     pub attention: AttentionArgs,
+    /// gradient of out, of its shape, with any strides
     pub dout: *mut c_void,
+    /// as the forward call returned it
     pub out: *mut c_void,
+    /// as the forward call returned it
     pub softmax_lse: *mut c_void,
+    /// whether dattn_bias is to be computed; refused without a bias, and for one of bool
     pub attn_bias_requires_grad: bool,
 }
 
@@ -41,7 +50,9 @@ pub struct TensorInfo {
     pub dtype: i32,
     /// 0 CPU, 1 CUDA, 2 meta, 3 another
     pub device_kind: i32,
+    /// which of the devices of a kind that has several, as CUDA
     pub device_index: i64,
+    /// all dimensions, of which `sizes` and `strides` tell the first eight
     pub rank: i64,
     /// of the first eight dimensions
     pub sizes: [i64; 8],
@@ -54,11 +65,12 @@ extern "C" {
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
 }
 
-/// `code`: 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError. `message` is null on success,
-/// else owned by the caller (`volta_fa_free_string`).
+/// What became of a call.
 #[repr(C)]
 pub struct Status {
+    /// 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError
     pub code: i32,
+    /// null on success, else the exception's text, owned by the caller (`volta_fa_free_string`)
     pub message: *mut c_char,
 }
 
@@ -183,9 +195,13 @@ pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status
 /// Arguments of `volta_fa::merge_attention_states`.
 #[repr(C)]
 pub struct MergeArgs {
+    /// attention over the one set of keys, (batch, seqlen_q, nheads, headdim_v) or packed (total_q, nheads, headdim_v)
     pub out_a: *mut c_void,
+    /// float32, (batch, nheads, seqlen_q) or packed (nheads, total_q)
     pub softmax_lse_a: *mut c_void,
+    /// over the other set: shape and dtype of out_a
     pub out_b: *mut c_void,
+    /// shape of softmax_lse_a
     pub softmax_lse_b: *mut c_void,
     /// as in [`AttentionArgs`]
     pub stream: *mut c_void,
@@ -230,11 +246,17 @@ pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs) -> Status 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.
 #[repr(C)]
 pub struct DropoutMaskArgs {
+    /// (2) int64, seed and offset, on the CPU: the shim copies it
     pub rng_state: *mut c_void,
+    /// first size of the mask; the next three are those of its other dimensions
     pub batch: i64,
+    /// query heads
     pub nheads: i64,
+    /// rows of a head
     pub seqlen_q: i64,
+    /// columns of a row
     pub seqlen_k: i64,
+    /// the probability to be dropped, in [0, 1)
     pub dropout_p: f64,
 }
 
@@ -280,18 +302,31 @@ pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
 /// A shape and a device, for [`volta_fa_plan`].
 #[repr(C)]
 pub struct PlanArgs {
+    /// entries, all of one length; every size here is from 1 to 2^31 - 1
     pub batch: i64,
+    /// queries of an entry
     pub seqlen_q: i64,
+    /// keys of an entry
     pub seqlen_k: i64,
+    /// query heads
     pub nheads: i64,
+    /// key heads
     pub nheads_k: i64,
+    /// of q and k
     pub headdim: i64,
+    /// of v and out
     pub headdim_v: i64,
+    /// the only window that can be asked for
     pub is_causal: bool,
+    /// streaming multiprocessors of the device
     pub sms: i64,
+    /// 7 where the compute capability is 7.5
     pub capability_major: i64,
+    /// 5 there
     pub capability_minor: i64,
+    /// dynamic shared memory that a block may opt in to, bytes
     pub shared_bytes_per_block: i64,
+    /// which backward pass to plan: true, the one without atomics
     pub deterministic: bool,
     /// what the problem needs, as kernels say it in `_info()`, between commas
     pub needs: *const c_char,

@@ -17,6 +17,8 @@
 //! params                the parameter blocks, shared with CUDA C++
 //! ```
 
+#![warn(missing_docs)]
+
 pub mod error;
 pub mod ffi;
 pub mod info;

@@ -19,17 +19,24 @@ pub enum Kind {
     Tensor,
     /// an optional tensor that may need a gradient
     Differentiable,
+    /// an int or None, perhaps symbolic
     OptionalInt,
+    /// an int, perhaps symbolic
     Int,
+    /// a float or None
     OptionalFloat,
+    /// a float
     Float,
+    /// a bool
     Bool,
 }
 
 /// One option, as build.rs sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
+    /// the keyword in Python, and the field's here
     pub name: &'static str,
+    /// its type in the schema
     pub kind: Kind,
     /// as Rust writes it
     pub default: &'static str,
@@ -39,6 +46,7 @@ pub struct Row {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Maybe<T> {
+    /// false: None
     pub given: bool,
     /// meaningful where given
     pub value: T,
@@ -52,10 +60,15 @@ impl<T: Copy> Maybe<T> {
 
 /// A [`Kind`] as a type: how a value of it travels in the C ABI and stands in [`Options`].
 pub trait Typed {
+    /// the kind that this type stands for
     const KIND: Kind;
+    /// in [`OptionArgs`]; a tensor is a handle, null where it is None
     type C: Copy;
+    /// in [`Options`], with `T` for a tensor
     type Value<T>;
+    /// From the C ABI; `tensor` makes a tensor of a handle, None of a null one.
     fn read<T>(c: Self::C, tensor: &impl Fn(*mut c_void) -> Option<T>) -> Self::Value<T>;
+    /// With `f` of the tensor in its place; numbers stay as they are.
     fn try_map<T, U, E>(value: &Self::Value<T>, f: &impl Fn(&T) -> Result<U, E>) -> Result<Self::Value<U>, E>;
     /// The tensor, if it is one and is there.
     fn tensor<T>(value: &Self::Value<T>) -> Option<&T>;

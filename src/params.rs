@@ -10,9 +10,13 @@
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
+    /// row 0 of head 0 of the launch's first batch entry; packed, of all rows
     pub ptr: *const u16,
+    /// 0 where packed: rows are counted over all sequences
     pub batch_stride: i64,
+    /// from one position of the sequence to the next
     pub row_stride: i64,
+    /// from one head to the next
     pub head_stride: i64,
 }
 
@@ -20,9 +24,13 @@ pub struct Operand {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Output {
+    /// row 0 of head 0 of the launch's first batch entry; packed, of all rows
     pub ptr: *mut u16,
+    /// 0 where packed: rows are counted over all sequences
     pub batch_stride: i64,
+    /// from one position of the sequence to the next
     pub row_stride: i64,
+    /// from one head to the next
     pub head_stride: i64,
 }
 
@@ -35,16 +43,23 @@ pub struct Output {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Problem {
+    /// entries of this launch, which may be a chunk of the call's (`plan::batch_chunks`)
     pub batch: i32,
+    /// query heads; a multiple of nheads_k
     pub nheads: i32,
+    /// key heads
     pub nheads_k: i32,
+    /// of every entry; where lengths are in memory, the most that one can have
     pub seqlen_q: i32,
+    /// the same for keys
     pub seqlen_k: i32,
     /// of q and k; a multiple of 8
     pub headdim: i32,
     /// of v and out; a multiple of 8
     pub headdim_v: i32,
+    /// 0 to seqlen_q + seqlen_k, which is no bound
     pub window_left: i32,
+    /// 0 to seqlen_q + seqlen_k, which is no bound
     pub window_right: i32,
     /// `|softmax_scale|`, never 0: the plan replaces 0 by 1e-30, which gives the same softmax
     pub scale: f32,
@@ -63,11 +78,13 @@ pub struct Lengths {
     /// (batch + 1): sequence `b` has the rows `cu_seqlens_q[b] .. cu_seqlens_q[b + 1]` of packed tensors, whose
     /// batch_stride is 0
     pub cu_seqlens_q: *const i32,
+    /// (batch + 1): the same for the rows of k and v; there if and only if cu_seqlens_q is
     pub cu_seqlens_k: *const i32,
     /// (batch): of the keys of an entry, those before this one exist
     pub seqused_k: *const i32,
-    /// rows of packed q and k
+    /// rows of packed q; 0 where dense
     pub total_q: i32,
+    /// rows of packed k and v; 0 where dense
     pub total_k: i32,
     /// rows of a head in the scratch of the backward pass, where packed
     pub scratch_rows: i32,
@@ -81,9 +98,13 @@ pub struct Lengths {
 pub struct ScoreOptions {
     /// added to the scaled scores: fp16 or fp32, rows padded to a multiple of 4 keys and 16-byte aligned; null: none
     pub bias: *const u16,
+    /// in elements of the bias; 0 where it is broadcast, as the next two
     pub bias_batch_stride: i64,
+    /// from one query head to the next
     pub bias_head_stride: i64,
+    /// from one query to the next
     pub bias_row_stride: i64,
+    /// not 0: fp32, whatever the pointer's type says; 0: fp16
     pub bias_is_fp32: i32,
     /// (nheads) or (batch, nheads); null: none
     pub alibi_slopes: *const f32,
@@ -107,14 +128,21 @@ pub struct ScoreOptions {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FwdParams {
+    /// (batch, seqlen_q, nheads, headdim)
     pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim)
     pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v)
     pub v: Operand,
+    /// (batch, seqlen_q, nheads, headdim_v)
     pub out: Output,
-    /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf for fully masked rows
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, natural logarithm; +inf for fully masked rows
     pub softmax_lse: *mut f32,
+    /// sizes, window and scale
     pub problem: Problem,
+    /// for ragged and general kernels; plain ones do not look at it
     pub lengths: Lengths,
+    /// sinks for ragged kernels, all for general ones; plain ones do not look at it
     pub score_options: ScoreOptions,
 }
 
@@ -122,15 +150,23 @@ pub struct FwdParams {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BwdParams {
+    /// gradient of out, of its shape
     pub dout: Operand,
+    /// (batch, seqlen_q, nheads, headdim)
     pub q: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim)
     pub k: Operand,
+    /// (batch, seqlen_k, nheads_k, headdim_v)
     pub v: Operand,
+    /// from the forward pass; delta is the sum of each row of out * dout
     pub out: Operand,
+    /// shape of q
     pub dq: Output,
+    /// shape of k: the sum over the query heads that read a key head
     pub dk: Output,
+    /// shape of v: the same sum
     pub dv: Output,
-    /// (batch, nheads, seqlen_q) fp32, from the forward pass
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, from the forward pass
     pub softmax_lse: *const f32,
     /// scratch: statistics of query rows, fp32, laid out as the family says (`Scratch` in src/kernels/variants.rs)
     pub row_stats: *mut f32,
@@ -141,19 +177,26 @@ pub struct BwdParams {
     pub seqlen_q_rounded: i32,
     /// headdim rounded up to the variant's; 0 without an accumulator
     pub headdim_rounded: i32,
+    /// sizes, window and scale
     pub problem: Problem,
     /// `softmax_scale` with its sign: the factor of dk, and of dq where a kernel of its own computes it from flipped queries. (The
     /// accumulator of dq comes from flipped keys and takes `problem.scale`.)
     pub signed_scale: f32,
     /// not 0: dq, dk and dv are written as bf16 (operands are fp16 all the same). Plain kernels do not look at it
     pub gradients_are_bf16: i32,
+    /// for ragged and general kernels; plain ones do not look at it
     pub lengths: Lengths,
+    /// for general kernels; the others do not look at it
     pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for
     pub dbias: *mut f32,
+    /// from one entry to the next
     pub dbias_batch_stride: i64,
+    /// from one query head to the next
     pub dbias_head_stride: i64,
+    /// from one query to the next
     pub dbias_row_stride: i64,
+    /// from one key to the next
     pub dbias_key_stride: i64,
 }
 
@@ -161,8 +204,11 @@ pub struct BwdParams {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeElement {
+    /// fp16
     Half,
+    /// bf16
     Bfloat,
+    /// fp32
     Float,
 }
 
@@ -170,16 +216,24 @@ pub enum MergeElement {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct MergeParams {
+    /// attention over the one set of keys, (batch, seqlen_q, nheads, headdim_v)
     pub out_a: Operand,
+    /// over the other set
     pub out_b: Operand,
+    /// over both
     pub out: Output,
     /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf where a part saw no key
     pub lse_a: *const f32,
+    /// the same of out_b
     pub lse_b: *const f32,
+    /// the same over both; +inf where neither part saw a key
     pub lse: *mut f32,
+    /// heads of out, each merged on its own
     pub nheads: i32,
+    /// of every entry; all rows where packed, which is one entry
     pub seqlen_q: i32,
     /// a multiple of 8
     pub headdim_v: i32,
+    /// of out_a, out_b and out alike
     pub element: MergeElement,
 }

@@ -15,6 +15,7 @@ pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
 pub struct DeviceLimits {
     /// compute capability (major, minor)
     pub capability: (i32, i32),
+    /// streaming multiprocessors
     pub sms: u32,
     /// dynamic shared memory that a block may opt in to
     pub shared_bytes_per_block: u32,
@@ -36,6 +37,7 @@ impl DeviceLimits {
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedKernel {
+    /// what is launched: it has the threads and the shared memory of a block too
     pub variant: &'static Variant,
     /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
     pub blocks: [u32; 2],
@@ -44,13 +46,16 @@ pub struct PlannedKernel {
 /// How a backward pass differs from others of the same problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackwardMode {
+    /// gradients equal to the bit, run to run: dq has a kernel of its own and is not summed by atomics
     pub deterministic: bool,
     /// dq, dk and dv leave the kernels as bf16 instead of fp16
     pub bf16_gradients: bool,
 }
 
+/// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
+    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulator, where there is one
     pub prepare: PlannedKernel,
     /// dk and dv, and dq into its accumulator
     pub main: PlannedKernel,

@@ -11,13 +11,21 @@ use std::fmt;
 /// Element types that the ops know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
+    /// torch.float16
     Half,
+    /// torch.bfloat16
     BFloat16,
+    /// torch.float32
     Float,
+    /// torch.float64
     Double,
+    /// torch.int32
     Int32,
+    /// torch.int64
     Int64,
+    /// torch.bool
     Bool,
+    /// no argument may have it; the name is for the refusal
     Other(&'static str),
 }
 
@@ -36,9 +44,12 @@ impl fmt::Display for DType {
     }
 }
 
+/// Where a tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
+    /// the CPU backend's, and the simulator's
     Cpu,
+    /// a GPU, as PyTorch counts them
     Cuda(usize),
     /// no data: shapes only
     Meta,
@@ -57,8 +68,11 @@ impl fmt::Display for Device {
 /// What validation needs to know of one tensor. Sizes and strides may be [`UNKNOWN`]: what depends on them is not checked then.
 #[derive(Clone, Debug)]
 pub struct TensorDesc {
+    /// of its elements
     pub dtype: DType,
+    /// where it is; a call's tensors share it
     pub device: Device,
+    /// of the first eight dimensions, as strides are; no argument has more than four
     pub sizes: Vec<i64>,
     /// in elements
     pub strides: Vec<i64>,
@@ -89,14 +103,18 @@ impl Options {
 /// `i + offset - left <= j <= i + offset + right`, `offset = seqlen_k - seqlen_q`; `None` is no bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
+    /// keys before position `i + offset` that row `i` sees; at least 0
     pub left: Option<i64>,
+    /// keys after it; at least 0, and 0 is causal
     pub right: Option<i64>,
 }
 
 /// Rows of tensors that hold sequences one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packed {
+    /// of q, out and their gradients
     pub total_q: i64,
+    /// of k, v and their gradients
     pub total_k: i64,
 }
 
@@ -105,15 +123,19 @@ pub struct Packed {
 pub struct Features {
     /// 0: off
     pub softcap: f64,
+    /// the probability to be dropped, in [0, 1); 0: off
     pub dropout_p: f64,
+    /// `alibi_slopes` is given
     pub alibi: bool,
+    /// `attn_bias` is given, added or a mask
     pub attn_bias: bool,
+    /// `sinks` is given
     pub sinks: bool,
     /// `seqused_k` is given
     pub seqused_k: bool,
 }
 
-/// A checked problem: everything that planning and the CPU backend need.
+/// A checked problem: everything that planning and the CPU backend need. Of tensors without data, sizes may be [`UNKNOWN`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     /// entries, or sequences of packed tensors
@@ -122,13 +144,21 @@ pub struct Attention {
     pub seqlen_q: i64,
     /// the same for keys
     pub seqlen_k: i64,
+    /// query heads; a multiple of nheads_k
     pub nheads: i64,
+    /// heads of k and v
     pub nheads_k: i64,
+    /// of q and k, 1 to [`MAX_HEADDIM`]
     pub headdim: i64,
+    /// of v and out, 1 to [`MAX_HEADDIM`]
     pub headdim_v: i64,
+    /// finite as fp32; may be 0 or negative
     pub softmax_scale: f64,
+    /// which keys a row sees, is_causal included
     pub window: Window,
+    /// None: dense, with a batch dimension
     pub packed: Option<Packed>,
+    /// what kernels have to be prepared for besides
     pub features: Features,
 }
 
@@ -573,8 +603,11 @@ pub fn validate_backward(
 pub struct MergedStates {
     /// 1 where packed
     pub batch: i64,
+    /// all rows where packed
     pub seqlen_q: i64,
+    /// heads of out
     pub nheads: i64,
+    /// columns of out; the kernel takes any number
     pub headdim_v: i64,
 }
 

@@ -15,6 +15,7 @@ use std::cmp::Reverse;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.
 pub struct Image {
+    /// the variant's
     pub name: &'static str,
     cubin: &'static [u8],
     ptx: &'static [u8],
@@ -34,6 +35,7 @@ pub struct Kernels(pub &'static [&'static [Variant]]);
 pub const COMPILED: Kernels = Kernels(tables::TABLES);
 
 impl Kernels {
+    /// Every variant, table after table.
     pub fn variants(self) -> impl Iterator<Item = &'static Variant> {
         self.0.iter().copied().flatten()
     }

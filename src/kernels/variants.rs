@@ -12,14 +12,18 @@ pub enum Need {
     Sinks,
     /// gradients leave as bf16
     Bf16Gradients,
+    /// scores x become softcap * tanh(x / softcap)
     Softcap,
+    /// slope * distance is subtracted from scores
     Alibi,
     /// an additive bias or a mask
     Bias,
+    /// probabilities are dropped by random numbers
     Dropout,
 }
 
 impl Need {
+    /// In the order of the bits in [`Needs`].
     pub const ALL: [Need; 7] = [Need::Lengths, Need::Sinks, Need::Bf16Gradients, Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout];
 
     /// As `_info()` and `_plan()` have it.
@@ -41,12 +45,14 @@ impl Need {
 pub struct Needs(u32);
 
 impl Needs {
+    /// Of plain kernels: one length for all sequences, no option.
     pub const NONE: Needs = Needs(0);
     /// What touches a block's bounds and its epilogue; `kRagged` in csrc/sequence.cuh.
     pub const RAGGED: Needs = Needs::of(&[Need::Lengths, Need::Sinks, Need::Bf16Gradients]);
     /// That, and what happens to scores and probabilities; `kGeneral` in csrc/sequence.cuh.
     pub const GENERAL: Needs = Needs::RAGGED.union(Needs::of(&[Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout]));
 
+    /// The set of these needs.
     pub const fn of(list: &[Need]) -> Needs {
         let (mut bits, mut i) = (0, 0);
         while i < list.len() {
@@ -61,26 +67,32 @@ impl Needs {
         Need::ALL.into_iter().filter(|&n| holds(n)).fold(Needs::NONE, |set, n| set.union(Needs::of(&[n])))
     }
 
+    /// The needs of either.
     pub const fn union(self, other: Needs) -> Needs {
         Needs(self.0 | other.0)
     }
 
+    /// The needs of both.
     pub const fn intersection(self, other: Needs) -> Needs {
         Needs(self.0 & other.0)
     }
 
+    /// The needs of this set that `other` lacks.
     pub const fn without(self, other: Needs) -> Needs {
         Needs(self.0 & !other.0)
     }
 
+    /// Whether all needs of `other` are in this set.
     pub const fn covers(self, other: Needs) -> bool {
         other.without(self).0 == 0
     }
 
+    /// How many needs there are.
     pub const fn count(self) -> u32 {
         self.0.count_ones()
     }
 
+    /// In the order of [`Need::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Need> {
         Need::ALL.into_iter().filter(move |&n| self.covers(Needs::of(&[n])))
     }
@@ -91,8 +103,10 @@ impl Needs {
     }
 }
 
+/// What a kernel computes. An op runs one pass, or several one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
+    /// out and softmax_lse
     Forward,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPrepare,
@@ -111,12 +125,16 @@ pub enum Pass {
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamBlock {
+    /// `FwdParams`
     Forward,
+    /// `BwdParams`, of every backward pass
     Backward,
+    /// `MergeParams`
     Merge,
 }
 
 impl ParamBlock {
+    /// Every block: build.rs writes them into the kernels' header.
     pub const ALL: [ParamBlock; 3] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge];
 
     /// The struct's.
@@ -143,8 +161,11 @@ pub enum Rows {
 /// A row of the table of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassFacts {
+    /// whose row this is
     pub pass: Pass,
+    /// its kernels' argument
     pub params: ParamBlock,
+    /// what a block of its kernels has `block_rows` of
     pub rows: Rows,
     /// what a problem may need of it at all
     pub needs: Needs,
@@ -180,20 +201,27 @@ const _: () = {
 };
 
 impl Pass {
+    /// Its row of the table.
     pub const fn facts(self) -> PassFacts {
         PASSES[self as usize]
     }
 }
 
-/// Passes whose kernels run one after the other and share scratch memory: a plan takes them as a set, from one family.
+// Sets of passes whose kernels run one after the other and share scratch memory: a plan takes all of a set from one family.
+
+/// The set of `volta_fa::fwd`.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
+/// The set of `volta_fa::bwd`, where dq is summed by atomics, in any order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::Backward, Pass::BackwardFinish];
+/// The set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator to finish.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::BackwardKeys, Pass::BackwardQueries];
+/// All of attention, without the merge: `Kernels::serve` asks a family for each of them.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
 
 /// A set of kernels written for one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Family {
+    /// as `VOLTA_FA_FAMILY` and `_info()` have it; families with one name are one family
     pub name: &'static str,
     /// architecture of the embedded machine code, for NVRTC's `--gpu-architecture=sm_NN`
     pub sm: u32,
@@ -246,7 +274,9 @@ impl Family {
 pub struct Variant {
     /// name of the `extern "C" __global__` function
     pub name: &'static str,
+    /// the instruction set it is written for
     pub family: Family,
+    /// what it computes
     pub pass: Pass,
     /// what it is prepared for
     pub needs: Needs,
@@ -260,6 +290,7 @@ pub struct Variant {
     pub block_rows: u32,
     /// keys or queries, the other of the two, of one step of the main loop
     pub step: u32,
+    /// of a block
     pub threads: u32,
     /// dynamic shared memory, bytes
     pub shared_bytes: u32,

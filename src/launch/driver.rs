@@ -13,6 +13,7 @@ use std::sync::{Mutex, OnceLock, RwLock};
 
 /// A CUDA stream of one device, as PyTorch hands it over.
 pub struct Driver {
+    /// as PyTorch counts, `cuda:0` being 0
     pub device: usize,
     /// `cudaStream_t`; null is the default stream
     pub stream: *mut c_void,

@@ -14,17 +14,23 @@ use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 pub struct Extent {
     /// the tensor's name, for error messages
     pub name: &'static str,
+    /// first byte; a device address, under the simulator a host address
     pub ptr: *mut u8,
+    /// 0 for a tensor without elements
     pub bytes: usize,
+    /// whether kernels write it: outputs, accumulators and scratch
     pub writable: bool,
 }
 
 /// One kernel launch.
 pub struct Launch<'a> {
+    /// the kernel; threads and shared memory of a block are in it
     pub variant: &'static Variant,
+    /// blocks: in x and y as planned, in z one for each batch entry
     pub grid: [u32; 3],
     /// the kernel's single by-value argument
     pub params: &'a [u8],
+    /// all that the kernel may touch through its pointers
     pub extents: &'a [Extent],
 }
 
@@ -43,6 +49,7 @@ pub fn only_family() -> Result<Option<&'static Family>> {
     }
 }
 
+/// What runs planned launches: the CUDA driver, or the simulator.
 pub trait Launcher {
     /// What outputs and scratch must be aligned to, bytes, where ATen's allocator would not do.
     fn output_alignment(&self) -> usize {

@@ -19,8 +19,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use volta_sim::{Machine, Module, Schedule, TimingOptions};
 
+/// How launches are simulated, as `VOLTA_FA_SIMULATE` says.
 pub enum Simulator {
+    /// every block is executed: outputs hold what the kernels compute
     Functional(Schedule),
+    /// one SM's share of a launch is timed, on a copy of the memory: outputs stay unwritten
     Timed(Box<Machine>),
 }
 

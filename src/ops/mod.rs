@@ -3,8 +3,8 @@
 mod bf16;
 pub mod cpu;
 mod device;
-pub mod dropout;
-pub mod merge;
+pub(crate) mod dropout;
+pub(crate) mod merge;
 mod parameters;
 
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
 /// What both ops compute on.
-pub struct Inputs {
+pub(crate) struct Inputs {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -43,14 +43,14 @@ impl Inputs {
 }
 
 /// What both ops take.
-pub struct Call {
+pub(crate) struct Call {
     pub inputs: Inputs,
     /// the current stream of q's device
     pub stream: *mut c_void,
 }
 
 /// What `volta_fa::bwd` takes beside.
-pub struct Saved {
+pub(crate) struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
     pub softmax_lse: Tensor,
@@ -58,7 +58,7 @@ pub struct Saved {
 }
 
 /// What `volta_fa::bwd` returns.
-pub struct Gradients {
+pub(crate) struct Gradients {
     pub dq: Tensor,
     pub dk: Tensor,
     pub dv: Tensor,
@@ -112,7 +112,7 @@ fn simulated() -> Result<Target> {
 }
 
 /// `volta_fa::fwd`: (out, softmax_lse).
-pub fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
+pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     let (target, a) = prepare(call)?;
     let inputs = &call.inputs;
     if a.is_empty() {
@@ -127,7 +127,7 @@ pub fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
 }
 
 /// `volta_fa::bwd`.
-pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
+pub(crate) fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
     let (target, a) = prepare(call)?;
     let inputs = &call.inputs;
     let saved = &Saved {
@@ -152,12 +152,12 @@ pub fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
 }
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
-pub fn check_forward(call: &Call) -> Result<()> {
+pub(crate) fn check_forward(call: &Call) -> Result<()> {
     validate(&call.inputs, Backend::Meta).map(|_| ())
 }
 
 /// The same for [`backward`].
-pub fn check_backward(call: &Call, saved: &Saved) -> Result<()> {
+pub(crate) fn check_backward(call: &Call, saved: &Saved) -> Result<()> {
     let a = validate(&call.inputs, Backend::Meta)?;
     validate_backward(&call.inputs, saved, &a, Backend::Meta)
 }

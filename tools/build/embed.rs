@@ -20,7 +20,7 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], out: &Path) -> Result<()
     std::fs::create_dir_all(&cache)?;
     let entries: Vec<PathBuf> = variants.par_iter().map(|v| cached(compiler, v, &cache)).collect::<Result<_>>()?;
 
-    let mut table = String::from("pub static IMAGES: &[Image] = &[\n");
+    let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {
         let facts = std::fs::read_to_string(entry.join("facts"))?;
         writeln!(

@@ -10,6 +10,7 @@ pub use merge::MERGE;
 
 use super::variants::{Family, Needs, Pass, Scratch, Variant};
 
+/// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {
     name: "volta",
     sm: 70,

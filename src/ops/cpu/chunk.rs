@@ -11,18 +11,23 @@ pub const MIN_CHUNK_ROWS: i64 = 16;
 /// the L3) of the machines that this runs on. Four passes read them back after the product wrote them.
 pub const CHUNK_SCORES: i64 = 1 << 20;
 
-/// `rows` query positions from `row` on, of `groups` groups from `group` on, against `keys` keys from
-/// `key` on: every key that any of these rows sees.
+/// Some query positions of some groups, against every key that any of these rows sees.
 ///
 /// A chunk has at most `max(CHUNK_SCORES, seqlen_k * max(MIN_CHUNK_ROWS, heads per group))` scores, so
 /// the buffers that hold them are O(seqlen).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk {
+    /// the first group, counted over batch entries and their key heads
     pub group: i64,
+    /// so many groups, one after the other
     pub groups: i64,
+    /// the first query position
     pub row: i64,
+    /// so many positions, each a score row for every query head of a group
     pub rows: i64,
+    /// the first key
     pub key: i64,
+    /// so many keys
     pub keys: i64,
 }
 

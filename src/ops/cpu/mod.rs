@@ -145,7 +145,7 @@ struct Sums {
 ///
 /// # Errors
 /// Only where ATen fails, as when memory runs out.
-pub fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let spans = Span::all(inputs, a)?;
     if !a.is_ragged() {
         return dense::forward(&spans[0].part(inputs, a)?);
@@ -166,7 +166,7 @@ pub fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 ///
 /// # Errors
 /// Only where ATen fails, as when memory runs out.
-pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
+pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
     let sums_of =
         |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
     let sums = Sums {
