@@ -1,5 +1,5 @@
-//! Arithmetic on the lanes of a warp, without warp state. Everything is inlined into the instruction
-//! it serves, so that it is compiled with the vector instructions of that copy of [`crate::exec`].
+//! Arithmetic on the lanes of a warp, without warp state. Everything is inlined into the instructions
+//! it serves, so that it is compiled with the host's vector instructions as they are ([`crate::ops`]).
 
 use crate::isa::*;
 use crate::warp::V;

@@ -1,6 +1,6 @@
 //! One warp instruction while it executes: the operands it reads, the results it writes, the faults it stops with.
-//! Everything is inlined into the instruction it serves, so that it is compiled with the vector instructions of that
-//! copy of [`crate::exec`].
+//! Everything is inlined into the instructions it serves, so that it is compiled with the host's vector instructions as
+//! they are ([`crate::ops`]).
 
 use crate::cta::Arrival;
 use crate::env::Env;
