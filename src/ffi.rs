@@ -4,7 +4,7 @@
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
 use crate::error::{Error, ErrorKind};
-use crate::launch::{driver::Driver, Launcher};
+use crate::launch::driver::Driver;
 use crate::ops::{self, merge, Call, Gradients, Inputs, Saved};
 use crate::options::OptionArgs;
 use std::ffi::{c_char, c_void, CStr, CString};
@@ -287,7 +287,7 @@ pub extern "C" fn volta_fa_info() -> *mut c_char {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status {
     status("scaled_dot_product_attention", || unsafe {
-        let (major, minor) = Driver { device: device as usize, stream: std::ptr::null_mut() }.limits()?.capability;
+        let (major, minor) = Driver { device: device as usize, stream: std::ptr::null_mut() }.capability()?;
         *sm = 10 * major + minor;
         Ok(())
     })

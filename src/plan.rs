@@ -148,11 +148,16 @@ fn choose<const N: usize>(
             let asked: Vec<_> = passes.iter().fold(Needs::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
             let with = if asked.is_empty() { "" } else { " with " };
             let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
+            let headdims = match headdim {
+                0 => String::new(), // any
+                _ => format!(" for headdim {headdim} and headdim_v {headdim_v}"),
+            };
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
             format!(
-                "no {} {}{with}{} for headdim {headdim} and headdim_v {headdim_v} fits this GPU's {} bytes of shared memory a block{only}",
+                "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}",
                 names(&families),
-                if N == 1 { "kernel" } else { "kernels" },
+                if N == 1 { "kernel" } else { "set of kernels" },
+                passes.map(|pass| format!("{pass:?}")).join(", "),
                 asked.join(", "),
                 d.shared_bytes_per_block
             )

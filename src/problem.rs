@@ -205,11 +205,21 @@ const MAX_SEQUENCES: i64 = 1 << 25;
 const SOFTCAPS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
 /// The kernels step from row to row with 32-bit multiples (`TileStream` in csrc/tile.cuh).
 const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
+/// The merge kernel counts the chunks of a block's rows in int32.
+const MAX_MERGED_HEADDIM: i64 = 1 << 20;
 /// Gradient and forward grids have the heads on an axis of at most 65535 blocks.
 const MAX_HEADS: i64 = 65535;
 
+fn number(n: i64) -> String {
+    if n == UNKNOWN {
+        "?".into()
+    } else {
+        n.to_string()
+    }
+}
+
 fn listed(sizes: &[i64]) -> String {
-    let dims: Vec<String> = sizes.iter().map(|&n| if n == UNKNOWN { "?".into() } else { n.to_string() }).collect();
+    let dims: Vec<String> = sizes.iter().map(|&n| number(n)).collect();
     format!("({})", dims.join(", "))
 }
 
@@ -320,7 +330,7 @@ fn check_lengths(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>,
     }
     let wrong = |found: i64| count.map_or(found != UNKNOWN && found < 1, |n| !same_size(found, n));
     if d.sizes.len() != 1 || wrong(d.sizes[0]) {
-        let n = count.map_or(String::new(), |n| format!(", here ({n},)"));
+        let n = count.map_or(String::new(), |n| format!(", here ({},)", number(n)));
         return Err(Error::value(name, shape(d), format!("shape {what}{n}")));
     }
     if d.sizes[0] > 1 && !same_size(d.strides[0], 1) {
@@ -330,7 +340,7 @@ fn check_lengths(name: &str, d: &TensorDesc, q: &TensorDesc, count: Option<i64>,
 }
 
 /// (batch, max_seqlen_q, max_seqlen_k) of packed sequences.
-fn check_packed(q: &TensorDesc, o: &Options, totals: Packed) -> Result<(i64, i64, i64)> {
+fn check_packed(q: &TensorDesc, o: &Options, totals: Packed, backend: Backend) -> Result<(i64, i64, i64)> {
     let both = "a tensor, since the other of cu_seqlens_q and cu_seqlens_k is given";
     let cu_q = o.cu_seqlens_q.as_ref().ok_or_else(|| Error::value("cu_seqlens_q", "None", both))?;
     let cu_k = o.cu_seqlens_k.as_ref().ok_or_else(|| Error::value("cu_seqlens_k", "None", both))?;
@@ -352,7 +362,7 @@ fn check_packed(q: &TensorDesc, o: &Options, totals: Packed) -> Result<(i64, i64
     }
     let longest = |name: &str, given: Option<i64>, total: i64| match given {
         None => Err(Error::value(name, "None", "the length of the longest sequence, since cu_seqlens_q and cu_seqlens_k are given")),
-        Some(UNKNOWN) => Ok(UNKNOWN),
+        Some(UNKNOWN) if backend == Backend::Meta => Ok(UNKNOWN),
         Some(n) if !(0..=MAX_GIVEN_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_GIVEN_SEQLEN}"))),
         Some(0) if total > 0 => {
             Err(Error::value(name, 0, format!("the length of the longest sequence, at least 1: there are {total} rows")))
@@ -375,7 +385,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
             return Err(Error::value(
                 "alibi_slopes",
                 shape(d),
-                format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", a.nheads, a.batch),
+                format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", number(a.nheads), number(a.batch)),
             ));
         }
         check_same("alibi_slopes", "device", d.device, "q", q.device)?;
@@ -385,7 +395,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
             return Err(Error::value("sinks", format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
         }
         if !same_sizes(&d.sizes, &[a.nheads]) {
-            return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", a.nheads)));
+            return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(a.nheads))));
         }
         check_same("sinks", "device", d.device, "q", q.device)?;
     }
@@ -398,10 +408,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
             return Err(Error::value(
                 "attn_bias",
                 shape(d),
-                format!(
-                    "shape (batch, nheads, seqlen_q, seqlen_k), here ({}, {}, {}, {}), in which any size may be 1",
-                    full[0], full[1], full[2], full[3]
-                ),
+                format!("shape (batch, nheads, seqlen_q, seqlen_k), here {}, in which any size may be 1", listed(&full)),
             ));
         }
         check_same("attn_bias", "device", d.device, "q", q.device)?;
@@ -409,7 +416,7 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
     Ok(())
 }
 
-fn check_scalars(o: &Options) -> Result<f64> {
+fn check_scalars(o: &Options, backend: Backend) -> Result<f64> {
     if !(0.0..1.0).contains(&o.dropout_p) {
         return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
     }
@@ -425,7 +432,7 @@ fn check_scalars(o: &Options) -> Result<f64> {
         }
     }
     for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
-        if w != UNKNOWN && w < -1 {
+        if w < -1 && !(w == UNKNOWN && backend == Backend::Meta) {
             return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
         }
     }
@@ -444,7 +451,7 @@ fn check_scalars(o: &Options) -> Result<f64> {
 /// # Errors
 /// `Value` for a wrong argument, `Unsupported` for a feature that this version does not have.
 pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
-    let scale = check_scalars(o)?;
+    let scale = check_scalars(o, backend)?;
     let packed = o.is_packed();
     let qs = check_operand("q", q, packed, backend)?;
     let ks = check_operand("k", k, packed, backend)?;
@@ -474,11 +481,11 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     }
     let totals = Packed { total_q: qs.rows, total_k: ks.rows };
     let (batch, longest_q, longest_k) = if packed {
-        check_packed(q, o, totals)?
+        check_packed(q, o, totals, backend)?
     } else {
         for (name, given) in [("max_seqlen_q", o.max_seqlen_q), ("max_seqlen_k", o.max_seqlen_k)] {
             if let Some(n) = given {
-                return Err(Error::value(name, n, "None, since cu_seqlens_q and cu_seqlens_k are not given"));
+                return Err(Error::value(name, number(n), "None, since cu_seqlens_q and cu_seqlens_k are not given"));
             }
         }
         (qs.batch, qs.rows, ks.rows)
@@ -623,6 +630,10 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], backend: B
         let names: Vec<String> = allowed.iter().map(DType::to_string).collect();
         return Err(Error::value("out_a", format!("dtype {}", a.dtype), names.join(", ")));
     }
+    if !matches!(a.sizes.len(), 3 | 4) {
+        let given = format!("a tensor of rank {} with {}", a.sizes.len(), shape(a));
+        return Err(Error::value("out_a", given, "(batch, seqlen_q, nheads, headdim_v) or packed (total_q, nheads, headdim_v)"));
+    }
     let packed = a.sizes.len() == 3;
     let sizes = Sizes::of("out_a", a, packed)?;
     check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
@@ -643,7 +654,10 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], backend: B
             return Err(Error::value(name, shape(d), format!("shape {}, that of out_a's softmax_lse", listed(&expected))));
         }
     }
-    for (what, n, most) in [(if packed { "total" } else { "seqlen" }, sizes.rows, MAX_SEQLEN), ("nheads", sizes.nheads, MAX_HEADS)] {
+    let rows = if packed { "total" } else { "seqlen" };
+    for (what, n, most) in
+        [(rows, sizes.rows, MAX_SEQLEN), ("nheads", sizes.nheads, MAX_HEADS), ("headdim", sizes.headdim, MAX_MERGED_HEADDIM)]
+    {
         if n > most {
             return Err(Error::value("out_a", format!("{what} {n}"), format!("at most {most}")));
         }

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::ffi::{volta_fa_describe, TensorInfo};
 use crate::launch::Extent;
+use crate::options::UNKNOWN;
 use crate::params::{Operand, Output};
 use crate::problem::{DType, Device, TensorDesc};
 use tch::{Kind, Tensor};
@@ -28,7 +29,7 @@ fn dtype(scalar_type: i32) -> DType {
         10 => DType::Other("torch.complex128"),
         11 => DType::Bool,
         15 => DType::BFloat16,
-        _ => DType::Other("another dtype"),
+        _ => DType::Other("a dtype that volta_fa does not know"),
     }
 }
 
@@ -48,8 +49,13 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         2 => Device::Meta,
         _ => return Err(Error::unsupported("a tensor on another device: volta_fa runs on cpu and cuda tensors")),
     };
-    let rank = (info.rank as usize).min(info.sizes.len());
-    Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: info.sizes[..rank].into(), strides: info.strides[..rank].into() })
+    // the rank of one with more dimensions is an error everywhere
+    let all = |known: [i64; 8]| {
+        let mut known = known.to_vec();
+        known.resize(info.rank as usize, UNKNOWN);
+        known
+    };
+    Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }
 
 /// headdim as the kernels read it: in 16-byte accesses of fp16.

@@ -77,6 +77,14 @@ fn unknown_sizes() {
     let a = check(&q, &k, &v, &options()).unwrap();
     assert_eq!((a.seqlen_q, a.nheads, a.headdim, a.headdim_v), (UNKNOWN, 6, 64, 32));
     assert!(check(&q, &k, &v, &Options { window_left: UNKNOWN, ..options() }).is_ok());
+    // where tensors have data, that number is a number
+    let real = |o: &Options| validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), o, Backend::Kernels);
+    assert!(real(&Options { window_left: UNKNOWN, ..options() }).is_err());
+    let length = |backend| {
+        let o = Options { max_seqlen_q: Some(UNKNOWN), ..packed_options() };
+        validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, backend)
+    };
+    assert!(length(Backend::Kernels).is_err() && length(Backend::Meta).is_ok());
     let all = [0, 1, 2, 3].as_slice();
     assert!(check(&unknown(q.clone(), all), &unknown(k.clone(), all), &unknown(v.clone(), all), &options()).is_ok());
 
@@ -87,6 +95,9 @@ fn unknown_sizes() {
     assert!(message(&unknown(tensor([2, 10, 6, 264]), &[1]), &huge(), &options()).contains("q: got headdim 264"));
     let sinks = Some(TensorDesc { device: Device::Meta, ..vector(DType::Half, &[5]) });
     assert!(message(&q, &k, &Options { sinks, ..options() }).contains("sinks: got shape (5)"));
+    let heads = unknown(q.clone(), &[2]);
+    let slopes = Some(TensorDesc { device: Device::Meta, ..vector(DType::Float, &[1, 2, 3]) });
+    assert!(message(&heads, &k, &Options { alibi_slopes: slopes, ..options() }).contains("here (?,) or (?, ?)"));
 }
 
 #[test]

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import volta_fa
 import volta_fa.demo
 from volta_fa.cli import main
 from volta_fa.demo import agreement, data, run_demo, settings_for, train
@@ -85,7 +86,7 @@ def test_judges_half_precision(attention, agree, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu(tmp_path, capsys):
     assert main(["demo", "--device", "cuda", "--steps", "30", "--output", str(tmp_path)]) == 0
-    assert "family volta" in capsys.readouterr().out
+    assert f"family {volta_fa.kernel_family(torch.device('cuda'))}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,47 @@ def test_against_the_formula(backend, shape):
     torch.testing.assert_close(out.double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
 
 
+EXTREMES = (math.nan, math.inf, -math.inf, 0.0, 88.0, -1e4, 1e30)
+
+
+@on("cpu-fp32", "cpu-fp64", "sim", "cuda", "cuda-bf16")
+def test_extremes(backend):
+    """Every pair of them. +inf is a part without keys and -inf a sum of 0, which are the same; NaN is what wrong lengths give, and
+    stays."""
+    simulated(backend)
+    lse_a = torch.tensor([a for a in EXTREMES for _ in EXTREMES], device=backend.device).view(1, -1)
+    lse_b = torch.tensor([b for _ in EXTREMES for b in EXTREMES], device=backend.device).view(1, -1)
+    rows = lse_a.shape[1]
+    out_a, out_b = backend.randn(rows, 1, 8), backend.randn(rows, 1, 8)
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    for row, (a, b) in enumerate(zip(lse_a[0].tolist(), lse_b[0].tolist(), strict=True)):
+        has_a, has_b = abs(a) != math.inf, abs(b) != math.inf
+        if math.isnan(a) or math.isnan(b):
+            assert lse[0, row].isnan(), (a, b)
+            assert out[row].isnan().all(), (a, b)
+        elif has_a and has_b and abs(a - b) < 100:
+            weight = 1 / (1 + math.exp(b - a))
+            expected = weight * out_a[row].double() + (1 - weight) * out_b[row].double()
+            torch.testing.assert_close(out[row].double(), expected, rtol=EPSILON[out.dtype], atol=4 * EPSILON[out.dtype])
+        elif has_a or has_b:
+            larger = has_a and (not has_b or a > b)
+            assert torch.equal(out[row], (out_a if larger else out_b)[row]), (a, b)
+            assert lse[0, row] == torch.tensor(a if larger else b), (a, b)
+        else:
+            assert (out[row] == 0).all(), (a, b)
+            assert lse[0, row] == math.inf, (a, b)
+
+
+@pytest.mark.parametrize("magnitude", [1e3, 6e4])
+@on("cpu-fp32", "sim", "cuda")
+def test_large_sums(backend, magnitude):
+    """The weights are as exact as those of small ones: half and half here, whatever the rounding of their joint logarithm."""
+    simulated(backend)
+    ones, lse = torch.ones_like(backend.randn(2, 9, 3, 16)), torch.full((2, 3, 9), magnitude, device=backend.device)
+    out, _ = merge(ones, lse, ones, lse)
+    assert torch.equal(out, ones)
+
+
 @on("cpu-fp32", "sim", "cuda")
 def test_parts_of_the_keys(backend):
     """The op's use: what two calls over parts of the keys give, beside one over all of them."""
@@ -113,7 +154,11 @@ def test_opcheck(backend):
 
 
 WRONG = {
-    "rank": (lambda a: {"out_a": a["out_a"][0, 0]}, ["out_a: got a tensor of rank 2"]),
+    "rank": (
+        lambda a: {"out_a": a["out_a"][0, 0]},
+        ["out_a: got a tensor of rank 2", "expected (batch, seqlen_q, nheads, headdim_v) or packed"],
+    ),
+    "rank 9": (lambda a: {"out_a": a["out_a"][(None,) * 5]}, ["out_a: got a tensor of rank 9"]),
     "dtype": (lambda a: {"out_a": a["out_a"].int()}, ["out_a: got dtype torch.int32", "torch.float16"]),
     "other dtype": (lambda a: {"out_b": a["out_b"].double()}, ["out_b: got dtype torch.float64"]),
     "shape": (lambda a: {"out_b": a["out_b"][:, 1:]}, ["out_b: got shape (2, 9, 6, 64)", "(2, 10, 6, 64)"]),

@@ -56,8 +56,8 @@ __device__ __forceinline__ float log_sum(float lse) { return lse == positive_inf
 // The same of both parts together.
 __device__ __forceinline__ float joint_log_sum(float a, float b) {
     const float larger = fmaxf(a, b);
-    // where both are -inf, their difference would be NaN
-    return larger == negative_infinity() ? larger : larger + log1pf(expf(-fabsf(a - b)));
+    // where both are -inf, their difference would be NaN; their sum is -inf too, or the NaN that fmaxf leaves out
+    return larger == negative_infinity() ? a + b : larger + log1pf(expf(-fabsf(a - b)));
 }
 
 template <class Tensor>
@@ -80,8 +80,9 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
         const int row = first + i / chunks, column = i % chunks * kColumns;
         const float sum_a = log_sum(p.lse_a[lse_row + row]), sum_b = log_sum(p.lse_b[lse_row + row]);
         const float joint = joint_log_sum(sum_a, sum_b);
-        const float weight_a = sum_a == negative_infinity() ? 0.f : expf(sum_a - joint);
-        const float weight_b = sum_b == negative_infinity() ? 0.f : expf(sum_b - joint);
+        // from the difference: the rounding of joint would be in both weights
+        const float weight_a = sum_a == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_b - sum_a));
+        const float weight_b = sum_b == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_a - sum_b));
         float a[kColumns], b[kColumns], merged[kColumns];
         load<Element>(out_a + (row * p.out_a.row_stride + column) * kBytes, a);
         load<Element>(out_b + (row * p.out_b.row_stride + column) * kBytes, b);

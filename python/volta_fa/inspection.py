@@ -61,7 +61,10 @@ def _families(capability: tuple[int, int]) -> list[dict[str, Any]]:
 
 def _device(index: int) -> dict[str, Any]:
     capability = torch.cuda.get_device_capability(index)
-    preferred = _families(capability)[0]
+    try:
+        preferred = _families(capability)[0]
+    except ValueError as error:  # VOLTA_FA_FAMILY names one that this device does not run: the report says so
+        preferred = {"name": f"none: {error}", "native": False}
     return {
         "index": index,
         "name": torch.cuda.get_device_name(index),

@@ -10,10 +10,11 @@ def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, 
     """Attention over two disjoint sets of keys together, from the attention over each: `volta_fa::merge_attention_states`.
 
     A softmax over both sets is the mean of the softmaxes over each, weighted by their sums of exponentials, whose logarithms are
-    their softmax_lse. Merging is associative, so any number of sets can be merged, two at a time. No gradient.
+    their softmax_lse. Merging is associative, so any number of sets can be merged, two at a time. No gradient: torch.compile takes it
+    under torch.no_grad() or on detached tensors.
 
     Args:
-        out_a, out_b: (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v), of any headdim_v: float16, bfloat16
+        out_a, out_b: (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v), of any headdim_v up to 2**20: float16, bfloat16
             or float32, on the CPU also float64; both alike.
         softmax_lse_a, softmax_lse_b: float32, (batch, nheads, seqlen_q) or (nheads, total_q), as `volta_fa::fwd` returns them: +inf
             where a query saw no key; its out does not matter then.

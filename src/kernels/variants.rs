@@ -282,7 +282,7 @@ pub struct Variant {
     pub needs: Needs,
     /// source below `csrc/`
     pub source: &'static str,
-    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load
+    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merging: any)
     pub headdim: u32,
     /// the same for v and out
     pub headdim_v: u32,

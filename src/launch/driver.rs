@@ -83,6 +83,14 @@ impl Driver {
         Ok(state)
     }
 
+    /// Compute capability (major, minor), whatever the environment leaves to plans.
+    ///
+    /// # Errors
+    /// Where there is no driver or no such device.
+    pub fn capability(&self) -> Result<(i32, i32)> {
+        Ok(self.state()?.limits.capability)
+    }
+
     fn query(&self) -> Result<DeviceState> {
         use sys::CUdevice_attribute as Attribute;
         check("cuInit", result::init())?;

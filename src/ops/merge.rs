@@ -90,11 +90,13 @@ fn on_cpu(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States) ->
     let of_keys = |t: &Tensor| swapped(&t.f_to_kind(kind)?, f64::INFINITY, f64::NEG_INFINITY);
     let (lse_a, lse_b) = (of_keys(lse_a)?, of_keys(lse_b)?);
     let joint = lse_a.f_logaddexp(&lse_b)?;
-    let weighted = |out: &Tensor, lse: &Tensor| -> Result<Tensor> {
-        let weight = lse.f_sub(&joint)?.f_exp()?.f_masked_fill(&lse.f_eq(f64::NEG_INFINITY)?, 0.0)?.f_transpose(-1, -2)?.f_unsqueeze(-1)?;
+    // from the difference: the rounding of joint would be in both weights
+    let weighted = |out: &Tensor, lse: &Tensor, other: &Tensor| -> Result<Tensor> {
+        let weight =
+            lse.f_sub(other)?.f_sigmoid()?.f_masked_fill(&lse.f_eq(f64::NEG_INFINITY)?, 0.0)?.f_transpose(-1, -2)?.f_unsqueeze(-1)?;
         // not 0 times what may be infinite: a part that counts nothing has no say
         Ok(out.f_to_kind(kind)?.f_mul(&weight)?.f_masked_fill(&weight.f_eq(0.0)?, 0.0)?)
     };
-    let out = weighted(out_a, &lse_a)?.f_add(&weighted(out_b, &lse_b)?)?.f_to_kind(out_a.kind())?.f_contiguous()?;
+    let out = weighted(out_a, &lse_a, &lse_b)?.f_add(&weighted(out_b, &lse_b, &lse_a)?)?.f_to_kind(out_a.kind())?.f_contiguous()?;
     Ok((out, swapped(&joint, f64::NEG_INFINITY, f64::INFINITY)?.f_to_kind(Kind::Float)?.f_contiguous()?))
 }

@@ -1,4 +1,4 @@
-//! The two ops: validate, choose a backend, run. Nothing is allocated before validation has passed.
+//! The ops: validate, choose a backend, run. Nothing is allocated before validation has passed.
 
 mod bf16;
 pub mod cpu;
@@ -18,7 +18,7 @@ use std::convert::Infallible;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// What both ops compute on.
+/// What fwd and bwd compute on.
 pub(crate) struct Inputs {
     pub q: Tensor,
     pub k: Tensor,
@@ -42,7 +42,7 @@ impl Inputs {
     }
 }
 
-/// What both ops take.
+/// What fwd and bwd take.
 pub(crate) struct Call {
     pub inputs: Inputs,
     /// the current stream of q's device

@@ -2,8 +2,8 @@
 
 use super::{Needs, Pass, Variant, VOLTA};
 
-/// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with four 16-byte
-/// loads each in flight.
+/// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with two
+/// 16-byte loads each (fp32: four) at a time.
 pub const MERGE: &[Variant] = &[Variant {
     name: "volta_merge",
     family: VOLTA,
