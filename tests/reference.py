@@ -218,7 +218,8 @@ def forward(
     total = weights.sum(-1, keepdim=True)
     none = total == 0
     probabilities = (weights / total.masked_fill(none, 1.0))[..., : k.shape[1]]
-    factors = 1.0 if kept is None else kept / (1 - dropout_p)
+    # a bool tensor divided by a number would be fp32
+    factors = 1.0 if kept is None else kept.double() / (1 - dropout_p)
     out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, _heads_first(v, nheads))
     lse = (row_max + total.log()).masked_fill(none, math.inf).squeeze(-1)
     largest = max(largest, _largest(scores[probabilities > 1e-9]))

@@ -672,6 +672,12 @@ def test_random_combinations_cpu_fp64(case):
     repeat("cpu-fp64", case)
 
 
+def test_factors_of_dropout_are_fp64():
+    """What hypothesis once found: the reference rounded dropout's factor to fp32, and the exact gradient of the sinks differed from it."""
+    lengths = ((38, 47), (18, 17))
+    repeat("cpu-fp64", Case(headdim=32, nheads=3, nheads_k=1, is_causal=True, dropout_p=0.17, alibi="bh", sinks="own", lengths=lengths))
+
+
 @hypothesis.settings(max_examples=15, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(combinations(45), st.booleans())
 def test_random_combinations_sim(case, deterministic):
