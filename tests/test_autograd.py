@@ -1,8 +1,5 @@
 """The ops inside PyTorch: autograd, autocast, torch.compile, TorchScript, fake tensors, and without our Python package."""
 
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import reference
-from conftest import LIBRARY, Case, on
+from conftest import LIBRARY, Case, on, run_python
 
 
 def fwd(q, k, v, **options):
@@ -328,14 +325,6 @@ def test_torchscript(backend, how, tmp_path):
         program(*inputs).backward(dout)
         for a, b in zip(inputs, expected):
             torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-3 if backend.name == "cuda" else 1e-6)
-
-
-def run_python(code: str, *arguments) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @torchscript

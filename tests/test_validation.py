@@ -9,8 +9,7 @@ import json
 import pytest
 import torch
 
-from conftest import INFO, LIBRARY, Case, check, on
-from test_autograd import run_python
+from conftest import INFO, LIBRARY, Case, check, on, run_python
 
 
 @pytest.fixture
