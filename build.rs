@@ -27,23 +27,25 @@ use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/options.rs", "src/kernels"] {
+    for path in
+        ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/shim.rs", "src/options.rs", "src/kernels"]
+    {
         println!("cargo:rerun-if-changed={path}");
     }
     let python = python::Environment::query()?;
 
     let params = out.join("volta_fa_params.h");
-    c_header("src/params.rs", &params)?;
+    c_header(&["src/params.rs"], &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
     embed::embed(&compiler, &tables::TABLES.concat(), &out)?;
 
-    c_header("src/ffi.rs", &out.join("volta_fa_abi.h"))?;
+    c_header(&["src/ffi.rs", "src/shim.rs"], &out.join("volta_fa_abi.h"))?;
     options_header::write_header(&out.join("volta_fa_options.h"))?;
     shim::build(&python, &out)
 }
 
-/// The C view of a Rust file's `#[repr(C)]` types and `extern "C"` functions.
-fn c_header(source: &str, header: &Path) -> Result<()> {
+/// The C view of Rust files' `#[repr(C)]` types and `extern "C"` functions.
+fn c_header(sources: &[&str], header: &Path) -> Result<()> {
     let config = cbindgen::Config {
         language: cbindgen::Language::Cxx,
         pragma_once: true,
@@ -55,12 +57,13 @@ fn c_header(source: &str, header: &Path) -> Result<()> {
         export: cbindgen::ExportConfig { include: ParamBlock::ALL.iter().map(|block| block.name().into()).collect(), ..Default::default() },
         ..Default::default()
     };
-    cbindgen::Builder::new()
-        .with_src(source)
+    sources
+        .iter()
+        .fold(cbindgen::Builder::new(), |builder, source| builder.with_src(source))
         .with_config(config)
         .with_after_include("\n// generated from the Rust source by cbindgen: do not edit\n")
         .generate()
-        .with_context(|| format!("cbindgen could not read {source}"))?
+        .with_context(|| format!("cbindgen could not read {sources:?}"))?
         .write_to_file(header);
     Ok(())
 }

@@ -113,8 +113,8 @@ def kernels(device: torch.device) -> str:
     if mine["native"]:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
     return (
-        f"families up to {family['name']}, compiled by the driver from PTX: this GPU emulates the tensor-core instructions of Volta's, so "
-        "errors and memory are what they are on a V100, and times are not"
+        f"families up to {family['name']}, compiled by the driver from PTX, in which tensor-core instructions of Volta's are emulated: errors "
+        "and memory are those of these families, times are not"
     )
 
 

@@ -13,6 +13,7 @@
 //!   launch::driver      the CUDA driver                          cudarc
 //!   launch::simulator   volta-sim (feature `sim`)
 //! options               the list of the ops' options
+//! shim                  what C++ does for Rust: describing tensors
 //! kernels               the table of variants and their machine code
 //! params                the parameter blocks, shared with CUDA C++
 //! ```
@@ -29,4 +30,5 @@ pub mod options;
 pub mod params;
 pub mod plan;
 pub mod problem;
+mod shim;
 mod tensor;

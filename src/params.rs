@@ -2,7 +2,7 @@
 //!
 //! build.rs runs cbindgen over this file and hands the result to NVRTC as `volta_fa_params.h`; a test
 //! compares `size_of` with the parameter size that every embedded cubin records. Only `#[repr(C)]`
-//! structs of pointers, integers and floats belong here, and nothing from other modules.
+//! structs of pointers and numbers, and enums with a `#[repr]` of their own, belong here, and nothing from other modules.
 //!
 //! Strides count elements. Every pointer is a device address (under the simulator, a host address).
 

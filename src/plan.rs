@@ -227,7 +227,7 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
     let [prepare, main, finish] = chosen.map(|variant| planned(variant, a));
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
-    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (the family's headers): that leaves each
+    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
     // of them room for its own rounding.
     let scratch_rows = a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple));
     Ok(BackwardPlan {

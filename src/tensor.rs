@@ -1,11 +1,11 @@
 //! From tch tensors to what the pure modules and the launch seam see.
 
 use crate::error::{Error, Result};
-use crate::ffi::{volta_fa_describe, TensorInfo};
-use crate::launch::Extent;
+use crate::launch::MemoryRange;
 use crate::options::UNKNOWN;
 use crate::params::{Operand, Output};
 use crate::problem::{DType, Device, TensorDesc};
+use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
 
 /// Alignment of the kernels' global accesses, bytes.
@@ -116,12 +116,12 @@ pub fn empty(sizes: &[i64], kind: Kind, device: tch::Device, alignment: usize) -
 }
 
 /// The bytes that the strided tensor spans, from its first to its last element.
-pub fn extent(name: &'static str, t: &Tensor, writable: bool) -> Extent {
+pub fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRange {
     let (sizes, strides) = (t.size(), t.stride());
     let span: i64 = sizes.iter().zip(&strides).map(|(n, s)| (n - 1) * s).sum::<i64>() + 1;
     let empty = sizes.contains(&0);
     let bytes = if empty { 0 } else { span as usize * t.kind().elt_size_in_bytes() };
-    Extent { name, ptr: t.data_ptr().cast(), bytes, writable }
+    MemoryRange { name, ptr: t.data_ptr().cast(), bytes, writable }
 }
 
 /// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`; or a packed (total, heads,

@@ -285,7 +285,7 @@ fn scratch_layouts_make_sense() {
     }
 }
 
-/// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` of the family's headers), none overlaps another.
+/// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` in csrc/backward/scratch.cuh), none overlaps another.
 #[test]
 fn packed_sequences_have_room_in_the_scratch_memory() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {

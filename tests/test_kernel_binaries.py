@@ -136,3 +136,16 @@ def test_compared_kernels_differ_by_a_bit(monkeypatch):
 
 def test_library_size():
     assert os.path.getsize(LIBRARY) <= 40 * 2**20
+
+
+@pytest.mark.parametrize("major, minor", [(7, 5), (8, 0), (9, 0)])
+def test_turing_is_taken_forward_only(major, minor):
+    """The families as they are: what Turing has is preferred from its own GPUs on, the rest is Volta's."""
+    found = json.loads(torch.ops.volta_fa._families(major, minor))
+    assert [f["name"] for f in found] == ["turing", "volta"]
+    assert found[0]["native"] == ((major, minor) == (7, 5))
+    assert not found[1]["native"]
+    for headdim, family in ((64, "turing"), (72, "volta")):
+        chosen = plan(headdim, major=major, minor=minor)
+        assert chosen["forward"]["family"] == family
+        assert {kernel["family"] for kernel in chosen["backward"].values()} == {"volta"}

@@ -19,6 +19,8 @@ mkdir -p "$1"
 out=$(cd "$1" && pwd)
 python=${2:-python3}
 cd "$(dirname "$0")/.."
+# the tables are of Volta's kernels, also where a GPU prefers a newer family's
+export VOLTA_FA_FAMILY=volta
 
 run() {
     timeout "$1" "$python" -m "benchmarks.$2" --device cuda --json "$out/gpu-$2.json" --plot "$out/gpu-$2.png" --markdown "$out/gpu-$2.md" $3

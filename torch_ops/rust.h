@@ -1,4 +1,4 @@
-// Calling Rust: volta_fa_abi.h is generated from src/ffi.rs.
+// Calling Rust: volta_fa_abi.h is generated from src/ffi.rs and src/shim.rs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

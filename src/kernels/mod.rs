@@ -92,8 +92,8 @@ pub fn variants() -> impl Iterator<Item = &'static Variant> {
 }
 
 /// [`Kernels::serve`] of what this library has.
-pub fn serves(sm: u32, newer_too: bool) -> bool {
-    COMPILED.serve(sm, newer_too)
+pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
+    COMPILED.serve(sm, through_ptx_too)
 }
 
 /// Size of the argument that kernels with this parameter block take.

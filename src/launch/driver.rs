@@ -2,7 +2,7 @@
 //!
 //! libcuda is opened on first use; a machine without a driver loads this library all the same.
 
-use super::{only_family, Launch, Launcher};
+use super::{only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
@@ -168,7 +168,7 @@ impl Launcher for Driver {
         Ok(DeviceLimits { only: only_family()?, ..self.state()?.limits })
     }
 
-    fn launch(&self, launch: &Launch) -> Result<()> {
+    fn launch(&self, launch: &KernelLaunch) -> Result<()> {
         let state = self.state()?;
         self.enter(&state)?;
         let v = launch.variant;

@@ -1,4 +1,4 @@
-//! The seam between planning and execution: a [`Launch`] says everything about one kernel launch, a
+//! The seam between planning and execution: a [`KernelLaunch`] says everything about one kernel launch, a
 //! [`Launcher`] runs it, on the CUDA driver or in the simulator. All that comes before is the same code.
 
 pub mod driver;
@@ -11,7 +11,7 @@ use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 
 /// Memory that a launch may touch. The driver has its own protection; the simulator maps exactly these.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
+pub struct MemoryRange {
     /// the tensor's name, for error messages
     pub name: &'static str,
     /// first byte; a device address, under the simulator a host address
@@ -23,7 +23,7 @@ pub struct Extent {
 }
 
 /// One kernel launch.
-pub struct Launch<'a> {
+pub struct KernelLaunch<'a> {
     /// the kernel; threads and shared memory of a block are in it
     pub variant: &'static Variant,
     /// blocks: in x and y as planned, in z one for each batch entry
@@ -31,7 +31,7 @@ pub struct Launch<'a> {
     /// the kernel's single by-value argument
     pub params: &'a [u8],
     /// all that the kernel may touch through its pointers
-    pub extents: &'a [Extent],
+    pub ranges: &'a [MemoryRange],
 }
 
 /// The only family that the environment allows a plan to take, where it names one.
@@ -57,7 +57,7 @@ pub trait Launcher {
     }
 
     /// Called once by an op, with all its memory, before its first launch.
-    fn begin(&self, _extents: &[Extent]) {}
+    fn begin(&self, _ranges: &[MemoryRange]) {}
 
     /// What the plan may rely on.
     ///
@@ -69,7 +69,7 @@ pub trait Launcher {
     ///
     /// # Errors
     /// Where the module cannot be loaded or the launch fails; nothing has run then.
-    fn launch(&self, launch: &Launch) -> Result<()>;
+    fn launch(&self, launch: &KernelLaunch) -> Result<()>;
 }
 
 /// View a parameter block as the bytes that travel to the kernel.

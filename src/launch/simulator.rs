@@ -10,7 +10,7 @@
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
 
-use super::{only_family, Extent, Launch, Launcher};
+use super::{only_family, KernelLaunch, Launcher, MemoryRange};
 use crate::error::{Error, Result};
 use crate::kernels;
 use crate::plan::DeviceLimits;
@@ -85,7 +85,7 @@ fn nvdisasm() -> Option<PathBuf> {
     Some(site.join("triton/backends/nvidia/bin/nvdisasm")).filter(|p| p.is_file())
 }
 
-fn module(launch: &Launch) -> Result<Arc<Module>> {
+fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
     let mut modules = MODULES.lock().unwrap_or_else(|e| e.into_inner());
     let modules = modules.get_or_insert_with(HashMap::new);
     if let Some(m) = modules.get(launch.variant.name) {
@@ -107,9 +107,9 @@ impl Launcher for Simulator {
     }
 
     /// Fill outputs and scratch with NaN: what the kernels forget to write shows.
-    fn begin(&self, extents: &[Extent]) {
-        for e in extents.iter().filter(|e| e.writable && e.bytes > 0) {
-            // SAFETY: writable extents are whole, live tensors. 0xFF bytes are NaN as fp16 and as fp32.
+    fn begin(&self, ranges: &[MemoryRange]) {
+        for e in ranges.iter().filter(|e| e.writable && e.bytes > 0) {
+            // SAFETY: writable ranges are whole, live tensors. 0xFF bytes are NaN as fp16 and as fp32.
             unsafe { std::ptr::write_bytes(e.ptr, 0xff, e.bytes) };
         }
     }
@@ -118,11 +118,11 @@ impl Launcher for Simulator {
         Ok(DeviceLimits { only: only_family()?, ..DeviceLimits::V100 })
     }
 
-    fn launch(&self, launch: &Launch) -> Result<()> {
+    fn launch(&self, launch: &KernelLaunch) -> Result<()> {
         let module = module(launch)?;
         let v = launch.variant;
         let extents: Vec<_> =
-            launch.extents.iter().map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
+            launch.ranges.iter().map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
         let sim = volta_sim::Launch {
             grid: launch.grid,
             block: [v.threads, 1, 1],

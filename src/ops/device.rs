@@ -4,11 +4,11 @@ use super::parameters::{self, broadcast_strides, lengths, score_options};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::kernels::Scratch;
-use crate::launch::{bytes_of, Extent, Launch, Launcher};
+use crate::launch::{bytes_of, KernelLaunch, Launcher, MemoryRange};
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::Attention;
-use crate::tensor::{self, extent, operand, output, padded_headdim, readable, without_padding};
+use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
 use tch::{Kind, Tensor};
 
 /// The problem as the kernels see it: headdims in whole groups of 8.
@@ -25,9 +25,9 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let mut extents = vec![extent("out", &out, true), extent("softmax_lse", &softmax_lse, true)];
-    extents.extend(parameters::extents(inputs));
-    launcher.begin(&extents);
+    let mut ranges = vec![memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
+    ranges.extend(parameters::ranges(inputs));
+    launcher.begin(&ranges);
     fill_ragged(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
         let params = FwdParams {
@@ -40,7 +40,7 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
             lengths: lengths(inputs, a, first, 0),
             score_options: score_options(inputs, a, first),
         };
-        run(launcher, &planned, batches, bytes_of(&params), &extents)?;
+        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
@@ -65,21 +65,21 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
-    let mut extents = vec![
-        extent("dout", &dout, false),
-        extent("out", &out, false),
-        extent("softmax_lse", &softmax_lse, false),
-        extent("dq", &dq, true),
-        extent("dk", &dk, true),
-        extent("dv", &dv, true),
-        extent("row_stats", &row_stats, true),
-        extent("dq_accum", &dq_accum, true),
+    let mut ranges = vec![
+        memory_range("dout", &dout, false),
+        memory_range("out", &out, false),
+        memory_range("softmax_lse", &softmax_lse, false),
+        memory_range("dq", &dq, true),
+        memory_range("dk", &dk, true),
+        memory_range("dv", &dv, true),
+        memory_range("row_stats", &row_stats, true),
+        memory_range("dq_accum", &dq_accum, true),
     ];
-    extents.extend(parameters::extents(inputs));
-    launcher.begin(&extents);
+    ranges.extend(parameters::ranges(inputs));
+    launcher.begin(&ranges);
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
-    extents.extend(dbias.as_ref().map(|t| extent("dattn_bias", t, true)));
+    ranges.extend(dbias.as_ref().map(|t| memory_range("dattn_bias", t, true)));
     let sinks = inputs.options.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
@@ -114,7 +114,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
         for planned in [&plan.prepare, &plan.main, &plan.finish] {
-            run(launcher, planned, batches, bytes_of(&params), &extents)?;
+            run(launcher, planned, batches, bytes_of(&params), &ranges)?;
         }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
@@ -166,9 +166,9 @@ fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scra
     Ok(())
 }
 
-pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], extents: &[Extent]) -> Result<()> {
+pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], ranges: &[MemoryRange]) -> Result<()> {
     let [x, y] = planned.blocks;
-    launcher.launch(&Launch { variant: planned.variant, grid: [x, y, batches as u32], params, extents })
+    launcher.launch(&KernelLaunch { variant: planned.variant, grid: [x, y, batches as u32], params, ranges })
 }
 
 /// Pointer to an element of an fp32 tensor.

@@ -9,7 +9,7 @@ use crate::launch::{bytes_of, Launcher};
 use crate::params::{MergeElement, MergeParams};
 use crate::plan;
 use crate::problem::{self, Backend, MergedStates};
-use crate::tensor::{self, describe, extent, operand, output, readable, without_padding};
+use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
@@ -50,15 +50,15 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     let [lse_a, lse_b] = [states.lses[0].f_contiguous()?, states.lses[1].f_contiguous()?];
     let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), like.device(), launcher.output_alignment());
     let (out, lse) = (empty(&a)?, empty(&lse_a)?);
-    let extents = [
-        extent("out_a", &a, false),
-        extent("out_b", &b, false),
-        extent("softmax_lse_a", &lse_a, false),
-        extent("softmax_lse_b", &lse_b, false),
-        extent("out", &out, true),
-        extent("softmax_lse", &lse, true),
+    let ranges = [
+        memory_range("out_a", &a, false),
+        memory_range("out_b", &b, false),
+        memory_range("softmax_lse_a", &lse_a, false),
+        memory_range("softmax_lse_b", &lse_b, false),
+        memory_range("out", &out, true),
+        memory_range("softmax_lse", &lse, true),
     ];
-    launcher.begin(&extents);
+    launcher.begin(&ranges);
     for (first, batches) in plan::batch_chunks(m.batch) {
         let lse_at = |t: &Tensor| (t.data_ptr() as *mut f32).wrapping_offset((first * m.nheads * m.seqlen_q) as isize);
         let params = MergeParams {
@@ -77,7 +77,7 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
                 _ => MergeElement::Float,
             },
         };
-        device::run(launcher, &planned, batches, bytes_of(&params), &extents)?;
+        device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
     }
     Ok((without_padding(out, m.headdim_v)?, lse))
 }

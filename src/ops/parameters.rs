@@ -5,10 +5,10 @@
 
 use super::{dropout, Inputs};
 use crate::error::Result;
-use crate::launch::Extent;
+use crate::launch::MemoryRange;
 use crate::params::{Lengths, ScoreOptions};
 use crate::problem::Attention;
-use crate::tensor::{self, extent};
+use crate::tensor::{self, memory_range};
 use tch::{Kind, Tensor};
 
 /// The kernels read a bias in groups of four keys.
@@ -35,12 +35,12 @@ pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Inputs> {
 }
 
 /// What the kernels may read.
-pub fn extents(inputs: &Inputs) -> impl Iterator<Item = Extent> + '_ {
+pub fn ranges(inputs: &Inputs) -> impl Iterator<Item = MemoryRange> + '_ {
     [("q", &inputs.q), ("k", &inputs.k), ("v", &inputs.v)]
         .into_iter()
         .chain(inputs.rng_state.as_ref().map(|t| ("rng_state", t)))
         .chain(inputs.options.tensors())
-        .map(|(name, t)| extent(name, t, false))
+        .map(|(name, t)| memory_range(name, t, false))
 }
 
 /// For a launch whose first batch entry is `first`.

@@ -39,10 +39,8 @@ struct ForwardPipelined {
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
 
-    // From the address of a chunk of group 0 to that of group c in the same row: the swizzle XORs bit 2 of a chunk's number.
-    __device__ __forceinline__ static u32 at_group(u32 address, int c) {
-        return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
-    }
+    // From the address of a chunk of group 0 to that of group c in the same row.
+    __device__ __forceinline__ static u32 at_group(u32 address, int c) { return chunk_after<kChunks>(address, 4 * c); }
     // The slot `steps` further, as its bytes from slot 0.
     __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) { return slot + steps * kSlotBytes & kOffsetV - 1; }
 

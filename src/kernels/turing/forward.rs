@@ -33,5 +33,5 @@ pub const FORWARD: &[Variant] = &[
     pipelined("turing_fwd_64x64_small", 64, 64, 117),
     LARGE.covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 240),
     // 32 rows a warp: 48 are 254 registers, without spills and a quarter slower
-    pipelined("turing_fwd_general_64x64", 64, 128, 194).covering(Needs::GENERAL, "turing_fwd_general_64x64", 194),
+    Variant { block_rows: 128, ..LARGE }.covering(Needs::GENERAL, "turing_fwd_general_64x64", 194),
 ];
