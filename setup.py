@@ -49,7 +49,7 @@ class PlatformWheel(bdist_wheel):
 
 
 def cargo_environment() -> dict[str, str]:
-    """build.rs and torch-sys ask `python` (in a virtual environment) or `python3` for torch: make that this Python."""
+    """build.rs asks `python` (in a virtual environment) or `python3` for torch: make that this Python."""
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     environ.pop("VIRTUAL_ENV", None)
     if sys.prefix != sys.base_prefix:

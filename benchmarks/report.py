@@ -113,8 +113,8 @@ def kernels(device: torch.device) -> str:
     if mine["native"]:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
     return (
-        f"families up to {family['name']}, compiled by the driver from PTX, in which tensor-core instructions of Volta's are emulated: errors "
-        "and memory are those of these families, times are not"
+        f"families up to {family['name']}, compiled by the driver from PTX, in which Volta's tensor-core instructions are emulated: "
+        "errors and memory are those of these families, times are not"
     )
 
 

@@ -129,6 +129,43 @@ def test_the_library_needs_no_cuda():
     assert not [name for name in names if "cuda" in name or "nvrtc" in name or "python" in name], names
 
 
+#: How torch-sys writes the C types of torch_ops/tch.cpp.
+RUST_TYPES = {
+    "void": None,
+    "char*": "*mut c_char",
+    "int": "c_int",
+    "int8_t": "i8",
+    "int64_t": "i64",
+    "size_t": "size_t",
+    "double": "f64",
+    "void*": "*mut c_void",
+    "const void*": "*const c_void",
+    "int64_t*": "*mut i64",
+    "const int64_t*": "*const i64",
+    "Scalar*": "*mut C_scalar",
+    "Tensor*": "*mut C_tensor",
+    "Tensor**": "*mut *mut C_tensor",
+    "Tensor* const*": "*const *mut C_tensor",
+}
+
+
+def test_the_functions_under_tch_are_what_rust_declares():
+    """The linker compares names only: other arguments than Rust passes would be read as garbage."""
+    command = ["cargo", "metadata", "--format-version=1", "--locked", "--offline", "--filter-platform=x86_64-unknown-linux-gnu"]
+    packages = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=REPOSITORY).stdout)["packages"]
+    torch_sys = next(Path(package["manifest_path"]).parent for package in packages if package["name"] == "torch-sys")
+    declared = "".join(path.read_text() for path in torch_sys.glob("src/*.rs"))
+    definitions = re.findall(r"^(\w[\w* ]*[ *])(\w+)\(([^()]*)\) \{", read("torch_ops/tch.cpp").split('extern "C" {')[1], re.M)
+    assert {"get_and_reset_last_err", "ats_float", "at_device", "atg_nan_to_num_"} <= {name for _, name, _ in definitions}
+    for result, name, parameters in definitions:
+        found = re.search(rf"pub fn {name}\(([^()]*)\)(?:\s*->\s*([^;]+))?;", declared)
+        assert found, f"torch-sys has no {name}"
+        rust = [parameter.split(":")[1].strip() for parameter in found[1].split(",") if parameter.strip()]
+        c = [re.sub(r"\s*\w+$", "", parameter.strip()) for parameter in parameters.split(",") if parameter.strip()]
+        assert [RUST_TYPES[t] for t in c] == rust, name
+        assert RUST_TYPES[result.strip()] == (found[2] and found[2].strip()), name
+
+
 def test_a_missing_library_says_how_to_build_it(tmp_path):
     shutil.copytree(REPOSITORY / "python" / "volta_fa", tmp_path / "volta_fa", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))

@@ -14,8 +14,8 @@ def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, 
     under torch.no_grad() or on detached tensors.
 
     Args:
-        out_a, out_b: (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v), of any headdim_v up to 2**20: float16, bfloat16
-            or float32, on the CPU also float64; both alike.
+        out_a, out_b: (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v), of any headdim_v up to 2**20:
+            float16, bfloat16 or float32, on the CPU also float64; both alike.
         softmax_lse_a, softmax_lse_b: float32, (batch, nheads, seqlen_q) or (nheads, total_q), as `volta_fa::fwd` returns them: +inf
             where a query saw no key; its out does not matter then.
 

@@ -4,7 +4,7 @@ use anyhow::{bail, Context, Result};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The torch release that tch 0.24 binds.
+/// The release that this version is made for.
 const TORCH_VERSION: &str = "2.11.0";
 
 const QUERY: &str = r"
@@ -38,7 +38,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Ask the interpreter that torch-sys asks too: `python` of an active environment, else `python3`.
+    /// Ask `python` of an active environment, else `python3`.
     pub fn query() -> Result<Self> {
         // Not PATH: it differs between shells, and what it could change shows in torch's file below.
         for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {

@@ -1,4 +1,5 @@
-//! Compiles `torch_ops/`: the schemas and dispatch keys, in C++ because TORCH_LIBRARY is.
+//! Compiles `torch_ops/`: the schemas and dispatch keys, in C++ because TORCH_LIBRARY is, and the C functions under tch.
+//! All that knows a release of torch is compiled here.
 
 use crate::python::Environment;
 use anyhow::{Context, Result};
@@ -6,6 +7,8 @@ use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 const LIBRARY: &str = "volta_fa_torch_ops";
+/// What its objects refer to. tch would link libtorch_cuda too, where torch has it.
+const LIBTORCH: [&str; 2] = ["torch_cpu", "c10"];
 
 pub fn build(python: &Environment, generated: &Path) -> Result<()> {
     let (sources, headers): (Vec<_>, Vec<_>) = files("torch_ops")?.into_iter().partition(|p| p.extension().is_some_and(|e| e == "cpp"));
@@ -26,6 +29,11 @@ pub fn build(python: &Environment, generated: &Path) -> Result<()> {
     // Nothing refers to the registrations by name: without +whole-archive the linker would drop them.
     println!("cargo:rustc-link-lib=static:+whole-archive={LIBRARY}");
     println!("cargo:rustc-link-lib=dylib=stdc++");
+    for lib in LIBTORCH {
+        println!("cargo:rustc-link-lib=dylib={lib}");
+    }
+    // A function of tch's that torch_ops/tch.cpp lacks fails here, with its name, and not when the library is loaded.
+    println!("cargo:rustc-link-arg-cdylib=-Wl,-z,defs");
     for lib in &python.torch_libs {
         println!("cargo:rustc-link-search=native={}", lib.display());
         // Test programs start without Python, which would have loaded libtorch for them.

@@ -1,0 +1,426 @@
+// The C functions under tch, over ATen: those that src/ needs. torch-sys declares thousands, and would compile them all, which
+// takes minutes and binds Rust to one release of torch; its feature doc-only leaves that out. A function that src/ begins to use
+// and this file lacks fails the link with its name. The signatures are torch-sys': tests/test_package.py compares them.
+//
+// No exception crosses into Rust: its text is kept for get_and_reset_last_err, which tch calls after every call of these.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/bucketize.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::Scalar;
+using at::Tensor;
+
+// Of the last call of this thread that failed and was not asked for yet; from malloc, since tch frees it.
+thread_local char* last_error = nullptr;
+
+void keep_error(const char* text) { std::free(std::exchange(last_error, strdup(text))); }
+
+// What `body` returns; after an exception `failed`, and the error is kept.
+template <class Body, class Value>
+Value guarded(Value failed, const Body& body) noexcept {
+    try {
+        return body();
+    } catch (const std::exception& error) {
+        keep_error(error.what());
+    } catch (...) {
+        keep_error("unknown C++ exception");
+    }
+    return failed;
+}
+
+template <class Body>
+void guarded(const Body& body) noexcept {
+    guarded(0, [&] { return body(), 0; });
+}
+
+// A new tensor for Rust to own.
+template <class Body>
+Tensor* owned(const Body& body) noexcept {
+    return guarded(static_cast<Tensor*>(nullptr), [&] { return new Tensor(body()); });
+}
+
+template <class Body>
+void give(Tensor** out, const Body& body) noexcept {
+    *out = owned(body);
+}
+
+// How tch writes ATen's types.
+
+at::IntArrayRef list(const int64_t* data, int length) { return {data, static_cast<size_t>(length)}; }
+
+at::OptionalIntArrayRef optional_list(const int64_t* data, int length) {
+    return data ? at::OptionalIntArrayRef(list(data, length)) : std::nullopt;
+}
+
+at::ScalarType kind_of(int kind) { return static_cast<at::ScalarType>(kind); }
+
+std::optional<at::ScalarType> optional_kind(int kind) { return kind < 0 ? std::nullopt : std::optional(kind_of(kind)); }
+
+std::optional<double> number(double value, int8_t is_none) { return is_none ? std::nullopt : std::optional(value); }
+
+// CUDA's by index, the others by negative numbers, of which the library meets the CPU's only.
+constexpr int kCpu = -1;
+
+at::Device device_of(int device) {
+    TORCH_CHECK(device >= kCpu, "no CPU or CUDA device: ", device);
+    return device == kCpu ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device));
+}
+
+at::TensorOptions options(int kind, int device) { return at::TensorOptions(device_of(device)).dtype(kind_of(kind)); }
+
+void check_element_size(const Tensor& t, size_t bytes) {
+    TORCH_CHECK(static_cast<size_t>(t.element_size()) == bytes, "elements of ", t.element_size(), " bytes, taken for ", bytes);
+}
+
+}  // namespace
+
+extern "C" {
+
+char* get_and_reset_last_err() { return std::exchange(last_error, nullptr); }
+
+Scalar* ats_int(int64_t value) {
+    return guarded(static_cast<Scalar*>(nullptr), [&] { return new Scalar(value); });
+}
+Scalar* ats_float(double value) {
+    return guarded(static_cast<Scalar*>(nullptr), [&] { return new Scalar(value); });
+}
+void ats_free(Scalar* self) { delete self; }
+
+// ---- What a tensor is. ----
+
+Tensor* at_shallow_clone(Tensor* self) {
+    return owned([&] { return *self; });
+}
+void at_free(Tensor* self) { delete self; }
+
+size_t at_dim(Tensor* self) {
+    return guarded(size_t{0}, [&] { return static_cast<size_t>(self->dim()); });
+}
+void at_shape(Tensor* self, int64_t* values) {
+    guarded([&] { std::copy_n(self->sizes().data(), self->sizes().size(), values); });
+}
+void at_stride(Tensor* self, int64_t* values) {
+    guarded([&] { std::copy_n(self->strides().data(), self->strides().size(), values); });
+}
+int at_scalar_type(Tensor* self) {
+    return guarded(-1, [&] { return static_cast<int>(self->scalar_type()); });
+}
+int at_device(Tensor* self) {
+    return guarded(kCpu, [&] {
+        const at::Device device = self->device();
+        TORCH_CHECK(device.is_cpu() || device.is_cuda(), "a tensor on ", device);
+        return device.is_cpu() ? kCpu : static_cast<int>(device.index());
+    });
+}
+void* at_data_ptr(Tensor* self) {
+    return guarded(static_cast<void*>(nullptr), [&] { return self->data_ptr(); });
+}
+
+// ---- Elements to and from Rust. ----
+
+int64_t at_int64_value_at_indexes(Tensor* self, const int64_t* idx, int idx_len) {
+    return guarded(int64_t{0}, [&] {
+        Tensor element = *self;
+        for (const int64_t i : list(idx, idx_len)) element = element.select(0, i);
+        return element.item<int64_t>();
+    });
+}
+Tensor* at_tensor_of_data(const void* data, const int64_t* dims, size_t ndims, size_t elt_size_in_bytes, int kind) {
+    return owned([&] {
+        Tensor made = at::empty({dims, ndims}, options(kind, kCpu));
+        check_element_size(made, elt_size_in_bytes);
+        if (made.numel() > 0) std::memcpy(made.data_ptr(), data, made.nbytes());
+        return made;
+    });
+}
+// `data` is written: torch-sys declares what tch passes.
+void at_copy_data(Tensor* self, const void* data, size_t numel, size_t elt_size_in_bytes) {
+    guarded([&] {
+        check_element_size(*self, elt_size_in_bytes);
+        TORCH_CHECK(numel <= static_cast<size_t>(self->numel()), numel, " elements of a tensor that has ", self->numel());
+        const Tensor source = self->to(at::kCPU).contiguous();
+        if (numel > 0) std::memcpy(const_cast<void*>(data), source.data_ptr(), numel * elt_size_in_bytes);
+    });
+}
+void at_copy_(Tensor* dst, Tensor* src) {
+    guarded([&] { dst->copy_(*src); });
+}
+
+int at_get_num_threads() {
+    return guarded(1, [] { return at::get_num_threads(); });
+}
+
+// ---- Made from nothing. ----
+
+void atg_arange(Tensor** out, Scalar* end, int kind, int device) {
+    give(out, [&] { return at::arange(*end, options(kind, device)); });
+}
+void atg_arange_start(Tensor** out, Scalar* start, Scalar* end, int kind, int device) {
+    give(out, [&] { return at::arange(*start, *end, options(kind, device)); });
+}
+void atg_empty(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
+    give(out, [&] { return at::empty(list(size_data, size_len), options(kind, device)); });
+}
+void atg_full(Tensor** out, const int64_t* size_data, int size_len, Scalar* fill_value, int kind, int device) {
+    give(out, [&] { return at::full(list(size_data, size_len), *fill_value, options(kind, device)); });
+}
+void atg_ones(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
+    give(out, [&] { return at::ones(list(size_data, size_len), options(kind, device)); });
+}
+void atg_zeros(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
+    give(out, [&] { return at::zeros(list(size_data, size_len), options(kind, device)); });
+}
+void atg_zeros_like(Tensor** out, Tensor* self) {
+    give(out, [&] { return at::zeros_like(*self); });
+}
+
+// ---- The same elements, seen otherwise; copied where that is needed. ----
+
+void atg_contiguous(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->contiguous(); });
+}
+void atg_expand(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, int implicit) {
+    give(out, [&] { return self->expand(list(size_data, size_len), implicit != 0); });
+}
+void atg_index_select(Tensor** out, Tensor* self, int64_t dim, Tensor* index) {
+    give(out, [&] { return self->index_select(dim, *index); });
+}
+void atg_narrow(Tensor** out, Tensor* self, int64_t dim, int64_t start, int64_t length) {
+    give(out, [&] { return self->narrow(dim, start, length); });
+}
+void atg_permute(Tensor** out, Tensor* self, const int64_t* dims_data, int dims_len) {
+    give(out, [&] { return self->permute(list(dims_data, dims_len)); });
+}
+void atg_reshape(Tensor** out, Tensor* self, const int64_t* shape_data, int shape_len) {
+    give(out, [&] { return self->reshape(list(shape_data, shape_len)); });
+}
+void atg_select(Tensor** out, Tensor* self, int64_t dim, int64_t index) {
+    give(out, [&] { return self->select(dim, index); });
+}
+void atg_squeeze_dim(Tensor** out, Tensor* self, int64_t dim) {
+    give(out, [&] { return self->squeeze(dim); });
+}
+void atg_stack(Tensor** out, Tensor* const* tensors_data, int tensors_len, int64_t dim) {
+    give(out, [&] {
+        std::vector<Tensor> tensors;
+        tensors.reserve(static_cast<size_t>(tensors_len));
+        for (int i = 0; i < tensors_len; ++i) tensors.push_back(*tensors_data[i]);
+        return at::stack(tensors, dim);
+    });
+}
+void atg_to(Tensor** out, Tensor* self, int device) {
+    give(out, [&] { return self->to(device_of(device)); });
+}
+void atg_totype(Tensor** out, Tensor* self, int scalar_type) {
+    give(out, [&] { return self->toType(kind_of(scalar_type)); });
+}
+void atg_transpose(Tensor** out, Tensor* self, int64_t dim0, int64_t dim1) {
+    give(out, [&] { return self->transpose(dim0, dim1); });
+}
+void atg_tril(Tensor** out, Tensor* self, int64_t diagonal) {
+    give(out, [&] { return self->tril(diagonal); });
+}
+void atg_triu(Tensor** out, Tensor* self, int64_t diagonal) {
+    give(out, [&] { return self->triu(diagonal); });
+}
+void atg_unflatten(Tensor** out, Tensor* self, int64_t dim, const int64_t* sizes_data, int sizes_len) {
+    give(out, [&] { return self->unflatten(dim, list(sizes_data, sizes_len)); });
+}
+void atg_unsqueeze(Tensor** out, Tensor* self, int64_t dim) {
+    give(out, [&] { return self->unsqueeze(dim); });
+}
+void atg_view(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
+    give(out, [&] { return self->view(list(size_data, size_len)); });
+}
+void atg_view_dtype(Tensor** out, Tensor* self, int dtype) {
+    give(out, [&] { return self->view(kind_of(dtype)); });
+}
+
+// ---- Element by element. ----
+
+void atg_abs(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->abs(); });
+}
+void atg_abs_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->abs_(); });
+}
+void atg_add(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->add(*other); });
+}
+void atg_add_(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->add_(*other); });
+}
+void atg_add_scalar(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->add(*other); });
+}
+void atg_add_scalar_(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->add_(*other); });
+}
+void atg_addcmul_(Tensor** out, Tensor* self, Tensor* tensor1, Tensor* tensor2) {
+    give(out, [&] { return self->addcmul_(*tensor1, *tensor2); });
+}
+void atg_bitwise_right_shift_tensor_scalar(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->bitwise_right_shift(*other); });
+}
+void atg_bucketize(Tensor** out, Tensor* self, Tensor* boundaries, int out_int32, int right) {
+    give(out, [&] { return at::bucketize(*self, *boundaries, out_int32 != 0, right != 0); });
+}
+void atg_clamp(Tensor** out, Tensor* self, Scalar* min, Scalar* max) {
+    give(out, [&] { return self->clamp(*min, *max); });
+}
+void atg_clamp_max(Tensor** out, Tensor* self, Scalar* max) {
+    give(out, [&] { return self->clamp_max(*max); });
+}
+void atg_div_scalar_(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->div_(*other); });
+}
+void atg_exp(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->exp(); });
+}
+void atg_exp_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->exp_(); });
+}
+void atg_fill_(Tensor** out, Tensor* self, Scalar* value) {
+    give(out, [&] { return self->fill_(*value); });
+}
+void atg_frexp(Tensor** out, Tensor* self) {
+    guarded([&] {
+        auto [mantissa, exponent] = self->frexp();
+        auto first = std::make_unique<Tensor>(std::move(mantissa));
+        out[1] = new Tensor(std::move(exponent));
+        out[0] = first.release();
+    });
+}
+void atg_log_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->log_(); });
+}
+void atg_logaddexp(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->logaddexp(*other); });
+}
+void atg_masked_fill(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
+    give(out, [&] { return self->masked_fill(*mask, *value); });
+}
+void atg_masked_fill_(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
+    give(out, [&] { return self->masked_fill_(*mask, *value); });
+}
+void atg_mul(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->mul(*other); });
+}
+void atg_mul_(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->mul_(*other); });
+}
+void atg_mul_out(Tensor** out, Tensor* result, Tensor* self, Tensor* other) {
+    give(out, [&] { return at::mul_out(*result, *self, *other); });
+}
+void atg_mul_scalar(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->mul(*other); });
+}
+void atg_mul_scalar_(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->mul_(*other); });
+}
+void atg_nan_to_num_(Tensor** out, Tensor* self, double nan, int8_t nan_null, double posinf, int8_t posinf_null, double neginf,
+                     int8_t neginf_null) {
+    give(out, [&] { return self->nan_to_num_(number(nan, nan_null), number(posinf, posinf_null), number(neginf, neginf_null)); });
+}
+void atg_neg(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->neg(); });
+}
+void atg_neg_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->neg_(); });
+}
+void atg_sigmoid(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->sigmoid(); });
+}
+void atg_square_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->square_(); });
+}
+void atg_sub(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->sub(*other); });
+}
+void atg_sub_(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->sub_(*other); });
+}
+void atg_tanh_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->tanh_(); });
+}
+void atg_where_self(Tensor** out, Tensor* condition, Tensor* self, Tensor* other) {
+    give(out, [&] { return at::where(*condition, *self, *other); });
+}
+void atg_zero_(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->zero_(); });
+}
+
+// ---- Verdicts. ----
+
+void atg_any(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->any(); });
+}
+void atg_eq(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->eq(*other); });
+}
+void atg_ge_tensor(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->ge(*other); });
+}
+void atg_isclose(Tensor** out, Tensor* self, Tensor* other, double rtol, double atol, int equal_nan) {
+    give(out, [&] { return self->isclose(*other, rtol, atol, equal_nan != 0); });
+}
+void atg_logical_not(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->logical_not(); });
+}
+void atg_logical_or(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->logical_or(*other); });
+}
+void atg_lt(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->lt(*other); });
+}
+
+// ---- Sums and the like. ----
+
+void atg_amax(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
+    give(out, [&] { return self->amax(list(dim_data, dim_len), keepdim != 0); });
+}
+void atg_baddbmm_(Tensor** out, Tensor* self, Tensor* batch1, Tensor* batch2) {
+    give(out, [&] { return self->baddbmm_(*batch1, *batch2); });
+}
+void atg_bmm_out(Tensor** out, Tensor* result, Tensor* self, Tensor* mat2) {
+    give(out, [&] { return at::bmm_out(*result, *self, *mat2); });
+}
+void atg_logsumexp(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
+    give(out, [&] { return self->logsumexp(list(dim_data, dim_len), keepdim != 0); });
+}
+void atg__softmax_out(Tensor** out, Tensor* result, Tensor* self, int64_t dim, int half_to_float) {
+    give(out, [&] { return at::_softmax_out(*result, *self, dim, half_to_float != 0); });
+}
+void atg_sum_dim_intlist(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim, int dtype) {
+    give(out, [&] { return self->sum(optional_list(dim_data, dim_len), keepdim != 0, optional_kind(dtype)); });
+}
+void atg_sum_to_size(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
+    give(out, [&] { return self->sum_to_size(list(size_data, size_len)); });
+}
+
+}  // extern "C"
