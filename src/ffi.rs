@@ -121,6 +121,16 @@ fn release(mut t: Tensor) -> *mut c_void {
     handle
 }
 
+/// The same for all of an op's results; null where one is absent.
+///
+/// # Safety
+/// `outputs` has room for `N` pointers.
+unsafe fn release_all<const N: usize>(outputs: *mut *mut c_void, results: [Option<Tensor>; N]) {
+    for (i, t) in results.into_iter().enumerate() {
+        unsafe { *outputs.add(i) = t.map_or(std::ptr::null_mut(), release) };
+    }
+}
+
 /// `volta_fa::fwd`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
@@ -129,9 +139,7 @@ fn release(mut t: Tensor) -> *mut c_void {
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
         let (out, softmax_lse) = ops::forward(&call(&*args))?;
-        for (i, t) in [out, softmax_lse].into_iter().enumerate() {
-            *outputs.add(i) = release(t);
-        }
+        release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
 }
@@ -145,9 +153,7 @@ pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *
     status("bwd", || unsafe {
         let args = &*args;
         let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention), &saved(args))?;
-        for (i, t) in [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks].into_iter().enumerate() {
-            *outputs.add(i) = t.map_or(std::ptr::null_mut(), release);
-        }
+        release_all(outputs, [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks]);
         Ok(())
     })
 }
@@ -205,9 +211,7 @@ unsafe fn states(args: &MergeArgs) -> merge::States {
 pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *mut c_void) -> Status {
     status("merge_attention_states", || unsafe {
         let (out, softmax_lse) = merge::merge(&states(&*args))?;
-        for (i, t) in [out, softmax_lse].into_iter().enumerate() {
-            *outputs.add(i) = release(t);
-        }
+        release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
 }

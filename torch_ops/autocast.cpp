@@ -19,10 +19,9 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
         const bool lower = t && t->defined() && (t->scalar_type() == at::kHalf || t->scalar_type() == at::kBFloat16);
         return lower ? OptionalTensor(cast(*t)) : t;
     };
-    const auto call = [&](const OptionalTensor& attn_bias, const OptionalTensor& sinks) {
-        return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
-    };
-    return call(follow(attn_bias), follow(sinks));
+    Options<c10::SymInt> options{VOLTA_FA_OPTION_ARGUMENTS};
+    for (OptionalTensor* t : {VOLTA_FA_DIFFERENTIABLE_MEMBERS(options)}) *t = follow(*t);
+    return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_MEMBERS(options), std::move(generator));
 }
 
 }  // namespace

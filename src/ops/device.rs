@@ -172,7 +172,7 @@ pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64
 }
 
 /// Pointer to an element of an fp32 tensor.
-fn at(t: &Tensor, element: i64) -> *mut f32 {
+pub(super) fn at(t: &Tensor, element: i64) -> *mut f32 {
     (t.data_ptr() as *mut f32).wrapping_offset(element as isize)
 }
 

@@ -60,7 +60,7 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     ];
     launcher.begin(&ranges);
     for (first, batches) in plan::batch_chunks(m.batch) {
-        let lse_at = |t: &Tensor| (t.data_ptr() as *mut f32).wrapping_offset((first * m.nheads * m.seqlen_q) as isize);
+        let lse_at = |t: &Tensor| device::at(t, first * m.nheads * m.seqlen_q);
         let params = MergeParams {
             out_a: operand(&a, first),
             out_b: operand(&b, first),

@@ -12,7 +12,7 @@ use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::options::Options;
 use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend, DType, Device};
+use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
 use crate::tensor::{describe, readable_gradient};
 use std::convert::Infallible;
 use std::ffi::c_void;
@@ -74,7 +74,7 @@ enum Target {
 }
 
 impl Target {
-    fn of(q: &problem::TensorDesc, stream: *mut c_void) -> Result<Target> {
+    fn of(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match q.device {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
             Device::Cpu if matches!(q.dtype, DType::Half | DType::BFloat16) => simulated(),
@@ -113,7 +113,7 @@ fn simulated() -> Result<Target> {
 
 /// `volta_fa::fwd`: (out, softmax_lse).
 pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (target, a) = prepare(call)?;
+    let (target, a, _) = prepare(call)?;
     let inputs = &call.inputs;
     if a.is_empty() {
         return empty_forward(inputs, &a);
@@ -128,7 +128,7 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
 
 /// `volta_fa::bwd`.
 pub(crate) fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
-    let (target, a) = prepare(call)?;
+    let (target, a, q) = prepare(call)?;
     let inputs = &call.inputs;
     let saved = &Saved {
         dout: readable_gradient(&saved.dout)?,
@@ -136,7 +136,7 @@ pub(crate) fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
         softmax_lse: saved.softmax_lse.shallow_clone(),
         ..*saved
     };
-    validate_backward(inputs, saved, &a, target.backend())?;
+    validate_backward(inputs, &q, saved, &a, target.backend())?;
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
@@ -153,28 +153,32 @@ pub(crate) fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
 pub(crate) fn check_forward(call: &Call) -> Result<()> {
-    validate(&call.inputs, Backend::Meta).map(|_| ())
+    let inputs = &call.inputs;
+    validate(inputs, &describe(&inputs.q)?, Backend::Meta).map(|_| ())
 }
 
 /// The same for [`backward`].
 pub(crate) fn check_backward(call: &Call, saved: &Saved) -> Result<()> {
-    let a = validate(&call.inputs, Backend::Meta)?;
-    validate_backward(&call.inputs, saved, &a, Backend::Meta)
+    let inputs = &call.inputs;
+    let q = describe(&inputs.q)?;
+    let a = validate(inputs, &q, Backend::Meta)?;
+    validate_backward(inputs, &q, saved, &a, Backend::Meta)
 }
 
-fn validate(inputs: &Inputs, backend: Backend) -> Result<Attention> {
+/// `q` is the description of inputs.q, which callers need too.
+fn validate(inputs: &Inputs, q: &TensorDesc, backend: Backend) -> Result<Attention> {
     let options = inputs.options.try_map(describe)?;
-    problem::validate(&describe(&inputs.q)?, &describe(&inputs.k)?, &describe(&inputs.v)?, &options, backend)
+    problem::validate(q, &describe(&inputs.k)?, &describe(&inputs.v)?, &options, backend)
 }
 
-fn validate_backward(inputs: &Inputs, saved: &Saved, a: &Attention, backend: Backend) -> Result<()> {
+fn validate_backward(inputs: &Inputs, q: &TensorDesc, saved: &Saved, a: &Attention, backend: Backend) -> Result<()> {
     let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
     problem::validate_backward(
         &describe(&saved.dout)?,
         &describe(&saved.out)?,
         &describe(&saved.softmax_lse)?,
         rng_state.as_ref(),
-        &describe(&inputs.q)?,
+        q,
         a,
         backend,
     )?;
@@ -210,18 +214,19 @@ fn checks_lengths(target: &Target, device: Device, requested: bool) -> Result<bo
     Ok(requested || matches!(target, Target::Cpu) || asked.unwrap_or(device == Device::Cpu))
 }
 
-fn prepare(call: &Call) -> Result<(Target, Attention)> {
+/// Who computes, the checked problem, and the description of q.
+fn prepare(call: &Call) -> Result<(Target, Attention, TensorDesc)> {
     let Call { inputs, stream } = call;
     let q = describe(&inputs.q)?;
     let target = Target::of(&q, *stream)?;
-    let a = validate(inputs, target.backend())?;
+    let a = validate(inputs, &q, target.backend())?;
     if a.is_ragged() && checks_lengths(&target, q.device, inputs.options.check_lengths)? {
         let o = &inputs.options;
         let values = |t: &Option<Tensor>| t.as_ref().map(|t| Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?)).transpose();
         let (cu_q, cu_k, used) = (values(&o.cu_seqlens_q)?, values(&o.cu_seqlens_k)?, values(&o.seqused_k)?);
         problem::validate_lengths(&a, cu_q.as_deref(), cu_k.as_deref(), used.as_deref())?;
     }
-    Ok((target, a))
+    Ok((target, a, q))
 }
 
 /// No key to look at: every row is fully masked, but for a sink.

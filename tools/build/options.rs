@@ -76,6 +76,7 @@ namespace volta_fa {{
 #define VOLTA_FA_OPTION_SCHEMA \"{schema}\"
 // Those that may need a gradient.
 #define VOLTA_FA_DIFFERENTIABLE_OPTIONS {differentiable}
+#define VOLTA_FA_DIFFERENTIABLE_MEMBERS(options) {differentiable_members}
 
 template <class Int>
 OptionArgs option_args(VOLTA_FA_OPTION_PARAMETERS(Int)) {{
@@ -117,6 +118,7 @@ Options<Int> saved_options(Map &saved, const Tensors &tensors) {{
         arguments = list(all, |row| row.name.into()),
         schema = list(all, |row| format!("{} {}={}", spelling(row.kind).schema, row.name, default(row))),
         differentiable = list(|row| row.kind == Kind::Differentiable, |row| row.name.into()),
+        differentiable_members = list(|row| row.kind == Kind::Differentiable, |row| format!("&options.{}", row.name)),
         to_c = list(all, |row| format!("{}({})", spelling(row.kind).to_c, row.name)),
         tensor_names = list(is_tensor, |row| row.name.into()),
         save = lines(|row| !is_tensor(row), |row| format!("saved[\"{0}\"] = {0};", row.name)),
