@@ -222,7 +222,7 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
             let failed: Vec<_> = failed.iter().map(|v| v.name).collect();
             let failed = match failed.as_slice() {
                 [] => String::new(),
-                names => format!(" but what failed on it in `python -m volta_fa check`: {}", names.join(", ")),
+                names => format!("; what would do failed on this GPU (`python -m volta_fa check`): {}", names.join(", ")),
             };
             format!(
                 "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}{failed}",
