@@ -260,7 +260,11 @@ def test_info_says_what_became_of_the_file(monkeypatch, capsys, force):
     facts = {**volta_fa.info(), "devices": []}
     for outcome, more, expected in [
         ("read", {}, "cuda:0: 3 choices, failed kernels: none (/p.json)"),
-        ("read", {"failed": ["a", "b"], "overridden": True}, "cuda:0: 3 choices, failed kernels: a, b, overridden in this process (/p.json)"),
+        (
+            "read",
+            {"failed": ["a", "b"], "overridden": True},
+            "cuda:0: 3 choices, failed kernels: a, b, overridden in this process (/p.json)",
+        ),
         ("missing", {}, "cuda:0: none (/p.json)"),
         ("off", {}, "cuda:0: switched off (VOLTA_FA_TUNING=0) (/p.json)"),
         ("ignored", {"why": "tuning: bad"}, "cuda:0: ignored: tuning: bad (/p.json)"),
@@ -307,11 +311,12 @@ op.fwd(q, q, q, is_causal=True)
 def test_each_plan_is_logged_once():
     lines = run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
     shape = "batch 2, seqlen 50 x 50, 2 heads on 2, headdim 64 / 64"
+    plain = "(the cheapest that covers it)"
     kernels = {
         f"forward, {shape}, causal": "volta_fwd_64x64_small on 1 x 2 x 2 blocks (smaller blocks, since all run at once)",
-        f"backward, {shape}, causal": "volta_bwd_prepare on 1 x 2 x 2 blocks (the cheapest that covers it), volta_bwd_64 on 1 x 2 x 2",
-        f"backward without atomics, {shape}, causal": "volta_bwd_prepare on 1 x 2 x 2 blocks (the cheapest that covers it), volta_bwd_keys_64 ",
-        f"forward, {shape}, window 3:all, with softcap": "volta_fwd_general_64x64 on 1 x 2 x 2 blocks (the cheapest that covers it)",
+        f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64 on 1 x 2 x 2",
+        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64 on ",
+        f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_general_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
     }
     *logged, tuned = lines
