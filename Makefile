@@ -69,20 +69,21 @@ docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side i
 docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 	@dot -Tsvg $< -o $@
 
-wheel: $(READY) ## build the wheel to ship (without the simulator) into dist/
-	@$(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is supported, into dist/
+	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
+	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean: ## remove everything built (.venv stays: delete it by hand)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # The environment, again whenever its requirements change.
-$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt,$(wildcard tools/requirements/*.txt))
+$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt %/wheel.txt,$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)"
 	@touch $@
 
-# What `make lint` and `make docs` need besides, when one of them is first asked for.
-$(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: tools/requirements/%.txt $(READY)
+# What `make lint`, `make docs` and `make wheel` need besides, when one of them is first asked for.
+$(VENV)/.lint $(VENV)/.docs $(VENV)/.wheel: $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@
