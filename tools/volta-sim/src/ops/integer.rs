@@ -148,10 +148,11 @@ impl Class for Integer {
                 s.setp(0, mask_of(|l| sum[l] >> 64 != 0));
             }
             Integer::ImadHi { signed } => {
-                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
+                // the third source is a pair, as of IMAD.WIDE
+                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int64(2)?);
                 s.wr(&lanes(|l| {
                     let p = if signed { ((a[l] as i32 as i64) * (b[l] as i32 as i64)) as u64 } else { a[l] as u64 * b[l] as u64 };
-                    ((p >> 32) as u32).wrapping_add(c[l])
+                    (p.wrapping_add(c[l]) >> 32) as u32
                 }));
             }
             Integer::Lea { hi, x, sx32, shift } => {
