@@ -79,7 +79,7 @@ def include_dirs():
 
 
 def compile(src, includes=(), defines=None, options=(), name="kernel.cu", arch="sm_70"):
-    """Compile CUDA C++ (text or a path) to a cubin (bytes) for `arch` with NVRTC."""
+    """Compile CUDA C++ (text or a path) with NVRTC, to a cubin (bytes) for sm_70 or sm_75, or to PTX for compute_75."""
     if isinstance(src, Path) or ("\n" not in str(src) and os.path.exists(str(src))):
         name, src = os.path.basename(str(src)), Path(src).read_text()
     lib = _wheel_file("cuda_nvrtc/lib/libnvrtc.so.12")
@@ -100,9 +100,10 @@ def compile(src, includes=(), defines=None, options=(), name="kernel.cu", arch="
     rtc.nvrtcGetProgramLog(prog, log)
     if rc:
         raise RuntimeError("NVRTC: " + log.value.decode())
-    rtc.nvrtcGetCUBINSize(prog, ctypes.byref(n))
+    kind = "CUBIN" if arch.startswith("sm") else "PTX"
+    getattr(rtc, f"nvrtcGet{kind}Size")(prog, ctypes.byref(n))
     out = ctypes.create_string_buffer(n.value)
-    rtc.nvrtcGetCUBIN(prog, out)
+    getattr(rtc, f"nvrtcGet{kind}")(prog, out)
     rtc.nvrtcDestroyProgram(ctypes.byref(prog))
     return out.raw
 
