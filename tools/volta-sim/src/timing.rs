@@ -432,10 +432,16 @@ impl<'a, 'e> SmSim<'a, 'e> {
             return now;
         }
         if self.l15.ready[line as usize] == ABSENT {
-            let start = now.max(self.l15_fill_free);
-            self.l15_fill_free = start + self.m.l15_line_cycles;
-            self.c.l15_fills += 1;
-            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, now, start + self.m.l2_latency);
+            // the first time, an earlier launch has left it there
+            let ready = if self.l15.used[line as usize] == 0 {
+                now
+            } else {
+                let start = now.max(self.l15_fill_free);
+                self.l15_fill_free = start + self.m.l15_line_cycles;
+                self.c.l15_fills += 1;
+                start + self.m.l2_latency
+            };
+            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, now, ready);
         }
         self.l15.used[line as usize] = now;
         self.l15.ready[line as usize].max(now)
