@@ -16,7 +16,7 @@
 
 use super::{only_family, KernelLaunch, Launcher, MemoryRange};
 use crate::error::{Error, Result};
-use crate::kernels;
+use crate::kernels::{self, Code};
 use crate::plan::DeviceLimits;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -159,6 +159,10 @@ impl Launcher for Simulator {
                 unsafe { module.run(v.name, &sim, schedule) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
             }
             Mode::Timed => {
+                if v.family.code_for(self.machine.sm) != Some(Code::Cubin) {
+                    let what = format!("{}: a {} gets its PTX, which the simulator cannot time", v.name, self.machine.name);
+                    return Err(Error::unsupported(what));
+                }
                 let options = TimingOptions { machine: self.machine.clone(), ..Default::default() };
                 // SAFETY: as above.
                 let report = unsafe { module.time(v.name, &sim, &options) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
