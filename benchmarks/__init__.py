@@ -3,7 +3,7 @@
     python -m benchmarks.table      errors, memory and speed against PyTorch's own attention, on this machine
     python -m benchmarks.memory     peak memory against sequence length, on this machine
     python -m benchmarks.training   loss curves and gradients of a small GPT against PyTorch's own attention
-    python -m benchmarks.volta      the kernels on a simulated V100, against the peers' recorded figures
+    python -m benchmarks.volta      the kernels on a simulated V100, against the peers' recorded figures; --gpu: on a Turing card
     python -m benchmarks.plan       which kernels a shape gets
     python -m benchmarks.docs DIR   put results of the above into docs/performance.md
 

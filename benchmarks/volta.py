@@ -1,8 +1,9 @@
-"""The kernels on a simulated V100: TFLOP/s of the sm_70 machine code that this build ships.
+"""The kernels on a simulated V100, T4 or RTX 2080 Ti: TFLOP/s of the machine code for sm_70 or sm_75 that this build ships.
 
 Each case calls torch.ops.volta_fa.fwd or .bwd on fp16 CPU tensors with VOLTA_FA_SIMULATE=timing: validation, plan,
 grid and parameter block are those of a GPU; then tools/volta-sim times one SM's share of every launch, with its default
-model and with a perfect instruction cache (icache=false). Nothing here is measured: no V100 takes part.
+model and with a perfect instruction cache (icache=false). Nothing here is measured: no such GPU takes part. "Of peak" is the
+share of the tensor pipe's rate: what it is worth in TFLOP/s depends on the clock, which a T4's 70 W rarely leave at its boost.
 
 TFLOP/s count 4*B*H*M*N*D operations forward and 10*B*H*M*N*D backward, half for causal, over the sum of all kernels of
 the pass: backward's includes the row statistics, the zeroing and the conversion of dq. Launch overhead is not counted.
@@ -42,8 +43,30 @@ from .peers import GEMM_TFLOPS, PEERS, Peer
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
 
-#: Tensor peak of a V100 SXM2: 80 SMs x 512 FMA a clock at 1.53 GHz.
-PEAK_TFLOPS = 125.3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What volta-sim describes, as its users call it."""
+
+    title: str
+    device: str
+    sms: int
+    mma_flops: int  # a clock and SM, fp16 operands and fp32 accumulators
+    ghz: float
+    gemm_tflops: float | None = None  # what dense matrix products reach in the simulator
+
+    @property
+    def peak_tflops(self) -> float:
+        return self.sms * self.mma_flops * self.ghz / 1e3
+
+
+#: By their names in VOLTA_FA_SIM_GPU.
+GPUS = {
+    "v100": Gpu("V100", "V100 SXM2, 80 SMs at 1.53 GHz", 80, 1024, 1.53, GEMM_TFLOPS),
+    "t4": Gpu("T4", "T4, 40 SMs at 1.59 GHz", 40, 1024, 1.59),
+    "rtx2080ti": Gpu("RTX 2080 Ti", "RTX 2080 Ti, 68 SMs at 1.545 GHz", 68, 512, 1.545),
+}
 FORWARD, BACKWARD = "forward", "backward"
 #: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.
 FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
@@ -105,9 +128,13 @@ class Row:
 # ---- cases -------------------------------------------------------------------------------------------------------
 
 
-def cases() -> list[Case]:
+def cases(gpu: str = "v100") -> list[Case]:
     """Curves over N for each headdim, then grouped heads, odd lengths, views and small grids."""
     found = []
+    # What the shares of a Turing chip's tensor pipe are quoted at; the lists below have the rest.
+    if gpu != "v100":
+        found += [Case(d, Shape(1, heads, 4096, 4096, 256, False)) for d, heads in ((FORWARD, 32), (BACKWARD, 40))]
+        found += [Case(BACKWARD, Shape(1, 40, 4096, 4096, d, False)) for d in (64, 128)]
     # Enough heads for 80 SMs: 32 for a forward, 40 for a backward, as in the kernel studies.
     for direction, heads, longest in ((FORWARD, 32, 4096), (BACKWARD, 40, 2048)):
 
@@ -147,9 +174,12 @@ def quick_cases() -> list[Case]:
 # ---- simulation --------------------------------------------------------------------------------------------------
 
 
-def simulate(case: Case) -> Row:
-    """Time one case with both machine models. The environment of this process changes meanwhile."""
-    default, no_icache = (_launch(case, settings) for settings in ("", "icache=false"))
+def simulate(case: Case, gpu: str = "v100") -> Row | None:
+    """Time one case with both machine models; None if there are no kernels for it. The environment of this process changes meanwhile."""
+    try:
+        default, no_icache = (_launch(case, gpu, settings) for settings in ("", "icache=false"))
+    except NotImplementedError:
+        return None
     main = max(default, key=_microseconds)
     loop = main["timing"]["hot_loop"]
     flops = case.shape.forward_flops if case.direction == FORWARD else case.shape.backward_flops
@@ -177,7 +207,7 @@ def _microseconds(launch: dict) -> float:
     return launch["timing"]["kernel_us"]
 
 
-def _launch(case: Case, settings: str) -> list[dict]:
+def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
     """The simulator's reports on the launches of a pass, one for each kernel."""
     s = case.shape
     q = _randn(s, s.seqlen_q, s.nheads, s.headdim, case.heads_first, seed=0)
@@ -192,7 +222,7 @@ def _launch(case: Case, settings: str) -> list[dict]:
     options = {"is_causal": s.causal, **_options(case)}
     if case.feature == "packed":
         q, k, v = (t[0] for t in (q, k, v))
-    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings):
+    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_GPU=gpu, VOLTA_FA_SIM_SET=settings):
         torch.ops.volta_fa._sim_report()  # forgets earlier launches
         if case.direction == FORWARD:
             torch.ops.volta_fa.fwd(q, k, v, **options)
@@ -253,37 +283,41 @@ def _aligned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory[first : first + numel].view(size)
 
 
-def simulate_all(chosen: Sequence[Case], jobs: int) -> list[Row]:
+def simulate_all(chosen: Sequence[Case], gpu: str, jobs: int) -> tuple[list[Row], list[Case]]:
+    """The rows, and the cases that there are no kernels for."""
     with report.progress() as bar:
-        task = bar.add_task("simulated V100", total=len(chosen))
-        rows = []
-        for row in _in_order(chosen, jobs):
-            rows.append(row)
-            bar.update(task, advance=1, description=str(row.case))
-    return rows
+        task = bar.add_task(f"simulated {GPUS[gpu].title}", total=len(chosen))
+        rows, missing = [], []
+        for case, row in zip(chosen, _in_order(chosen, gpu, jobs)):
+            if row:
+                rows.append(row)
+            else:
+                missing.append(case)
+            bar.update(task, advance=1, description=str(case))
+    return rows, missing
 
 
-def _in_order(chosen: Sequence[Case], jobs: int) -> Iterator[Row]:
+def _in_order(chosen: Sequence[Case], gpu: str, jobs: int) -> Iterator[Row | None]:
     if jobs == 1:
-        yield from map(simulate, chosen)
+        yield from (simulate(case, gpu) for case in chosen)
         return
     # Processes, because the simulator's settings are the process' environment.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(simulate, chosen)
+        yield from pool.map(simulate, chosen, [gpu] * len(chosen))
 
 
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def grids(rows: Sequence[Row]) -> list[Grid]:
-    found = [_grid(direction, of) for direction in (FORWARD, BACKWARD) if (of := [r for r in rows if r.case.direction == direction])]
+def grids(rows: Sequence[Row], gpu: str) -> list[Grid]:
+    found = [_grid(direction, GPUS[gpu], of) for direction in (FORWARD, BACKWARD) if (of := [r for r in rows if r.case.direction == direction])]
     peers = _peer_grid(rows)
-    return found + [peers] if peers.rows else found
+    return found + [peers] if gpu == "v100" and peers.rows else found
 
 
-def _grid(direction: str, rows: Sequence[Row]) -> Grid:
+def _grid(direction: str, gpu: Gpu, rows: Sequence[Row]) -> Grid:
     grid = Grid(
-        f"Simulated V100, {direction} (TFLOP/s: default model, perfect instruction cache)",
+        f"Simulated {gpu.title}, {direction} (TFLOP/s: default model, perfect instruction cache)",
         ["case", "TFLOP/s", "perfect i-cache", "of peak", "kernel", "registers", "shared, KB", "spills", "excess wavefronts", "loop, KB"],
     )
     for row in rows:
@@ -294,7 +328,7 @@ def _grid(direction: str, rows: Sequence[Row]) -> Grid:
                 str(row.case).removeprefix(direction + " "),
                 f"{f.tflops:.1f}",
                 f"{f.tflops_no_icache:.1f}",
-                f"{f.tflops / PEAK_TFLOPS:.0%}",
+                f"{f.tflops / gpu.peak_tflops:.0%}",
                 row.kernel,
                 str(f.registers),
                 significant(f.shared_bytes / 1024),
@@ -339,10 +373,11 @@ def _same_case(case: Case, peer: Peer) -> bool:
 _TICKS = (512, 1024, 2048, 4096, 8192)
 
 
-def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
-    title = f"volta_fa on a simulated V100, {header['date']}; solid: default model, dashed: perfect instruction cache"
+def plot(rows: Sequence[Row], gpu: Gpu, header: dict[str, str], path: Path) -> None:
+    title = f"volta_fa on a simulated {gpu.title}, {header['date']}; solid: default model, dashed: perfect instruction cache"
     figure, axes = plots.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
-    markers = dict(zip(dict.fromkeys(p.name for p in PEERS), "XPs"))
+    peers = PEERS if gpu is GPUS["v100"] else ()
+    markers = dict(zip(dict.fromkeys(p.name for p in peers), "XPs"))
     for down, direction in enumerate((FORWARD, BACKWARD)):
         for across, causal in enumerate((False, True)):
             axis = axes[down][across]
@@ -352,14 +387,15 @@ def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
                 if curve:
                     axis.plot(n, [r.figures.tflops for r in curve], "o-", color=colour, label=f"D={headdim}", markersize=4)
                     axis.plot(n, [r.figures.tflops_no_icache for r in curve], "--", color=colour, linewidth=0.9)
-            for peer in PEERS:
+            for peer in peers:
                 if (peer.direction, peer.causal) == (direction, causal):
                     colour = plots.HEADDIM_COLOURS[peer.headdim]
                     axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=colour, label=f"{peer.name}, D={peer.headdim}")
-            axis.axhline(GEMM_TFLOPS, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
+            if gpu.gemm_tflops:
+                axis.axhline(gpu.gemm_tflops, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
             axis.set_xscale("log", base=2)
             axis.set_xticks(_TICKS, map(str, _TICKS))
-            axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 105), xlabel="N", ylabel="simulated TFLOP/s")
+            axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 0.84 * gpu.peak_tflops), xlabel="N", ylabel="simulated TFLOP/s")
             axis.set_title(f"{direction}, {'causal' if causal else 'not causal'}")
     plots.shared_legend(figure, axes)
     plots.save(figure, path)
@@ -379,6 +415,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.volta", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     report.add_output_options(parser)
+    parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help="only cases with all these words, as: backward D=64")
     parser.add_argument("--quick", action="store_true", help="four small cases: does it work at all?")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases simulated at a time, a core and 1 GB each (default 1)")
@@ -391,19 +428,22 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError(f"--jobs {options.jobs}: expected a positive number")
     if not volta_fa.info()["simulator"]:
         raise CommandError("this library was built without the simulator: run `make build` in a checkout")
-    listed = quick_cases() if options.quick else cases()
+    gpu = GPUS[options.gpu]
+    listed = quick_cases() if options.quick else cases(options.gpu)
     chosen = [case for case in listed if set(options.cases) <= set(str(case).split())]
     if not chosen:
         raise CommandError(f"no case has all of {' '.join(options.cases)}; cases are named as `{listed[0]}`")
-    rows = simulate_all(chosen, options.jobs)
+    rows, missing = simulate_all(chosen, options.gpu, options.jobs)
     kind = {"kind of figures": "simulated with tools/volta-sim"}
-    header = report.facts("volta", arguments, device="V100 SXM2, 80 SMs at 1.53 GHz", **kind)
-    tables = grids(rows)
+    if missing:
+        kind["without kernels of its own"] = ", ".join(map(str, missing))
+    header = report.facts("volta", arguments, device=gpu.device, **kind)
+    tables = grids(rows, options.gpu)
     report.show(header, tables)
     if options.json:
         report.write_json(options.json, [row.data() for row in rows])
     if options.plot:
-        plot(rows, header, options.plot)
+        plot(rows, gpu, header, options.plot)
     if options.markdown:
         report.write_markdown(options.markdown, header, tables, options.plot)
     return 0

@@ -112,7 +112,7 @@ fn driver_of(device: i64) -> Result<Driver> {
 
 #[cfg(feature = "sim")]
 fn simulator_tuning() -> Result<&'static DeviceTuning> {
-    crate::launch::simulator::device_tuning()
+    crate::launch::simulator::tuning()
 }
 #[cfg(not(feature = "sim"))]
 fn simulator_tuning() -> Result<&'static DeviceTuning> {

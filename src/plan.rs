@@ -28,7 +28,7 @@ pub struct DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// Tesla V100: what the simulator stands for.
+    /// Tesla V100: what the simulator stands for unless it is told otherwise.
     pub const V100: DeviceLimits =
         DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: kernels::VOLTA.shared_bytes, only: None, tuning: None };
 

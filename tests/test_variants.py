@@ -1,5 +1,5 @@
-"""Every compiled kernel of the simulator's family runs, on odd sizes, forward and backward, in both warp orders; a new one that
-no problem here reaches fails."""
+"""Every compiled kernel runs on the simulated GPU that has its machine code, on odd sizes, forward and backward, in both warp
+orders; a new one that no problem here reaches fails."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ from conftest import INFO, Case, check, on
 
 # Partial tiles of rows and of keys on every variant: sizes that no tile divides.
 ODD = {"seqlen_q": 141, "seqlen_k": 155}
-# The plan picks a tile by how many blocks the grid has: the last one fills a V100 with large tiles of one row block.
-GRIDS = [{"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 2, "nheads": 41, "seqlen_q": 113}]
 
+# What volta-sim describes, by the architecture that it executes: names, and how many SMs.
+GPUS = {70: ("v100", 80), 75: ("t4", 40)}
 
 # How a problem asks for what kernels are prepared for, in two ways, since dropout and softcap exclude each other.
 ASKED = [
@@ -21,8 +21,8 @@ ASKED = [
     {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}},
 ]
 NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
-# The simulator executes this architecture. What merges states has no problem of attention: tests/test_merge.py runs it.
-SIMULATED = [v for v in INFO["variants"] if v["sm"] == 70 and v["pass"] != "Merge"]
+# What merges states has no problem of attention: tests/test_merge.py runs it.
+SIMULATED = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] != "Merge"]
 
 
 def features_for(variant):
@@ -44,7 +44,9 @@ def with_features(case, features):
 
 def candidates(variant):
     """Problems that may run on this variant: its own headdims, a smaller one that is padded to it, several grids."""
-    for grid in GRIDS:
+    # The plan picks a tile by how many blocks the grid has: the last one fills the GPU with large tiles of one row block.
+    _, sms = GPUS[variant["sm"]]
+    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 2, "nheads": sms // 2 + 1, "seqlen_q": 113}):
         for pad in (0, 8):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 
@@ -58,18 +60,28 @@ def test_problems_ask_for_what_a_kernel_covers():
         assert not variant["needs"] or all(features_for(variant)), variant["name"]
 
 
+def simulate(backend, variant):
+    """On the GPU that has the variant's machine code."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+
+
 def is_deterministic(variant) -> bool:
     """Whether only the deterministic backward pass runs this kernel."""
     return variant["pass"] in ("BackwardKeys", "BackwardQueries")
 
 
-def launched(backend, case, deterministic=False) -> list[str]:
-    """Names of the kernels that the ops launch for this problem: a timed simulation tells, and is quick."""
+def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
+    """Names of the kernels that an op launches for this problem: a timed simulation tells, and is quick."""
     (q, k, v, dout), options = case.problem(backend)
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
     torch.ops.volta_fa._sim_report()
-    out, lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, **options)
-    torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
+    if forward:
+        torch.ops.volta_fa.fwd(q, k, v, **options)
+    else:
+        # stand-ins for what the forward leaves: no choice depends on their values
+        out, lse = torch.zeros_like(dout), torch.zeros(case.batch, case.nheads, case.seqlen_q)
+        rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
+        torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
     backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
     return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
 
@@ -78,18 +90,25 @@ def launched(backend, case, deterministic=False) -> list[str]:
 @pytest.mark.parametrize("variant", SIMULATED, ids=lambda v: v["name"])
 @on("sim")
 def test_variant_runs(backend, variant, is_causal):
+    simulate(backend, variant)
+    forward = variant["pass"] == "Forward"
     features, others = features_for(variant)
     cases = (with_features(dataclasses.replace(c, is_causal=is_causal), features) for c in candidates(variant))
-    deterministic = is_deterministic(variant)
-    reached = next((c for c in cases if variant["name"] in launched(backend, c, deterministic)), None)
+    reached = next((c for c in cases if variant["name"] in launched(backend, c, forward, is_deterministic(variant))), None)
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
-    tensors, options = reached.problem(backend)
-    check(backend, *tensors, **options, deterministic=deterministic)
+    run(backend, variant, reached)
     # a headdim that the kernel pads, and lengths that are one more than its tiles'
     padded = dataclasses.replace(reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=65)
     padded = with_features(dataclasses.replace(padded, softcap=0.0, alibi="", bias="", sinks=""), others)
-    tensors, options = padded.problem(backend)
-    check(backend, *tensors, **options, deterministic=deterministic)
+    run(backend, variant, padded)
+
+
+def run(backend, variant, case):
+    """Forward and backward; of a forward kernel of sm_75 alone, whose backward is Volta's in part."""
+    (q, k, v, dout), options = case.problem(backend)
+    if variant["sm"] == 75 and variant["pass"] == "Forward":
+        dout = None
+    check(backend, q, k, v, dout, **options, deterministic=is_deterministic(variant))
 
 
 @on("sim")
@@ -98,7 +117,8 @@ def test_headdims_run_on_the_tightest_variant(backend):
     for variant in SIMULATED:
         if variant["pass"] != "Forward":
             continue
+        simulate(backend, variant)
         case = with_features(Case(40, 40, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
-        [name, *_] = launched(backend, case)
+        [name] = launched(backend, case, forward=True)
         found = next(v for v in INFO["variants"] if v["name"] == name)
         assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])

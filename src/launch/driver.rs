@@ -95,7 +95,7 @@ impl Driver {
     /// # Errors
     /// Where there is no driver or no such device; trouble with the file is none.
     pub fn tuning(&self) -> Result<&'static DeviceTuning> {
-        tuning::of_device(Some(self.device), || {
+        tuning::of_device(self.device, || {
             let (device, limits) = self.attributes()?;
             let device = check("cuDeviceGetName", result::device::get_name(device))?;
             Ok((Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() }, limits))

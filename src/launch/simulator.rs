@@ -1,4 +1,4 @@
-//! Launches in the simulator: the embedded sm_70 machine code runs on the CPU tensors' own memory.
+//! Launches in the simulator: the embedded machine code for sm_70 or sm_75 runs on the CPU tensors' own memory.
 //!
 //! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each
 //! launch on a copy of the memory instead, so that outputs stay as they were allocated, and keeps the
@@ -6,14 +6,18 @@
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
+//! | `VOLTA_FA_SIM_GPU` | the GPU that plans are made for and that is timed: a description of volta-sim's | v100 |
 //! | `VOLTA_FA_SIM_QUANTUM` | warp instructions before the next warp runs; 1: all together | 20000 |
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
+//!
+//! A family of which that GPU gets the PTX runs as the machine code of the family's own architecture, which computes the same;
+//! timing it would say nothing, and is refused.
 
 use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher, MemoryRange};
 use crate::error::{Error, Result};
-use crate::kernels;
+use crate::kernels::{self, Code};
 use crate::plan::DeviceLimits;
 use crate::tuning::Card;
 use std::collections::HashMap;
@@ -21,14 +25,21 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use volta_sim::{Machine, Module, Schedule, TimingOptions};
 
-/// How launches are simulated, as `VOLTA_FA_SIMULATE` says.
-pub enum Simulator {
+/// A GPU, and how launches on it are simulated.
+pub struct Simulator {
+    machine: Machine,
+    mode: Mode,
+}
+
+/// As `VOLTA_FA_SIMULATE` says.
+enum Mode {
     /// every block is executed: outputs hold what the kernels compute
     Functional(Schedule),
     /// one SM's share of a launch is timed, on a copy of the memory: outputs stay unwritten
-    Timed(Box<Machine>),
+    Timed,
 }
 
+static TUNINGS: Mutex<Option<HashMap<String, &'static DeviceTuning>>> = Mutex::new(None);
 static MODULES: Mutex<Option<HashMap<&'static str, Arc<Module>>>> = Mutex::new(None);
 static REPORTS: Mutex<Vec<serde_json::Value>> = Mutex::new(Vec::new());
 
@@ -54,20 +65,58 @@ impl Simulator {
     /// # Errors
     /// A variable that cannot be understood.
     pub fn from_env() -> Result<Option<Self>> {
-        Ok(match variable("VOLTA_FA_SIMULATE").as_deref() {
-            None | Some("0") => None,
-            Some("1") => Some(Simulator::Functional(Schedule {
+        let mode = match variable("VOLTA_FA_SIMULATE").as_deref() {
+            None | Some("0") => return Ok(None),
+            Some("1") => Mode::Functional(Schedule {
                 quantum: number("VOLTA_FA_SIM_QUANTUM", Schedule::default().quantum)?,
                 threads: number("VOLTA_FA_SIM_THREADS", 1)?,
-            })),
-            Some("timing") => Some(Simulator::Timed(Box::new(machine(&variable("VOLTA_FA_SIM_SET").unwrap_or_default())?))),
+            }),
+            Some("timing") => Mode::Timed,
             Some(other) => return Err(Error::value("VOLTA_FA_SIMULATE", format!("`{other}`"), "0, 1 or timing")),
-        })
+        };
+        let settings = variable("VOLTA_FA_SIM_SET").filter(|_| matches!(mode, Mode::Timed)).unwrap_or_default();
+        Ok(Some(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), &settings)?, mode }))
+    }
+
+    fn untuned_limits(&self) -> Result<DeviceLimits> {
+        let Machine { sm, sms, smem_per_sm, .. } = self.machine;
+        let capability = ((sm / 10) as i32, (sm % 10) as i32);
+        Ok(DeviceLimits { capability, sms, shared_bytes_per_block: smem_per_sm, only: only_family()?, tuning: None })
+    }
+
+    /// The tuning of what this stands for, which has a file as cards have.
+    ///
+    /// # Errors
+    /// A variable that cannot be understood.
+    pub fn tuning(&self) -> Result<&'static DeviceTuning> {
+        let mut tunings = TUNINGS.lock().unwrap_or_else(|e| e.into_inner());
+        let tunings = tunings.get_or_insert_with(HashMap::new);
+        if let Some(found) = tunings.get(&self.machine.name) {
+            return Ok(found);
+        }
+        let device = format!("simulated {}", self.machine.name.to_uppercase());
+        let card = Card { device, driver: "simulator".into(), volta_fa: env!("CARGO_PKG_VERSION").into() };
+        let found = tuning::look_up(card, &self.untuned_limits()?);
+        tunings.insert(self.machine.name.clone(), found);
+        Ok(found)
     }
 }
 
-fn machine(settings: &str) -> Result<Machine> {
-    let mut machine = Machine::default();
+/// The tuning of the GPU that simulated calls stand for, whether any is asked for or not.
+///
+/// # Errors
+/// A variable that cannot be understood.
+pub fn tuning() -> Result<&'static DeviceTuning> {
+    Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed }.tuning()
+}
+
+fn machine(name: Option<String>, settings: &str) -> Result<Machine> {
+    let mut machine = match name {
+        None => Machine::default(),
+        Some(name) => {
+            Machine::named(&name).ok_or_else(|| Error::value("VOLTA_FA_SIM_GPU", format!("`{name}`"), Machine::names().join(" or ")))?
+        }
+    };
     for setting in settings.split(',').filter(|s| !s.is_empty()) {
         let refuse = |e: String| Error::value("VOLTA_FA_SIM_SET", format!("`{setting}`"), e);
         let (name, value) = setting.split_once('=').ok_or_else(|| refuse("name=value".into()))?;
@@ -98,22 +147,13 @@ fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
     Ok(modules.entry(launch.variant.name).or_insert(Arc::new(loaded)).clone())
 }
 
-/// The tuning of what the simulator stands for, which has a file as cards have.
-///
-/// # Errors
-/// None; a GPU's can fail.
-pub fn device_tuning() -> Result<&'static DeviceTuning> {
-    let card = || Card { device: "simulated V100".into(), driver: "simulator".into(), volta_fa: env!("CARGO_PKG_VERSION").into() };
-    tuning::of_device(None, || Ok((card(), DeviceLimits::V100)))
-}
-
 impl Launcher for Simulator {
     /// As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines that
     /// they do not straddle on a GPU. (A functional run does not care, and its outputs may begin their storage.)
     fn output_alignment(&self) -> usize {
-        match self {
-            Simulator::Functional(_) => 1,
-            Simulator::Timed(_) => 256,
+        match self.mode {
+            Mode::Functional(_) => 1,
+            Mode::Timed => 256,
         }
     }
 
@@ -126,7 +166,7 @@ impl Launcher for Simulator {
     }
 
     fn limits(&self) -> Result<DeviceLimits> {
-        Ok(DeviceLimits { only: only_family()?, tuning: tuning::forced().or(device_tuning()?.tuning()), ..DeviceLimits::V100 })
+        Ok(DeviceLimits { tuning: tuning::forced().or(self.tuning()?.tuning()), ..self.untuned_limits()? })
     }
 
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {
@@ -141,13 +181,17 @@ impl Launcher for Simulator {
             params: launch.params,
             extents: &extents,
         };
-        match self {
-            Simulator::Functional(schedule) => {
+        match &self.mode {
+            Mode::Functional(schedule) => {
                 // SAFETY: the extents are tensors that the caller holds; the op writes its own outputs only.
                 unsafe { module.run(v.name, &sim, schedule) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
             }
-            Simulator::Timed(machine) => {
-                let options = TimingOptions { machine: (**machine).clone(), ..Default::default() };
+            Mode::Timed => {
+                if v.family.code_for(self.machine.sm) != Some(Code::Cubin) {
+                    let what = format!("{}: a {} gets its PTX, which the simulator cannot time", v.name, self.machine.name);
+                    return Err(Error::unsupported(what));
+                }
+                let options = TimingOptions { machine: self.machine.clone(), ..Default::default() };
                 // SAFETY: as above.
                 let report = unsafe { module.time(v.name, &sim, &options) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
                 let report = serde_json::to_value(report).map_err(|e| Error::runtime(e.to_string()))?;

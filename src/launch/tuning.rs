@@ -7,7 +7,6 @@ use crate::kernels::COMPILED;
 use crate::plan::DeviceLimits;
 use crate::tuning::{Card, Tuning};
 use std::collections::HashMap;
-use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -50,14 +49,14 @@ impl DeviceTuning {
     }
 }
 
-/// By device, None being the simulator's: one each for as long as the process lives.
-static FOUND: RwLock<Vec<(Option<usize>, &'static DeviceTuning)>> = RwLock::new(Vec::new());
+/// By device: one each for as long as the process lives.
+static FOUND: RwLock<Vec<(usize, &'static DeviceTuning)>> = RwLock::new(Vec::new());
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
 static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
 
 /// The tuning of a device; `describe` is asked the first time.
-pub fn of_device(device: Option<usize>, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
-    let known = |list: &[(Option<usize>, &'static DeviceTuning)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
+pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
+    let known = |list: &[(usize, &'static DeviceTuning)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
     if let Some(found) = known(&FOUND.read().unwrap_or_else(|e| e.into_inner())) {
         return Ok(found);
     }
@@ -66,13 +65,14 @@ pub fn of_device(device: Option<usize>, describe: impl FnOnce() -> Result<(Card,
         return Ok(found);
     }
     let (card, limits) = describe()?;
-    let found: &'static DeviceTuning = Box::leak(Box::new(look_up(card, &limits, std::env::var_os(VARIABLE))));
+    let found = look_up(card, &limits);
     list.push((device, found));
     Ok(found)
 }
 
-fn look_up(card: Card, limits: &DeviceLimits, variable: Option<OsString>) -> DeviceTuning {
-    let variable = variable.filter(|v| !v.is_empty());
+/// Looks for a card's file, for as long as the process lives.
+pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
+    let variable = std::env::var_os(VARIABLE).filter(|v| !v.is_empty());
     let off = variable.as_ref().is_some_and(|v| v == "0");
     let given = variable.filter(|_| !off).map(PathBuf::from);
     let path = given.clone().or_else(|| Some(user_folder()?.join(card.file_name())));
@@ -92,7 +92,7 @@ fn look_up(card: Card, limits: &DeviceLimits, variable: Option<OsString>) -> Dev
             Err(e) => ignored(path, &e.message),
         },
     };
-    DeviceTuning { card, path, outcome }
+    Box::leak(Box::new(DeviceTuning { card, path, outcome }))
 }
 
 fn warn(text: &str) {

@@ -78,8 +78,8 @@ def include_dirs():
     return dirs
 
 
-def compile(src, includes=(), defines=None, options=(), name="kernel.cu"):
-    """Compile CUDA C++ (text or a path) to an sm_70 cubin (bytes) with NVRTC."""
+def compile(src, includes=(), defines=None, options=(), name="kernel.cu", arch="sm_70"):
+    """Compile CUDA C++ (text or a path) with NVRTC, to a cubin (bytes) for sm_70 or sm_75, or to PTX for compute_75."""
     if isinstance(src, Path) or ("\n" not in str(src) and os.path.exists(str(src))):
         name, src = os.path.basename(str(src)), Path(src).read_text()
     lib = _wheel_file("cuda_nvrtc/lib/libnvrtc.so.12")
@@ -88,7 +88,7 @@ def compile(src, includes=(), defines=None, options=(), name="kernel.cu"):
     rtc = ctypes.CDLL(str(lib))
     prog = ctypes.c_void_p()
     rtc.nvrtcCreateProgram(ctypes.byref(prog), src.encode(), name.encode(), 0, None, None)
-    opts = ["--gpu-architecture=sm_70", "--std=c++17"]
+    opts = [f"--gpu-architecture={arch}", "--std=c++17"]
     opts += [f"-I{d}" for d in [*includes, *include_dirs()]]
     opts += [f"-D{k}={v}" for k, v in (defines or {}).items()]
     opts += list(options)
@@ -100,9 +100,10 @@ def compile(src, includes=(), defines=None, options=(), name="kernel.cu"):
     rtc.nvrtcGetProgramLog(prog, log)
     if rc:
         raise RuntimeError("NVRTC: " + log.value.decode())
-    rtc.nvrtcGetCUBINSize(prog, ctypes.byref(n))
+    kind = "CUBIN" if arch.startswith("sm") else "PTX"
+    getattr(rtc, f"nvrtcGet{kind}Size")(prog, ctypes.byref(n))
     out = ctypes.create_string_buffer(n.value)
-    rtc.nvrtcGetCUBIN(prog, out)
+    getattr(rtc, f"nvrtcGet{kind}")(prog, out)
     rtc.nvrtcDestroyProgram(ctypes.byref(prog))
     return out.raw
 

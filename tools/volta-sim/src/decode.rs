@@ -41,6 +41,7 @@ fn blank(raw: &RawInst) -> Inst {
         pc: raw.pc,
         op: Op::Nop,
         guard: PredOp::TRUE,
+        everywhere: 0,
         dst: RZ,
         pdst: [PT; 2],
         src: [Src::ZERO; 3],
@@ -64,8 +65,7 @@ fn guard(text: &str) -> Option<(PredOp, &str)> {
     let Some(r) = text.strip_prefix('@') else { return Some((PredOp::TRUE, text)) };
     let (p, rest) = r.split_once(' ')?;
     let neg = p.starts_with('!');
-    let p = p.trim_start_matches('!');
-    let idx = if p == "PT" { PT } else { p.get(1..)?.parse().ok()? };
+    let idx = operand::predicate(p.trim_start_matches('!'))?;
     Some((PredOp { idx, neg }, rest.trim()))
 }
 
@@ -181,7 +181,7 @@ impl<'a> Decoder<'a> {
     pub fn dst(&mut self) -> Result<(), String> {
         match self.next() {
             Some(Operand::Src(s, _)) if s.kind == SrcKind::Reg => {
-                self.inst.dst = s.val as u8;
+                self.inst.dst = s.val as Reg;
                 Ok(())
             }
             _ => Err(self.fail("destination register expected")),
@@ -246,11 +246,13 @@ impl<'a> Decoder<'a> {
         self.inst.psrc = [PredOp::FALSE; 3];
         self.opt_psrcs();
     }
-    /// `[...]`; modifier .E: the base is a register pair.
+    /// `[...]`; modifier .E: the base is a register pair. With a uniform register, it is that which is one, and the base if it
+    /// says so.
     pub fn address(&mut self) -> Result<(), String> {
         match self.next() {
             Some(Operand::Mem(m)) => {
-                self.inst.mem = MemRef { wide: m.wide | self.has("E"), ..m };
+                let (extended, uniform) = (self.has("E"), m.uniform != RZ);
+                self.inst.mem = MemRef { wide: m.wide | (extended & !uniform), uniform_wide: extended & uniform, ..m };
                 Ok(())
             }
             _ => Err(self.fail("address")),

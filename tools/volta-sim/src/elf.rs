@@ -45,6 +45,8 @@ pub struct KernelMeta {
 }
 
 pub struct Cubin {
+    /// architecture, 70 for sm_70
+    pub sm: u32,
     pub sections: Vec<Section>,
     pub symbols: Vec<Symbol>,
     pub kernels: Vec<KernelMeta>,
@@ -72,7 +74,7 @@ fn cstr(b: &[u8], o: usize) -> String {
     String::from_utf8_lossy(s.split(|&c| c == 0).next().unwrap_or(&[])).into_owned()
 }
 
-/// Base offset of kernel parameters in constant bank 0 on sm_70.
+/// Base offset of kernel parameters in constant bank 0.
 pub const PARAM_BASE: u32 = 0x160;
 
 const EIATTR_FRAME_SIZE: u8 = 0x11;
@@ -106,8 +108,9 @@ impl Cubin {
             return Err("not a CUDA cubin (e_machine != EM_CUDA)".into());
         }
         let flags = u32le(b, 48)?;
-        if flags & 0xff != 70 {
-            return Err(format!("cubin is for sm_{}, this simulator only knows sm_70", flags & 0xff));
+        let sm = flags & 0xff;
+        if ![70, 75].contains(&sm) {
+            return Err(format!("cubin is for sm_{sm}, this simulator knows sm_70 and sm_75"));
         }
         let shoff = u64le(b, 40)?;
         let (shentsize, shnum, shstrndx) = (u16le(b, 58)? as u64, u16le(b, 60)? as u64, u16le(b, 62)? as usize);
@@ -184,7 +187,7 @@ impl Cubin {
                 max_threads,
             });
         }
-        Ok(Cubin { sections, symbols, kernels })
+        Ok(Cubin { sm, sections, symbols, kernels })
     }
 
     pub fn section(&self, name: &str) -> Option<&Section> {

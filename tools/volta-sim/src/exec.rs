@@ -19,7 +19,7 @@ impl Cta {
         let Some(inst) = env.prog.code.get(idx) else {
             return Err(format!("kernel `{}`: pc 0x{pc:x} outside the code", env.prog.name));
         };
-        let m = together & w.p(inst.guard);
+        let m = (together | inst.everywhere) & w.p(inst.guard);
         acc.mask = m;
         acc.taken = false;
         w.insts += 1;

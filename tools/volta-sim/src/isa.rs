@@ -2,9 +2,17 @@
 
 use crate::ops::Op;
 
-/// Index of RZ / PT.
-pub const RZ: u8 = 255;
+/// A register: R0 to R254, RZ, and from [`UR0`] the uniform registers of sm_75, one value a warp (kept as a register whose
+/// lanes are equal, so that every instruction reads it as it reads any other; URZ is RZ).
+pub type Reg = u16;
+pub const RZ: Reg = 255;
+pub const UR0: Reg = 256;
+/// uniform registers, URZ not counted
+pub const URZ: Reg = 63;
+
+/// A predicate: P0 to P6, PT, and from [`UP0`] the uniform predicates of sm_75 (UPT is PT).
 pub const PT: u8 = 7;
+pub const UP0: u8 = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SrcKind {
@@ -43,8 +51,9 @@ impl Src {
     pub fn immediate(val: u32) -> Src {
         Src { kind: SrcKind::Imm, val, ..Src::ZERO }
     }
-    pub fn reg(&self) -> Option<u8> {
-        (self.kind == SrcKind::Reg && self.val != RZ as u32).then_some(self.val as u8)
+    /// The register of each thread's own that is read.
+    pub fn reg(&self) -> Option<Reg> {
+        (self.kind == SrcKind::Reg && self.val < RZ as u32).then_some(self.val as Reg)
     }
 }
 
@@ -129,21 +138,27 @@ pub enum Unit {
     Xu,
     Tensor,
     Lsu,
+    /// the datapath of sm_75 that works once for all threads of a warp
+    Uniform,
     Ctl,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct MemRef {
-    pub base: u8,
+    pub base: Reg,
     /// 64-bit base register pair
     pub wide: bool,
+    /// uniform register that is added to it
+    pub uniform: Reg,
+    /// of which there is a pair
+    pub uniform_wide: bool,
     pub off: i64,
     /// log2 scale on the base register ([R4.X4+..])
     pub scale: u8,
 }
 
 impl MemRef {
-    pub const ZERO: MemRef = MemRef { base: RZ, wide: false, off: 0, scale: 0 };
+    pub const ZERO: MemRef = MemRef { base: RZ, wide: false, uniform: RZ, uniform_wide: false, off: 0, scale: 0 };
 }
 
 #[derive(Clone, Debug)]
@@ -151,7 +166,9 @@ pub struct Inst {
     pub pc: u32,
     pub op: Op,
     pub guard: PredOp,
-    pub dst: u8,
+    /// threads it writes for even where they take another path: all, if its result is the warp's (see [`UR0`])
+    pub everywhere: u32,
+    pub dst: Reg,
     pub pdst: [u8; 2],
     pub src: [Src; 3],
     pub psrc: [PredOp; 3],

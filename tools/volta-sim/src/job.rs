@@ -39,7 +39,7 @@ pub fn run_job(path: &Path, options: &JobOptions) -> Result<Report> {
     let shape = Shape { grid: dim3(&job.grid), block: dim3(&job.block), dynamic_smem: job.smem };
     let p = module.prepare(module.kernel(&job.kernel)?, shape, &params, mem)?;
 
-    let machine = options.timing.as_ref().map(|t| t.machine.clone()).unwrap_or_default();
+    let machine = options.timing.as_ref().map_or_else(|| module.machine(), |t| t.machine.clone());
     let mut report = Report { launch: p.info(&machine)?, functional: None, timing: None };
     let mut timed_mem = None;
     if let Some(t) = &options.timing {

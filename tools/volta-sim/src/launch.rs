@@ -67,7 +67,7 @@ pub enum Dispatch {
     /// The work of the CTAs is measured and a list scheduler hands them out, as the GPU does.
     #[default]
     Dynamic,
-    /// SM s gets CTAs s, s+80, ...
+    /// of 80 SMs, SM s gets CTAs s, s+80, ...
     Static,
 }
 
@@ -154,7 +154,7 @@ impl Module {
         // banks 2 (per kernel), 3 (__constant__) and 4 (addresses of globals)
         let section = |n: &str| self.cubin.section(n).map(|s| s.data.clone()).unwrap_or_default();
         let banks = [c0, vec![], section(&format!(".nv.constant2.{}", info.name)), section(".nv.constant3"), c4];
-        Ok(Prepared { kernel, mem, banks, shape, local_bytes })
+        Ok(Prepared { module: self, kernel, mem, banks, shape, local_bytes })
     }
 
     /// Allocate the module's `__device__` variables and return bank 4, which holds their addresses.
@@ -239,6 +239,7 @@ fn constant0(info: &KernelInfo, shape: &Shape, local_bytes: u32, params: &[impl 
 
 /// A launch with its program, memory and constants, ready to simulate.
 pub(crate) struct Prepared<'m> {
+    module: &'m Module,
     kernel: &'m Kernel,
     pub mem: GlobalMem,
     banks: Banks,
@@ -286,7 +287,7 @@ impl Prepared<'_> {
 
     /// Execute the grid on the launch's memory.
     pub fn functional(&self, s: &Schedule) -> Result<Functional> {
-        self.occupancy(&Machine::default())?;
+        self.occupancy(&self.module.machine())?;
         let start = Instant::now();
         let insts = run::functional(&self.env(&self.mem, s.threads), s.threads, s.quantum.max(1))?;
         Ok(Functional::new(insts, start.elapsed()))
@@ -295,6 +296,9 @@ impl Prepared<'_> {
     /// Time one SM's share on a copy of the launch's memory, which is returned too.
     pub fn timing(&self, o: &TimingOptions) -> Result<(Timing, GlobalMem)> {
         let m = &o.machine;
+        if m.sm != self.module.sm() {
+            return Err(format!("the cubin is for sm_{}, a {} runs sm_{}", self.module.sm(), m.name, m.sm).into());
+        }
         let occ = self.occupancy(m)?;
         if let Some(sm) = o.sm.filter(|&sm| sm >= m.sms) {
             return Err(format!("SM {sm} of {}", m.sms).into());

@@ -1,9 +1,14 @@
-//! Machine constants of a Tesla V100-SXM2, in one place, each with its source.
+//! Machine constants of the simulated GPUs, in one place, each with its source: with its field those of the Tesla V100-SXM2
+//! ([`Machine::v100`]), with its value those of the Turing cards ([`Machine::t4`], [`Machine::rtx2080ti`]).
 //!
 //! Sources: (Jia18) Jia, Maggioni, Staiger, Scarpazza, "Dissecting the NVIDIA Volta GPU Architecture
 //! via Microbenchmarking" (2018); (WP) NVIDIA Tesla V100 GPU Architecture whitepaper; (GPGPU) the
 //! GPGPU-Sim / Accel-Sim SM7_QV100 configuration; (PG) CUDA C++ programming guide, throughput table;
-//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019).
+//! (RGA19) Raihan, Goli, Aamodt, "Modeling Deep Learning Accelerator Enabled GPUs" (2019). For Turing: (TWP) NVIDIA Turing GPU
+//! Architecture whitepaper and the cards' data sheets; (Jia19) Jia, Maggioni, Smith, Scarpazza, "Dissecting the NVIDIA Turing T4
+//! GPU via Microbenchmarking" (2019); (Yan20) Yan, Wang, Chu, "Demystifying Tensor Cores to Optimize Half-Precision Matrix
+//! Multiply" (IPDPS 2020); (SJF) sjfeng1999/gpu-arch-microbenchmark, an RTX 2070; (CC) Chips and Cheese on Turing;
+//! (HHC) haohervchb's measured rates of an RTX 2080 Ti; (PTXAS) the distance at which ptxas 12.9 places such instructions.
 //! "assumed" marks figures without a direct source.
 
 use crate::error::{Error, Result};
@@ -12,6 +17,10 @@ use serde::{Deserialize, Serialize};
 /// Constants of the timing model. [`Machine::default`] is a V100-SXM2.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
+    /// as [`Machine::named`] knows it
+    pub name: String,
+    /// architecture whose code it runs, 70 for sm_70
+    pub sm: u32,
     /// SM clock in MHz while boosted (WP)
     pub clock_mhz: f64,
     /// streaming multiprocessors (WP)
@@ -32,6 +41,8 @@ pub struct Machine {
     pub smem_gran: u32,
     /// combined L1 + shared memory, in bytes (WP)
     pub l1_smem_total: u32,
+    /// what shared memory can take of it, in KiB (PG)
+    pub smem_carve_kib: Vec<u32>,
 
     // --- cycles a pipe of one sub-partition is busy per warp instruction -----------------
     /// FP32 / IMAD pipe: 16 lanes (WP)
@@ -50,10 +61,24 @@ pub struct Machine {
     pub hmma_f32_cycles: u64,
     /// HMMA.884 F16 step: 1024 FLOP (2 steps per mma)
     pub hmma_f16_cycles: u64,
+    /// HMMA.1688 of sm_75 with f32 accumulators: 2048 FLOP
+    pub hmma_1688_f32_cycles: u64,
+    /// and with f16 accumulators
+    pub hmma_1688_f16_cycles: u64,
+    /// scalar instruction of sm_75's uniform datapath
+    pub uniform_cycles: u64,
 
     // --- latencies from issue to the release of the write scoreboard ----------------------
     /// (RGA19): first results of an HMMA set after 10..12 cycles
     pub hmma_latency: u64,
+    /// last registers of an HMMA.1688 with f32 accumulators
+    pub hmma_1688_f32_latency: u64,
+    /// and with f16 accumulators
+    pub hmma_1688_f16_latency: u64,
+    /// R2UR
+    pub r2ur_latency: u64,
+    /// MOVM
+    pub movm_latency: u64,
     /// (GPGPU) sfu latency 20 (trace config); (Jia18) does not list it
     pub xu_latency: u64,
     /// FP64 instructions that use a scoreboard (GPGPU: 8)
@@ -82,6 +107,10 @@ pub struct Machine {
     pub mio_queue: usize,
     /// cycles after the start of a memory instruction until its sources may be overwritten, assumed
     pub rd_release: u64,
+    /// cycles that 128 bytes of shared memory or L1 take of the SM's data stage: 128 B/clk (Jia18)
+    pub wavefront_cycles: u64,
+    /// cycles of the data stage that a store to shared memory takes besides
+    pub sts_extra_cycles: u64,
     /// from the last arrival at BAR.SYNC to the next issue of the released warps, assumed
     pub bar_latency: u64,
     /// minimum issue distance after a taken branch, assumed
@@ -102,7 +131,12 @@ pub struct Machine {
     pub icache: bool,
     /// L0 capacity, in bytes (Jia18: 12 KiB)
     pub l0_bytes: u32,
-    /// cycles the shared L1.5 (128 KiB (Jia18)) needs to deliver one 128-byte line (8 instructions)
+    /// capacity of the L1.5 that the sub-partitions share, in bytes; 0: not modelled, as on Volta, whose 128 KiB (Jia18) hold
+    /// any kernel here
+    pub l15_bytes: u32,
+    /// cycles between two lines that the L1.5 gets from L2
+    pub l15_line_cycles: u64,
+    /// cycles the shared L1.5 needs to deliver one 128-byte line (8 instructions)
     /// to some L0: calibrated on one published kernel, see README "Calibration"
     pub l0_line_cycles: u64,
     /// latency of such a fetch, assumed
@@ -121,7 +155,34 @@ pub struct Machine {
 
 impl Default for Machine {
     fn default() -> Self {
+        Machine::v100()
+    }
+}
+
+/// The GPUs there are descriptions of.
+const MACHINES: [fn() -> Machine; 3] = [Machine::v100, Machine::t4, Machine::rtx2080ti];
+
+impl Machine {
+    /// The description of a GPU: `v100`, `t4` or `rtx2080ti`.
+    pub fn named(name: &str) -> Option<Machine> {
+        MACHINES.iter().map(|m| m()).find(|m| m.name == name)
+    }
+
+    /// The names of all descriptions.
+    pub fn names() -> Vec<String> {
+        MACHINES.iter().map(|m| m().name).collect()
+    }
+
+    /// The first GPU described that runs code for this architecture.
+    pub fn of_sm(sm: u32) -> Option<Machine> {
+        MACHINES.iter().map(|m| m()).find(|m| m.sm == sm)
+    }
+
+    /// Tesla V100-SXM2.
+    pub fn v100() -> Machine {
         Machine {
+            name: "v100".into(),
+            sm: 70,
             clock_mhz: 1530.0,
             sms: 80,
             subs: 4,
@@ -132,6 +193,7 @@ impl Default for Machine {
             smem_per_sm: 96 * 1024,
             smem_gran: 256,
             l1_smem_total: 128 * 1024,
+            smem_carve_kib: vec![0, 8, 16, 32, 64, 96],
             fma_cycles: 2,
             imad_wide_cycles: 4,
             alu_cycles: 2,
@@ -140,7 +202,15 @@ impl Default for Machine {
             xu_cycles: 8,
             hmma_f32_cycles: 2,
             hmma_f16_cycles: 4,
+            // sm_70 has neither HMMA.1688, MOVM nor a uniform datapath
+            hmma_1688_f32_cycles: 0,
+            hmma_1688_f16_cycles: 0,
+            uniform_cycles: 0,
             hmma_latency: 12,
+            hmma_1688_f32_latency: 0,
+            hmma_1688_f16_latency: 0,
+            r2ur_latency: 0,
+            movm_latency: 0,
             xu_latency: 20,
             fp64_latency: 8,
             lds_latency: 19,
@@ -155,6 +225,8 @@ impl Default for Machine {
             agu_cycles: 4,
             mio_queue: 8,
             rd_release: 6,
+            wavefront_cycles: 1,
+            sts_extra_cycles: 0,
             bar_latency: 16,
             branch_cycles: 8,
             cta_launch: 200,
@@ -163,12 +235,67 @@ impl Default for Machine {
             l2_bytes: 6 << 20,
             icache: true,
             l0_bytes: 12 * 1024,
+            l15_bytes: 0,
+            l15_line_cycles: 0,
             l0_line_cycles: 13,
             l0_miss_latency: 30,
             l0_prefetch: 2,
             reg_banks: true,
             subword_factor: 1,
             merge_groups: false,
+        }
+    }
+
+    /// Tesla T4. What is not here is as on Volta: the PG's throughputs of both are the same, and so are assumed the latencies
+    /// without a published figure, the queue, the refill of the L0 and its prefetching.
+    pub fn t4() -> Machine {
+        Machine {
+            name: "t4".into(),
+            sm: 75,
+            clock_mhz: 1590.0,            // boost (TWP); 70 W rarely allow it for long: a share of the pipe says more
+            sms: 40,                      // (TWP)
+            max_warps: 32,                // (PG)
+            max_ctas: 16,                 // (PG)
+            smem_per_sm: 64 * 1024,       // (PG)
+            l1_smem_total: 96 * 1024,     // (TWP)
+            smem_carve_kib: vec![32, 64], // (PG)
+            fp64_cycles: 64,              // 2 lanes a SM (TWP)
+            hmma_1688_f32_cycles: 8,      // 1024 FLOP/clk/SM (TWP: 65 TFLOP/s); (PTXAS) 8
+            hmma_1688_f16_cycles: 8,      // (Yan20) 8.06; the same peak (TWP)
+            uniform_cycles: 2,            // (PTXAS): two that do not depend on each other are placed 2 apart
+            hmma_1688_f32_latency: 18,    // assumed: 4 more than with f16 accumulators, for twice the registers
+            hmma_1688_f16_latency: 14,    // (Yan20): 10 to the first register, 14 to the second
+            r2ur_latency: 12,             // assumed
+            movm_latency: 22,             // assumed: as a shuffle
+            lds_latency: 23,              // (SJF)
+            l1_latency: 32,               // (SJF)
+            l2_latency: 236,              // (SJF)
+            dram_latency: 500,            // assumed: (SJF) has over 1000 with misses in the TLB
+            agu_cycles: 2,                // (Yan20): one warp issues LDS.32 every 2.1 clk
+            wavefront_cycles: 2,          // 64 B/clk: (Jia19) attains 58.8, (Yan20) all of it with LDS.64 and LDS.128; LDSM as
+            // LDS: assumed, (PTXAS) spaces the two alike
+            sts_extra_cycles: 2,     // (Yan20): STS.32, .64 and .128 every 4.06, 6 and 10 clk
+            l2_bytes_per_clk: 20.0,  // derived: about 1.3 TB/s over 40 SMs, from alexarmbr's GEMM study
+            dram_bytes_per_clk: 3.5, // 220 GB/s attained of 320 (Jia19), 240 (Yan20)
+            l2_bytes: 4 << 20,       // (TWP)
+            l0_bytes: 16 * 1024,     // (CC)
+            l15_bytes: 46 * 1024,    // (CC)
+            l15_line_cycles: 7,      // a line at l2_bytes_per_clk: assumed
+            ..Machine::v100()
+        }
+    }
+
+    /// GeForce RTX 2080 Ti: a T4's SM with half the rate of f32 accumulation.
+    pub fn rtx2080ti() -> Machine {
+        Machine {
+            name: "rtx2080ti".into(),
+            clock_mhz: 1545.0,         // boost (TWP)
+            sms: 68,                   // (TWP)
+            hmma_1688_f32_cycles: 16,  // (HHC): 511.7 FLOP/clk/SM with f32, 1022 with f16 accumulators
+            hmma_1688_f32_latency: 26, // assumed: 8 more than where they are issued 8 clk sooner
+            dram_bytes_per_clk: 4.7,   // 616 GB/s (TWP), of which as much is attained as of V100's 900 (Jia18): 0.8
+            l2_bytes: 11 << 19,        // 5.5 MB (TWP)
+            ..Machine::t4()
         }
     }
 }
@@ -212,7 +339,7 @@ impl Machine {
             ("subs", self.subs.into(), 1.0),
             ("reg_gran", self.reg_gran.into(), 1.0),
             ("smem_gran", self.smem_gran.into(), 1.0),
-            ("l1_smem_total", self.l1_smem_total.into(), 96.0 * 1024.0),
+            ("l1_smem_total", self.l1_smem_total.into(), self.smem_per_sm.into()),
             ("mio_queue", self.mio_queue as f64, 1.0),
             ("l0_bytes", self.l0_bytes.into(), 128.0),
             ("subword_factor", self.subword_factor.into(), 1.0),

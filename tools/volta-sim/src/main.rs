@@ -1,8 +1,8 @@
-//! volta-sim: functional and timing simulation of sm_70 cubins. See README.md.
+//! volta-sim: functional and timing simulation of sm_70 and sm_75 cubins. See README.md.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use volta_sim::{run_job, Dispatch, Error, JobOptions, Module, Report, Result, Schedule, TimingOptions};
+use volta_sim::{run_job, Dispatch, Error, JobOptions, Machine, Module, Report, Result, Schedule, TimingOptions};
 
 const USAGE: &str = "usage: volta-sim LAUNCH.json [options]
        volta-sim --list CUBIN
@@ -15,6 +15,7 @@ const USAGE: &str = "usage: volta-sim LAUNCH.json [options]
   --threads N          host threads of the functional run (default: all)
   --quantum N          warp switch interval of the functional run (default 20000: warps run from
                        barrier to barrier, which exposes races; try 1 to see a benign schedule)
+  --gpu NAME           the GPU that is timed, default v100; t4 and rtx2080ti run sm_75
   --set NAME=VALUE     override a machine constant (src/machine.rs)
   --json FILE|-        write the report as JSON
   --annotate FILE      write the listing with execution counts, waits and bank conflicts";
@@ -36,6 +37,7 @@ fn parse_args(args: impl Iterator<Item = String>) -> Result<Command> {
     let (mut schedule, mut timing) = (Schedule::default(), TimingOptions::default());
     let (mut functional_only, mut timing_only) = (false, false);
     let (mut launch, mut json, mut annotate) = (None, None, None);
+    let mut settings: Vec<(String, String)> = vec![];
     let mut args = args;
     while let Some(a) = args.next() {
         let mut val = || args.next().ok_or_else(|| Error::from(format!("{a} needs a value")));
@@ -51,15 +53,23 @@ fn parse_args(args: impl Iterator<Item = String>) -> Result<Command> {
             "--json" => json = Some(val()?),
             "--annotate" => annotate = Some(val()?),
             "--list" => return Ok(Command::List(val()?.into())),
+            "--gpu" => {
+                let name = val()?;
+                let known = || Error::from(format!("--gpu {name}: known are {}", Machine::names().join(", ")));
+                timing.machine = Machine::named(&name).ok_or_else(known)?;
+            }
             "--set" => {
                 let kv = val()?;
                 let (name, value) = kv.split_once('=').ok_or_else(|| Error::from("--set NAME=VALUE".to_string()))?;
-                timing.machine.set(name, value)?;
+                settings.push((name.to_string(), value.to_string()));
             }
             "-h" | "--help" => return Ok(Command::Help),
             _ if a.starts_with("--") => return Err(format!("unknown option {a}\n{USAGE}").into()),
             _ => launch = Some(PathBuf::from(a)),
         }
+    }
+    for (name, value) in &settings {
+        timing.machine.set(name, value)?;
     }
     timing.annotate = annotate.is_some();
     let options = JobOptions { timing: (!functional_only).then_some(timing), functional: (!timing_only).then_some(schedule) };
@@ -83,6 +93,9 @@ fn list(path: &Path) -> Result<()> {
             k.code_bytes,
             sizes.join(", ")
         );
+        for why in &k.undecoded {
+            println!("  {why}");
+        }
     }
     Ok(())
 }

@@ -5,12 +5,13 @@ use crate::disasm::{self, Listing};
 use crate::elf::{Cubin, KernelMeta, Param};
 use crate::env::Program;
 use crate::error::Result;
-use crate::isa::{Inst, SrcKind, RZ};
+use crate::isa::{Inst, Reg, SrcKind, RZ};
+use crate::machine::Machine;
 use crate::ops::{Memory, Op, Space};
 use serde::Serialize;
 use std::path::Path;
 
-/// A cubin for sm_70: all its kernels, decoded. Cheap to launch from, expensive to load (it runs
+/// A cubin for sm_70 or sm_75: all its kernels, decoded. Cheap to launch from, expensive to load (it runs
 /// nvdisasm): keep it. It can be shared between threads.
 pub struct Module {
     pub(crate) cubin: Cubin,
@@ -46,6 +47,8 @@ pub struct KernelInfo {
     pub spill_insts: usize,
     /// size of the code, in bytes
     pub code_bytes: usize,
+    /// why some instructions could not be decoded: executing one of them is an error
+    pub undecoded: Vec<String>,
 }
 
 impl Module {
@@ -60,7 +63,7 @@ impl Module {
     /// Load a cubin, with the given nvdisasm if there is one.
     ///
     /// # Errors
-    /// The bytes are no sm_70 cubin, nvdisasm is not found, or it fails. Instructions that the simulator
+    /// The bytes are no cubin for sm_70 or sm_75, nvdisasm is not found, or it fails. Instructions that the simulator
     /// does not know are no error until they are executed.
     pub fn load_with(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<Module> {
         let cubin_bytes = cubin;
@@ -75,6 +78,16 @@ impl Module {
             })
             .collect::<std::result::Result<_, String>>()?;
         Ok(Module { cubin, kernels })
+    }
+
+    /// The architecture it was compiled for, 70 for sm_70.
+    pub fn sm(&self) -> u32 {
+        self.cubin.sm
+    }
+
+    /// The first GPU described that runs it.
+    pub(crate) fn machine(&self) -> Machine {
+        Machine::of_sm(self.sm()).unwrap_or_default()
     }
 
     /// Mangled names of the kernels.
@@ -135,6 +148,7 @@ impl Kernel {
             frame_bytes: meta.frame,
             spill_insts: code.iter().filter(local).count(),
             code_bytes: code.len() * 16,
+            undecoded: code.iter().filter(|c| c.op == Op::Undecodable).map(|c| c.text.clone()).collect(),
         };
         let reg_file = code.iter().flat_map(registers).fold(meta.regs as usize, |n, r| n.max(r as usize + 1)) + WIDEST;
         let prog = Program { name: meta.name.clone(), code, reg_file };
@@ -146,7 +160,7 @@ impl Kernel {
 const WIDEST: usize = 4;
 
 /// Registers an instruction names.
-fn registers(inst: &Inst) -> impl Iterator<Item = u8> + '_ {
-    let sources = inst.src.iter().filter(|s| s.kind == SrcKind::Reg).map(|s| s.val as u8);
-    sources.chain([inst.dst, inst.mem.base]).filter(|&r| r != RZ)
+fn registers(inst: &Inst) -> impl Iterator<Item = Reg> + '_ {
+    let sources = inst.src.iter().filter(|s| s.kind == SrcKind::Reg).map(|s| s.val as Reg);
+    sources.chain([inst.dst, inst.mem.base, inst.mem.uniform]).filter(|&r| r != RZ)
 }

@@ -8,13 +8,13 @@ use std::collections::HashMap;
 pub enum Operand {
     Src(Src, bool /* .COL */),
     Pred(PredOp),
-    /// all predicates as one register
+    /// all predicates, or all uniform ones, as one register
     PredReg,
     Mem(MemRef),
     /// constant bank, indexed by a register
     CMem {
         bank: u8,
-        base: u8,
+        base: Reg,
         off: i64,
     },
     Name(String),
@@ -34,11 +34,25 @@ pub fn int(s: &str) -> Option<i64> {
     Some(if neg { v.wrapping_neg() } else { v })
 }
 
-fn register(s: &str) -> Option<u8> {
-    if s == "RZ" {
-        return Some(RZ);
+fn register(s: &str) -> Option<Reg> {
+    match s {
+        "RZ" | "URZ" => Some(RZ),
+        _ => match s.strip_prefix('U') {
+            None => s.strip_prefix('R')?.parse().ok().filter(|&r| r < RZ),
+            Some(s) => s.strip_prefix('R')?.parse::<Reg>().ok().filter(|&r| r < URZ).map(|r| UR0 + r),
+        },
     }
-    s.strip_prefix('R')?.parse::<u8>().ok()
+}
+
+/// A predicate without its negation.
+pub fn predicate(s: &str) -> Option<u8> {
+    match s {
+        "PT" | "UPT" => Some(PT),
+        _ => match s.strip_prefix('U') {
+            None => s.strip_prefix('P')?.parse().ok().filter(|&p| p < PT),
+            Some(s) => s.strip_prefix('P')?.parse::<u8>().ok().filter(|&p| p < PT).map(|p| UP0 + p),
+        },
+    }
 }
 
 pub fn split(s: &str) -> Vec<String> {
@@ -77,8 +91,13 @@ fn memory(inner: &str) -> Option<(MemRef, bool)> {
             continue;
         }
         let mut parts = term.split('.');
-        m.base = register(parts.next()?)?;
+        let r = register(parts.next()?)?;
         abs = false;
+        if term.starts_with('U') {
+            m.uniform = r;
+            continue;
+        }
+        m.base = r;
         for p in parts {
             match p {
                 "X4" => m.scale = 2,
@@ -176,14 +195,11 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
         }
         return Some(Operand::Src(src, col));
     }
-    if head == "PR" {
+    if head == "PR" || head == "UPR" {
         return Some(Operand::PredReg);
     }
-    if head == "PT" {
-        return Some(Operand::Pred(PredOp { idx: PT, neg: not }));
-    }
-    if let Some(n) = head.strip_prefix('P').and_then(|n| n.parse::<u8>().ok()) {
-        return Some(Operand::Pred(PredOp { idx: n, neg: not }));
+    if let Some(idx) = predicate(head) {
+        return Some(Operand::Pred(PredOp { idx, neg: not }));
     }
     if let Some(n) = head.strip_prefix("SB").and_then(|n| n.parse::<u8>().ok()) {
         return Some(Operand::Sb(n));

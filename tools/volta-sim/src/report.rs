@@ -144,6 +144,8 @@ pub struct Utilisation {
     pub mio_smem: f64,
     /// tensor cores
     pub tensor: f64,
+    /// uniform datapath
+    pub uniform: f64,
     /// special functions and conversions
     pub xu: f64,
 }
@@ -273,9 +275,10 @@ impl Utilisation {
             l0_fill: (c.l0_fills * m.l0_line_cycles) as f64 / cyc,
             l2_bw: c.l2_busy / cyc,
             mio: c.mio_busy as f64 / cyc,
-            mio_global: c.global_wavefronts as f64 / cyc,
-            mio_smem: c.smem_wavefronts as f64 / cyc,
+            mio_global: (c.global_wavefronts * m.wavefront_cycles) as f64 / cyc,
+            mio_smem: (c.smem_wavefronts * m.wavefront_cycles) as f64 / cyc,
             tensor: c.tensor_busy as f64 / four,
+            uniform: c.uniform_busy as f64 / four,
             xu: c.xu_busy as f64 / four,
         }
     }
@@ -392,7 +395,8 @@ fn class(mn: &str) -> String {
     let base = p.next().unwrap_or("");
     match base {
         "MUFU" => format!("MUFU.{}", p.next().unwrap_or("")),
-        "HMMA" => "HMMA.884".into(),
+        "HMMA" => format!("HMMA.{}", p.next().unwrap_or("")),
+        "LDSM" => format!("LDSM.{}", mn.split('.').nth(3).unwrap_or("1")),
         "LDS" | "STS" | "LDG" | "STG" | "LDL" | "STL" => {
             let w = mn.split('.').find(|m| ["64", "128", "U8", "S8", "U16", "S16"].contains(m)).unwrap_or("32");
             format!("{base}.{w}")

@@ -76,7 +76,7 @@ pub struct Share {
     pub note: String,
 }
 
-/// Round-robin dispatch: SM s gets CTAs s, s+80, ...
+/// Round-robin dispatch: of 80 SMs, SM s gets CTAs s, s+80, ...
 pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
     let total: u32 = env.grid.iter().product();
     let list: Vec<_> = (sm..total).step_by(m.sms as usize).map(|i| cta_id(&env.grid, i)).collect();

@@ -47,7 +47,7 @@ impl Step<'_> {
     pub fn raw(&self, i: usize) -> SimResult<V> {
         let s = &self.inst.src[i];
         Ok(match s.kind {
-            SrcKind::Reg => self.w.reg(s.val as u8),
+            SrcKind::Reg => self.w.reg(s.val as Reg),
             SrcKind::Imm => [s.val; 32],
             SrcKind::Const => [self.constant(s.bank, s.val)?; 32],
         })
@@ -85,7 +85,7 @@ impl Step<'_> {
     fn bits64(&self, s: &Src, imm: impl Fn(u32) -> u64) -> SimResult<[u64; 32]> {
         Ok(match s.kind {
             SrcKind::Reg if s.val == RZ as u32 => [0; 32],
-            SrcKind::Reg => pair(&self.w.reg(s.val as u8), &self.w.reg(s.val as u8 + 1)),
+            SrcKind::Reg => pair(&self.w.reg(s.val as Reg), &self.w.reg(s.val as Reg + 1)),
             SrcKind::Imm => [imm(s.val); 32],
             SrcKind::Const => [(self.constant(s.bank, s.val)? as u64) | (self.constant(s.bank, s.val + 4)? as u64) << 32; 32],
         })

@@ -5,7 +5,7 @@ use crate::cta::Cta;
 use crate::env::Env;
 use crate::isa::*;
 use crate::machine::Machine;
-use crate::ops::{Barrier, Integer, Memory, Op, Space, SpecialRegister, Tensor};
+use crate::ops::{Barrier, Integer, Memory, Op, Space, SpecialRegister, Tensor, Uniform, WarpWide};
 use crate::step::{Access, SimResult};
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -52,7 +52,7 @@ impl Cache {
     }
 }
 
-/// L0 instruction cache of one sub-partition: ready time per code line, LRU over a fixed capacity.
+/// An instruction cache, the L0 of one sub-partition or the L1.5 they share: ready time per code line, LRU over a fixed capacity.
 #[derive(Default)]
 struct ICache {
     ready: Vec<u64>,
@@ -60,6 +60,25 @@ struct ICache {
     held: Vec<u32>,
 }
 const ABSENT: u64 = u64::MAX;
+
+impl ICache {
+    fn new(lines: usize) -> Self {
+        ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![] }
+    }
+
+    /// A line that is absent will be here at `ready`, in place of the one unused for longest where there is no room for more
+    /// than `capacity`.
+    fn fill(&mut self, line: u32, capacity: usize, now: u64, ready: u64) {
+        if self.held.len() >= capacity {
+            let (i, _) = self.held.iter().enumerate().min_by_key(|(_, &h)| self.used[h as usize]).unwrap();
+            let old = self.held.swap_remove(i);
+            self.ready[old as usize] = ABSENT;
+        }
+        self.ready[line as usize] = ready;
+        self.used[line as usize] = now;
+        self.held.push(line);
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Why {
@@ -152,6 +171,8 @@ pub struct Counters {
     pub xu_busy: u64,
     /// tensor cores busy
     pub tensor_busy: u64,
+    /// uniform datapath busy
+    pub uniform_busy: u64,
     /// cycles of the SM's one LSU data stage
     pub mio_busy: u64,
     /// shared-memory wavefronts (one per clock)
@@ -184,6 +205,8 @@ pub struct Counters {
     pub reg_conflicts: u64,
     /// 128-byte instruction lines fetched into the L0 caches
     pub l0_fills: u64,
+    /// of these, into the L1.5 cache from L2, where it is modelled
+    pub l15_fills: u64,
     /// resident warps, summed over all cycles
     pub resident_warp_cycles: u64,
     /// where the warps waited
@@ -205,7 +228,9 @@ pub struct SmSim<'a, 'e> {
     ctas: Vec<Option<Cta>>,
     subs: Vec<Sub>,
     lsu_free: u64,
+    l15: ICache,
     l15_free: u64,
+    l15_fill_free: u64,
     l2_free: f64,
     dram_free: f64,
     l1: Cache,
@@ -219,12 +244,10 @@ pub struct SmSim<'a, 'e> {
 impl<'a, 'e> SmSim<'a, 'e> {
     pub fn new(env: &'a Env<'e>, m: &'a Machine, slots: u32, smem_per_cta: u32) -> Self {
         let used = slots * smem_per_cta.div_ceil(m.smem_gran) * m.smem_gran;
-        // shared-memory carve-outs of sm_70, in KiB
-        let carve = [0u32, 8, 16, 32, 64, 96].iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(96 * 1024);
+        let carve = m.smem_carve_kib.iter().map(|k| k * 1024).find(|&k| k >= used).unwrap_or(m.smem_per_sm);
         let wpc = env.block.iter().product::<u32>().div_ceil(32);
         let n = env.prog.code.len();
         let lines = n.div_ceil(8);
-        let l0 = || ICache { ready: vec![ABSENT; lines], used: vec![0; lines], held: vec![] };
         let sharers = m.sms.min(env.grid.iter().product()) as u64;
         SmSim {
             env,
@@ -236,9 +259,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
             conflict_hist: vec![0; n],
             warps: (0..slots * wpc).map(|_| None).collect(),
             ctas: (0..slots).map(|_| None).collect(),
-            subs: (0..m.subs).map(|_| Sub { l0: l0(), ..Sub::default() }).collect(),
+            subs: (0..m.subs).map(|_| Sub { l0: ICache::new(lines), ..Sub::default() }).collect(),
             lsu_free: 0,
+            l15: ICache::new(lines),
             l15_free: 0,
+            l15_fill_free: 0,
             l2_free: 0.0,
             dram_free: 0.0,
             l1: Cache::new((m.l1_smem_total - carve) as u64, 64),
@@ -388,25 +413,38 @@ impl<'a, 'e> SmSim<'a, 'e> {
     /// When the code line can be issued from by sub-partition `s`; starts fetches as needed.
     fn fetch(&mut self, s: usize, line: u32, now: u64) -> u64 {
         let cap = (self.m.l0_bytes / 128) as usize;
-        let l0 = &mut self.subs[s].l0;
-        l0.used[line as usize] = now;
-        for l in line..=(line + self.m.l0_prefetch).min(l0.ready.len() as u32 - 1) {
-            if l0.ready[l as usize] != ABSENT {
+        self.subs[s].l0.used[line as usize] = now;
+        for l in line..=(line + self.m.l0_prefetch).min(self.subs[s].l0.ready.len() as u32 - 1) {
+            if self.subs[s].l0.ready[l as usize] != ABSENT {
                 continue;
             }
-            if l0.held.len() >= cap {
-                let (i, _) = l0.held.iter().enumerate().min_by_key(|(_, &h)| l0.used[h as usize]).unwrap();
-                let old = l0.held.swap_remove(i);
-                l0.ready[old as usize] = ABSENT;
-            }
-            let start = now.max(self.l15_free);
+            let start = self.in_l15(l, now).max(self.l15_free);
             self.l15_free = start + self.m.l0_line_cycles;
             self.c.l0_fills += 1;
-            l0.ready[l as usize] = start + self.m.l0_miss_latency;
-            l0.used[l as usize] = now;
-            l0.held.push(l);
+            self.subs[s].l0.fill(l, cap, now, start + self.m.l0_miss_latency);
         }
-        l0.ready[line as usize]
+        self.subs[s].l0.ready[line as usize]
+    }
+
+    /// When the code line can leave the L1.5, which may have to fetch it from L2.
+    fn in_l15(&mut self, line: u32, now: u64) -> u64 {
+        if self.m.l15_bytes == 0 {
+            return now;
+        }
+        if self.l15.ready[line as usize] == ABSENT {
+            // the first time, an earlier launch has left it there
+            let ready = if self.l15.used[line as usize] == 0 {
+                now
+            } else {
+                let start = now.max(self.l15_fill_free);
+                self.l15_fill_free = start + self.m.l15_line_cycles;
+                self.c.l15_fills += 1;
+                start + self.m.l2_latency
+            };
+            self.l15.fill(line, (self.m.l15_bytes / 128) as usize, now, ready);
+        }
+        self.l15.used[line as usize] = now;
+        self.l15.ready[line as usize].max(now)
     }
 
     fn unit_free(&self, s: usize, inst: &Inst) -> u64 {
@@ -568,17 +606,17 @@ impl<'a, 'e> SmSim<'a, 'e> {
             Unit::Fp16 => m.fp16_cycles,
             Unit::Fp64 => m.fp64_cycles,
             Unit::Xu => m.xu_cycles,
-            Unit::Tensor => {
-                if matches!(inst.op, Op::Tensor(Tensor::Hmma884 { f32: true, .. })) {
-                    m.hmma_f32_cycles
-                } else {
-                    m.hmma_f16_cycles
-                }
-            }
+            Unit::Tensor => match inst.op {
+                Op::Tensor(Tensor::Hmma884 { f32: true, .. }) => m.hmma_f32_cycles,
+                Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_cycles,
+                Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_cycles,
+                _ => m.hmma_f16_cycles,
+            },
+            Unit::Uniform => m.uniform_cycles,
             Unit::Lsu => return self.memory(s, k, idx, now, acc),
             Unit::Ctl => return (now + 2, now + 2, Why::ShortSb),
         };
-        if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu) && bank_conflict(inst) {
+        if m.reg_banks && !matches!(inst.unit, Unit::Tensor | Unit::Xu | Unit::Uniform) && bank_conflict(inst) {
             cost += 1;
             self.c.reg_conflicts += 1;
         }
@@ -591,11 +629,20 @@ impl<'a, 'e> SmSim<'a, 'e> {
             Unit::Fp64 => c.fp64_busy += cost,
             Unit::Xu => c.xu_busy += cost,
             Unit::Tensor => c.tensor_busy += cost,
+            Unit::Uniform => c.uniform_busy += cost,
             _ => {}
         }
         match inst.unit {
             Unit::Xu => (now + m.xu_latency, now + cost, Why::XuSb),
-            Unit::Tensor => (now + m.hmma_latency, now + cost + 2, Why::TensorSb),
+            Unit::Tensor => {
+                let latency = match inst.op {
+                    Op::Tensor(Tensor::Hmma1688 { f32: true }) => m.hmma_1688_f32_latency,
+                    Op::Tensor(Tensor::Hmma1688 { f32: false }) => m.hmma_1688_f16_latency,
+                    _ => m.hmma_latency,
+                };
+                (now + latency, now + cost + 2, Why::TensorSb)
+            }
+            Unit::Uniform if matches!(inst.op, Op::Uniform(Uniform::R2ur)) => (now + m.r2ur_latency, now + 2, Why::ShortSb),
             Unit::Fp64 => (now + m.fp64_latency, now + cost, Why::ShortSb),
             _ => (now + 4, now + 2, Why::ShortSb),
         }
@@ -616,6 +663,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let (space, bytes, write, atomic) = match inst.op {
             Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
             Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
+            Op::Memory(Memory::Ldsm { .. }) => (Some(Space::Shared), 16, false, false),
             Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
             _ => (None, 4, false, false),
         };
@@ -627,8 +675,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
                 1
             }
             Some(Space::Shared) => {
-                let mut w = m.smem_wavefronts(&acc.addr, acc.mask, bytes);
-                let ideal = (acc.mask.count_ones() * bytes).div_ceil(128).max(1);
+                // LDSM: a row of 16 bytes from each lane whose address counts
+                let lanes = match inst.op {
+                    Op::Memory(Memory::Ldsm { matrices, .. }) => !0 >> (32 - 8 * matrices as u32),
+                    _ => acc.mask,
+                };
+                let mut w = m.smem_wavefronts(&acc.addr, lanes, bytes);
+                let ideal = (lanes.count_ones() * bytes).div_ceil(128).max(1);
                 if atomic {
                     w = w.max(2);
                 }
@@ -685,17 +738,22 @@ impl<'a, 'e> SmSim<'a, 'e> {
         let agu = now.max(self.subs[s].agu_free);
         self.subs[s].agu_free = agu + m.agu_cycles;
         let start = (agu + m.mio_delay).max(self.lsu_free);
-        self.lsu_free = start + waves as u64;
-        self.c.mio_busy += waves as u64;
+        // shuffles and constants do not pass through the banks
+        let each = if matches!(space, None | Some(Space::Const)) { 1 } else { m.wavefront_cycles };
+        let store = if write && space == Some(Space::Shared) { m.sts_extra_cycles } else { 0 };
+        let busy = waves as u64 * each + store;
+        self.lsu_free = start + busy;
+        self.c.mio_busy += busy;
         let q = &mut self.subs[s].mio;
         while q.front().is_some_and(|&t| t <= now) {
             q.pop_front();
         }
         q.push_back(start);
-        let done = start + waves as u64 - 1; // last wavefront enters
+        let done = start + busy - each; // last wavefront enters
         let rd = done + m.rd_release;
         let tail = |lat: u64| lat - m.mio_delay;
         match space {
+            None if matches!(inst.op, Op::WarpWide(WarpWide::Movm)) => (done + tail(m.movm_latency), rd, Why::ShortSb),
             None => (done + tail(m.shfl_latency), rd, Why::ShortSb),
             Some(Space::Shared) => (done + tail(m.lds_latency), rd, Why::ShortSb),
             Some(Space::Const) => (done + tail(m.ldc_latency), rd, Why::ShortSb),
@@ -746,7 +804,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
     }
 
     /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share
-    /// of each buffer (1/80 on a full GPU) is; the rest was brought into L2 by the other SMs.
+    /// of each buffer (one SM's on a full GPU) is; the rest was brought into L2 by the other SMs.
     fn first_touch(&mut self, addr: u64) -> bool {
         for (i, b) in self.env.mem.bufs.iter().enumerate() {
             if addr + 32 > b.base && addr < b.base + b.len {
@@ -763,7 +821,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
 
 /// Three distinct source registers in the same bank (even / odd), none served by the reuse cache.
 fn bank_conflict(inst: &Inst) -> bool {
-    let mut r = [0u8; 3];
+    let mut r = [0; 3];
     for i in 0..3 {
         match inst.src[i].reg() {
             Some(x) if !inst.src[i].reuse => r[i] = x,

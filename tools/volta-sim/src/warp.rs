@@ -27,7 +27,8 @@ pub struct Group {
 
 pub struct Warp {
     pub regs: Vec<V>,
-    pub pred: [u32; 8],
+    /// by number: the threads' own, then the uniform ones, of which all lanes are equal
+    pub pred: [u32; 16],
     pub groups: Vec<Group>,
     pub cur: usize,
     /// convergence barriers: per lane, the mask of participating lanes
@@ -42,7 +43,7 @@ pub struct Warp {
 
 impl Warp {
     pub fn new(index: u32, nregs: usize, live: u32) -> Self {
-        let mut pred = [0; 8];
+        let mut pred = [0; 16];
         pred[PT as usize] = !0;
         Warp {
             regs: vec![[0; 32]; nregs],
@@ -70,7 +71,7 @@ impl Warp {
         }
     }
     #[inline(always)]
-    pub fn wr(&mut self, r: u8, v: &V, mask: u32) {
+    pub fn wr(&mut self, r: Reg, v: &V, mask: u32) {
         if r == RZ {
             return;
         }
@@ -86,7 +87,7 @@ impl Warp {
         }
     }
     #[inline(always)]
-    pub fn wr64(&mut self, r: u8, v: &[u64; 32], mask: u32) {
+    pub fn wr64(&mut self, r: Reg, v: &[u64; 32], mask: u32) {
         if r == RZ {
             return;
         }
@@ -94,7 +95,7 @@ impl Warp {
         self.wr(r + 1, &v.each(|x| (x >> 32) as u32), mask);
     }
     #[inline(always)]
-    pub fn reg(&self, r: u8) -> V {
+    pub fn reg(&self, r: Reg) -> V {
         if r == RZ {
             [0; 32]
         } else {

@@ -1,4 +1,4 @@
-"""Functional unit tests: python tests/functional.py [name ...]"""
+"""Functional unit tests, on sm_70 and on sm_75: python tests/functional.py [name ...]"""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,8 @@ import volta_sim as vs
 
 rng = np.random.default_rng(1)
 TESTS = {}
+#: what is compiled for
+arch = "sm_70"
 
 
 def test(f):
@@ -17,7 +19,7 @@ def test(f):
 
 
 def go(src, kernel, grid, block, args, smem=0, **kw):
-    return vs.run(vs.compile(src, **kw), kernel, grid, block, smem, args, mode="functional")[0]
+    return vs.run(vs.compile(src, arch=arch, **kw), kernel, grid, block, smem, args, mode="functional")[0]
 
 
 def close(a, b, tol=1e-6, what=""):
@@ -484,11 +486,12 @@ def wmma_m16n16k16():
 if __name__ == "__main__":
     names = sys.argv[1:] or TESTS
     bad = 0
-    for n in names:
-        try:
-            TESTS[n]()
-            print(f"ok    {n}")
-        except Exception as e:
-            bad += 1
-            print(f"FAIL  {n}: {type(e).__name__} {str(e)[:600]}")
+    for arch in ("sm_70", "sm_75"):
+        for n in names:
+            try:
+                TESTS[n]()
+                print(f"ok    {arch} {n}")
+            except Exception as e:
+                bad += 1
+                print(f"FAIL  {arch} {n}: {type(e).__name__} {str(e)[:600]}")
     sys.exit(bad)

@@ -40,7 +40,7 @@ impl Class for Convergence {
             }
             "BMOV" => match (d.next(), d.next()) {
                 (Some(Operand::Src(s, _)), Some(Operand::B(b))) => {
-                    d.inst.dst = s.val as u8;
+                    d.inst.dst = s.val as Reg;
                     Convergence::BmovToReg { b, clear: d.has("CLEAR") }
                 }
                 (Some(Operand::B(b)), Some(Operand::Src(s, _))) => {

@@ -12,7 +12,7 @@ pub enum Integer {
     Iadd3 { x: bool },
     Imad { x: bool },
     ImadWide { signed: bool, x: bool },
-    ImadHi { signed: bool },
+    ImadHi { signed: bool, x: bool },
     Lea { hi: bool, x: bool, sx32: bool, shift: u8 },
     Isetp { cmp: Cmp, signed: bool, bop: BoolOp, ex: bool },
     Imnmx { signed: bool },
@@ -42,7 +42,7 @@ impl Class for Integer {
                 if d.has("WIDE") {
                     Integer::ImadWide { signed, x: d.has("X") }
                 } else if d.has("HI") {
-                    Integer::ImadHi { signed }
+                    Integer::ImadHi { signed, x: d.has("X") }
                 } else {
                     Integer::Imad { x: d.has("X") }
                 }
@@ -137,22 +137,14 @@ impl Class for Integer {
                 }
             }
             Integer::ImadWide { signed, x } => {
-                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int64(2)?);
-                let cin = if x { s.p(0) } else { 0 };
-                let product = |l: usize| match signed {
-                    true => (a[l] as i32 as i64).wrapping_mul(b[l] as i32 as i64) as u64,
-                    false => a[l] as u64 * b[l] as u64,
-                };
-                let sum: [u128; 32] = lanes(|l| product(l) as u128 + c[l] as u128 + (cin >> l & 1) as u128);
+                let sum = wide_sum(s, signed, x)?;
                 s.wr64(&sum.each(|v| v as u64));
                 s.setp(0, mask_of(|l| sum[l] >> 64 != 0));
             }
-            Integer::ImadHi { signed } => {
-                let (a, b, c) = (s.int(0)?, s.int(1)?, s.int(2)?);
-                s.wr(&lanes(|l| {
-                    let p = if signed { ((a[l] as i32 as i64) * (b[l] as i32 as i64)) as u64 } else { a[l] as u64 * b[l] as u64 };
-                    ((p >> 32) as u32).wrapping_add(c[l])
-                }));
+            Integer::ImadHi { signed, x } => {
+                let sum = wide_sum(s, signed, x)?;
+                s.wr(&sum.each(|v| (v >> 32) as u32));
+                s.setp(0, mask_of(|l| sum[l] >> 64 != 0));
             }
             Integer::Lea { hi, x, sx32, shift } => {
                 let (a, b) = (s.raw(0)?, s.int(1)?);
@@ -217,6 +209,18 @@ impl Class for Integer {
         }
         Ok(())
     }
+}
+
+/// The 64-bit product of two sources, plus the third, a register pair, plus a carry: 65 bits.
+#[inline(always)]
+fn wide_sum(s: &Step, signed: bool, x: bool) -> SimResult<[u128; 32]> {
+    let (a, b, c) = (s.int(0)?, s.int(1)?, s.int64(2)?);
+    let cin = if x { s.p(0) } else { 0 };
+    let product = |l: usize| match signed {
+        true => (a[l] as i32 as i64).wrapping_mul(b[l] as i32 as i64) as u64,
+        false => a[l] as u64 * b[l] as u64,
+    };
+    Ok(lanes(|l| product(l) as u128 + c[l] as u128 + (cin >> l & 1) as u128))
 }
 
 #[inline(always)]

@@ -18,6 +18,11 @@ pub enum Memory {
         space: Space,
         bytes: u8,
     },
+    /// as many 8x8 matrices of halves from shared memory: lane 8i+r has the address of row r of matrix i
+    Ldsm {
+        matrices: u8,
+        transposed: bool,
+    },
     /// is a generic address one of shared or local memory? Never: those are not generic here
     Qspc,
 }
@@ -77,6 +82,21 @@ impl Class for Memory {
                 }
                 Memory::Ld { space, bytes, sext: d.has("S8") || d.has("S16") }
             }
+            "LDSM" => {
+                let [shape, count] = match d.mods[..] {
+                    ["16", shape] => [shape, "1"],
+                    ["16", shape, count] => [shape, count],
+                    _ => return Err(d.fail("LDSM modifiers")),
+                };
+                let (Some(transposed), Some(matrices)) =
+                    (["M88", "MT88"].iter().position(|s| *s == shape), ["1", "2", "4"].iter().position(|c| *c == count))
+                else {
+                    return Err(d.fail("LDSM modifiers"));
+                };
+                d.dst()?;
+                d.address()?;
+                Memory::Ldsm { matrices: 1 << matrices, transposed: transposed == 1 }
+            }
             "QSPC" => {
                 d.opt_pdsts(2);
                 Memory::Qspc
@@ -117,14 +137,14 @@ impl Class for Memory {
                 }
                 if s.inst.dst != RZ {
                     for k in 0..(n / 4).max(1) {
-                        s.w.wr(s.inst.dst + k as u8, &buf[k], s.m);
+                        s.w.wr(s.inst.dst + k as Reg, &buf[k], s.m);
                     }
                 }
             }
             Memory::St { space, bytes } => {
                 addresses(s);
                 let n = bytes as usize;
-                let r = s.inst.src[0].val as u8;
+                let r = s.inst.src[0].val as Reg;
                 let mut buf = [[0u32; 32]; 4];
                 if r != RZ {
                     for k in 0..(n / 4).max(1) {
@@ -150,6 +170,7 @@ impl Class for Memory {
                     }
                 }
             }
+            Memory::Ldsm { matrices, transposed } => load_matrices(s, matrices as usize, transposed)?,
             Memory::Qspc => s.setp(0, 0),
         }
         Ok(())
@@ -159,16 +180,55 @@ impl Class for Memory {
 /// Addresses of all lanes.
 #[inline(always)]
 pub fn addresses(s: &mut Step) {
-    let MemRef { base, wide, off, scale } = s.inst.mem;
+    let MemRef { base, wide, uniform, uniform_wide, mut off, scale } = s.inst.mem;
+    if uniform != RZ {
+        let word = |r: Reg| s.w.regs[r as usize][0];
+        let high = if uniform_wide { word(uniform + 1) } else { 0 };
+        off = off.wrapping_add((word(uniform) as u64 | (high as u64) << 32) as i64);
+    }
     s.acc.addr = if base == RZ {
-        [if wide { off as u64 } else { off as u32 as u64 }; 32]
+        [if wide | uniform_wide { off as u64 } else { off as u32 as u64 }; 32]
     } else if wide {
         let (lo, hi) = (&s.w.regs[base as usize], &s.w.regs[base as usize + 1]);
         lanes(|l| (lo[l] as u64 | (hi[l] as u64) << 32).wrapping_add(off as u64))
     } else {
         let lo = &s.w.regs[base as usize];
-        lanes(|l| (lo[l] << scale).wrapping_add(off as u32) as u64)
+        if uniform_wide {
+            lanes(|l| ((lo[l] << scale) as u64).wrapping_add(off as u64))
+        } else {
+            lanes(|l| (lo[l] << scale).wrapping_add(off as u32) as u64)
+        }
     };
+}
+
+/// Lane 4g+t gets of each matrix elements 2t and 2t+1 of row g, or `transposed` of column g. On sm_75 the addresses of all
+/// lanes must be valid, those of rows that are not asked for too.
+#[inline(always)]
+fn load_matrices(s: &mut Step, matrices: usize, transposed: bool) -> SimResult<()> {
+    if s.m == 0 {
+        return Ok(());
+    }
+    if s.m != !0 {
+        return Err(s.refuse(&format!("LDSM with a partial warp (mask {:#x})", s.m)));
+    }
+    addresses(s);
+    let mut rows = [[0u32; 4]; 32];
+    for l in 0..32 {
+        let p = place(s, Space::Shared, l, 16, false)?;
+        // SAFETY: 16 bytes at `p` may be read.
+        rows[l] = unsafe { (p as *const [u32; 4]).read_unaligned() };
+    }
+    for i in 0..matrices {
+        let rows = &rows[8 * i..8 * i + 8];
+        let half = |row: usize, column: usize| rows[row & 7][column >> 1 & 3] >> (16 * (column & 1)) & 0xffff;
+        let v = if transposed {
+            lanes(|l| half(2 * (l & 3), l >> 2) | half(2 * (l & 3) + 1, l >> 2) << 16)
+        } else {
+            lanes(|l| rows[l >> 2 & 7][l & 3])
+        };
+        s.w.wr(s.inst.dst + i as Reg, &v, !0);
+    }
+    Ok(())
 }
 
 /// Where the `n` bytes lie that lane `l` reads, or with `write` writes.

@@ -22,6 +22,7 @@ mod select;
 mod special_function;
 mod special_register;
 mod tensor;
+mod uniform;
 mod warp_wide;
 
 pub use atomic::Atomic;
@@ -40,6 +41,7 @@ pub use select::Select;
 pub use special_function::SpecialFunction;
 pub use special_register::SpecialRegister;
 pub use tensor::Tensor;
+pub use uniform::Uniform;
 pub use warp_wide::WarpWide;
 
 /// Hints, and maintenance of caches that are not simulated.
@@ -114,5 +116,5 @@ macro_rules! classes {
 
 classes! {
     Integer, Bits, Predicate, Select, Float, SpecialFunction, Double, PackedHalf, Tensor, Conversion, WarpWide, Memory, Atomic,
-    SpecialRegister, Barrier, Branch, Convergence,
+    SpecialRegister, Barrier, Branch, Convergence, Uniform,
 }

@@ -13,15 +13,19 @@ pub enum Predicate {
         lut: u8,
         lut2: u8,
     },
-    /// predicates into the byte that begins at bit `shift`
+    /// predicates from number `first` on into the byte that begins at bit `shift`
     P2r {
         shift: u32,
+        first: u8,
     },
-    R2p,
+    R2p {
+        first: u8,
+    },
 }
 
 impl Class for Predicate {
     fn decode(d: &mut Decoder) -> Decoded {
+        let first = if d.inst.everywhere != 0 { UP0 } else { 0 };
         let op = match d.base {
             "PLOP3" => {
                 d.opt_pdsts(2);
@@ -37,12 +41,12 @@ impl Class for Predicate {
                 d.dst()?;
                 d.next();
                 d.srcs(2)?;
-                Predicate::P2r { shift: 8 * byte as u32 }
+                Predicate::P2r { shift: 8 * byte as u32, first }
             }
             "R2P" => {
                 d.next();
                 d.srcs(2)?;
-                Predicate::R2p
+                Predicate::R2p { first }
             }
             _ => return Ok(None),
         };
@@ -57,16 +61,16 @@ impl Class for Predicate {
                 s.setp(0, lop3(lut, &[a; 32], &[b; 32], &[c; 32])[0]);
                 s.setp(1, lop3(lut2, &[a; 32], &[b; 32], &[c; 32])[0]);
             }
-            Predicate::P2r { shift } => {
+            Predicate::P2r { shift, first } => {
                 let (a, mk) = (s.int(0)?, s.int(1)?);
                 let preds = s.w.pred;
                 s.wr(&lanes(|l| {
-                    let bits = (0..7).fold(0, |r, i| r | (preds[i] >> l & 1) << i);
+                    let bits = (0..7).fold(0, |r, i| r | (preds[first as usize + i] >> l & 1) << i);
                     let mask = mk[l] << shift;
                     (a[l] & !mask) | (bits << shift & mask)
                 }));
             }
-            Predicate::R2p => {
+            Predicate::R2p { first } => {
                 let (a, mk) = (s.int(0)?, s.int(1)?);
                 let sh = match s.inst.src[0].sel {
                     Sel::B(n) => 8 * n as u32,
@@ -75,7 +79,7 @@ impl Class for Predicate {
                 for i in 0..7u8 {
                     let sel = mask_of(|l| mk[l] >> i & 1 != 0);
                     let val = mask_of(|l| a[l] >> (sh + i as u32) & 1 != 0);
-                    s.w.setp(i, val, s.m & sel);
+                    s.w.setp(first + i, val, s.m & sel);
                 }
             }
         }

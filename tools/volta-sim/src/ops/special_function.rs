@@ -2,6 +2,7 @@
 
 use super::{Class, Op};
 use crate::decode::{Decoded, Decoder};
+use crate::half::*;
 use crate::isa::*;
 use crate::lanes::*;
 use crate::step::{SimResult, Step};
@@ -16,6 +17,9 @@ pub enum SpecialFunction {
     Sin,
     Cos,
     Sqrt,
+    Tanh,
+    /// of halves: the low one, or with .H1 the high one of the register, into the low half
+    Ex2Half,
     Rcp64h,
     Rsq64h,
 }
@@ -31,7 +35,9 @@ impl Class for SpecialFunction {
         Ok(Some(Op::SpecialFunction(match d.mods.first() {
             Some(&"RCP") => SpecialFunction::Rcp,
             Some(&"RSQ") => SpecialFunction::Rsq,
+            Some(&"EX2") if d.has("F16") => SpecialFunction::Ex2Half,
             Some(&"EX2") => SpecialFunction::Ex2,
+            Some(&"TANH") => SpecialFunction::Tanh,
             Some(&"LG2") => SpecialFunction::Lg2,
             Some(&"SIN") => SpecialFunction::Sin,
             Some(&"COS") => SpecialFunction::Cos,
@@ -53,6 +59,12 @@ impl Class for SpecialFunction {
             }));
             return Ok(());
         }
+        if self == SpecialFunction::Ex2Half {
+            let (lo, hi) = s.hlf(0)?;
+            let x = if matches!(s.inst.src[0].sel, Sel::H(1) | Sel::H1H1) { hi } else { lo };
+            s.wr(&x.each(|x| f2h(x.exp2()) as u32));
+            return Ok(());
+        }
         let a = s.flt(0)?;
         // inputs and outputs of the special-function unit flush subnormals
         let mut r = [0u32; 32];
@@ -68,7 +80,8 @@ impl Class for SpecialFunction {
                     SpecialFunction::Sin => ((x as f64) * std::f64::consts::TAU).sin() as f32,
                     SpecialFunction::Cos => ((x as f64) * std::f64::consts::TAU).cos() as f32,
                     SpecialFunction::Sqrt => x.sqrt(),
-                    SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
+                    SpecialFunction::Tanh => x.tanh(),
+                    SpecialFunction::Ex2Half | SpecialFunction::Rcp64h | SpecialFunction::Rsq64h => unreachable!(),
                 };
                 r[l] = fz(v, true).to_bits();
             }

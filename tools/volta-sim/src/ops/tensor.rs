@@ -13,6 +13,8 @@ use crate::warp::{Warp, V};
 pub enum Tensor {
     /// HMMA.884; `f32`: the accumulators' type, else half
     Hmma884 { f32: bool, step: u8, a_col: bool, b_col: bool },
+    /// HMMA.1688 of sm_75, alike
+    Hmma1688 { f32: bool },
 }
 
 impl Class for Tensor {
@@ -20,9 +22,19 @@ impl Class for Tensor {
         if d.base != "HMMA" {
             return Ok(None);
         }
+        if let Some(f32) = match d.mods[..] {
+            ["1688", "F32"] => Some(true),
+            ["1688", "F16"] => Some(false),
+            _ => None,
+        } {
+            d.dst()?;
+            d.srcs(3)?;
+            d.inst.unit = Unit::Tensor;
+            return Ok(Some(Op::Tensor(Tensor::Hmma1688 { f32 })));
+        }
         // HMMA.884.F32.F32.STEPn D, A.ROW, B.COL, C
         if d.mods.first() != Some(&"884") {
-            return Err(d.fail("only HMMA.884 exists on sm_70"));
+            return Err(d.fail("only HMMA.884 and HMMA.1688 are known"));
         }
         let f32 = match (d.mods.get(1), d.mods.get(2)) {
             (Some(&"F32"), Some(&"F32")) => true,
@@ -57,6 +69,7 @@ impl Class for Tensor {
         }
         match self {
             Tensor::Hmma884 { f32, step, a_col, b_col } => hmma884(s.w, s.inst, f32, step, a_col, b_col),
+            Tensor::Hmma1688 { f32 } => hmma1688(s.w, s.inst, f32),
         }
         Ok(())
     }
@@ -98,6 +111,52 @@ fn hmma884(w: &mut Warp, inst: &Inst, is32: bool, step: u8, a_col: bool, b_col: 
     };
     w.wr(inst.dst, &d0, !0);
     w.wr(inst.dst + 1, &d1, !0);
+}
+
+/// One HMMA.1688: a 16x8x8 product. With g = lane / 4 and t = lane % 4, a register holds elements 2t and 2t+1
+/// ```text
+///   A   of row g, the second register of row g+8         B   of column g
+///   C   of row g, the second register (f32: pair) of row g+8
+/// ```
+/// Products are exact; the eight and C are summed in f64 and rounded once, as in [`hmma884`].
+#[inline(always)]
+fn hmma1688(w: &mut Warp, inst: &Inst, is32: bool) {
+    let (a0, a1) = pair(w, &inst.src[0]);
+    let b = w.reg(inst.src[1].val as Reg);
+    let half = |v: &V, row: usize, k: usize| h2f((v[4 * row + k / 2] >> (16 * (k & 1))) as u16);
+    // rows of A, by k
+    let mut a = [[0f32; 16]; 8];
+    for k in 0..8 {
+        for row in 0..8 {
+            a[k][row] = half(&a0, row, k);
+            a[k][row + 8] = half(&a1, row, k);
+        }
+    }
+    // sums[column][row]
+    let mut sums = [[0f64; 16]; 8];
+    for column in 0..8 {
+        for k in 0..8 {
+            let b = half(&b, column, k);
+            for row in 0..16 {
+                // f32 products of halves are exact
+                sums[column][row] += (a[k][row] * b) as f64;
+            }
+        }
+    }
+    let sum = |l: usize, second: usize, lower: usize| sums[2 * (l & 3) + second][(l >> 2) + 8 * lower];
+    let c = quad(w, &inst.src[2]);
+    if is32 {
+        for (i, c) in c.iter().enumerate() {
+            let d = lanes(|l| ((sum(l, i & 1, i >> 1) + f32::from_bits(c[l]) as f64) as f32).to_bits());
+            w.wr(inst.dst + i as Reg, &d, !0);
+        }
+    } else {
+        for (i, c) in c[..2].iter().enumerate() {
+            let one = |l: usize, second: usize| d2h(sum(l, second, i) + h2f((c[l] >> (16 * second)) as u16) as f64) as u32;
+            let d = lanes(|l| one(l, 0) | one(l, 1) << 16);
+            w.wr(inst.dst + i as Reg, &d, !0);
+        }
+    }
 }
 
 /// Four numbers of every lane.
@@ -149,10 +208,22 @@ fn dot(x: &Fours, y: &Fours, c: [f64; 32]) -> [f64; 32] {
     lanes(|l| (p(0, l) + p(1, l)) + (p(2, l) + p(3, l)) + c[l])
 }
 
+/// The four registers of an operand, of which fewer may count.
+#[inline(always)]
+fn quad(w: &Warp, s: &Src) -> [V; 4] {
+    let r = s.val as Reg;
+    if r == RZ {
+        [[0; 32]; 4]
+    } else {
+        let r = r as usize;
+        [w.regs[r], w.regs[r + 1], w.regs[r + 2], w.regs[r + 3]]
+    }
+}
+
 /// The two registers of an operand.
 #[inline(always)]
 fn pair(w: &Warp, s: &Src) -> (V, V) {
-    let r = s.val as u8;
+    let r = s.val as Reg;
     if r == RZ {
         ([0; 32], [0; 32])
     } else {

@@ -9,8 +9,15 @@ use crate::step::{SimResult, Step};
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum WarpWide {
     Shfl(ShflMode),
-    Vote { all: bool, eq: bool },
-    Match { all: bool },
+    Vote {
+        all: bool,
+        eq: bool,
+    },
+    Match {
+        all: bool,
+    },
+    /// the 8x8 matrix of halves that a register holds, transposed: lane 4g+t has elements 2t and 2t+1 of row g
+    Movm,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +65,15 @@ impl Class for WarpWide {
                 d.inst.unit = Unit::Lsu;
                 WarpWide::Match { all: d.has("ALL") }
             }
+            "MOVM" => {
+                if d.mods[..] != ["16", "MT88"] {
+                    return Err(d.fail("MOVM other than .16.MT88"));
+                }
+                d.dst()?;
+                d.src(0)?;
+                d.inst.unit = Unit::Lsu;
+                WarpWide::Movm
+            }
             _ => return Ok(None),
         };
         Ok(Some(Op::WarpWide(op)))
@@ -65,7 +81,8 @@ impl Class for WarpWide {
 
     #[inline(always)]
     fn execute(self, s: &mut Step) -> SimResult<()> {
-        let m = s.m;
+        // VOTEU writes for all, but only threads that are here vote
+        let m = s.m & s.together;
         match self {
             WarpWide::Shfl(mode) => {
                 let (a, b, c) = (s.raw(0)?, s.raw(1)?, s.raw(2)?);
@@ -103,6 +120,17 @@ impl Class for WarpWide {
                 };
                 s.wr(&[ballot; 32]);
                 s.setp(0, (p as u32).wrapping_neg());
+            }
+            WarpWide::Movm => {
+                if m == 0 {
+                    return Ok(());
+                }
+                if m != !0 {
+                    return Err(s.refuse(&format!("MOVM with a partial warp (mask {m:#x})")));
+                }
+                let a = s.raw(0)?;
+                let element = |row: usize, column: usize| a[4 * row + column / 2] >> (16 * (column & 1)) & 0xffff;
+                s.wr(&lanes(|l| element(2 * (l & 3), l >> 2) | element(2 * (l & 3) + 1, l >> 2) << 16));
             }
             WarpWide::Match { all } => {
                 let a = s.raw(0)?;
