@@ -1,0 +1,261 @@
+"""Small attention problems: what they ask for, their tensors, and what the fp64 CPU backend says the results are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rule
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem, as a value: with a seed, its tensors follow from it."""
+
+    seqlen_q: int
+    seqlen_k: int
+    headdim: int
+    headdim_v: int
+    batch: int = 1
+    nheads: int = 4
+    nheads_k: int = 2
+    dtype: torch.dtype = torch.float16
+    is_causal: bool = False
+    window_left: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi: bool = False
+    bias: str = ""  # "additive", with a gradient, or "mask"
+    sinks: bool = False
+    lengths: str = ""  # "packed", or "used": seqused_k
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"q{self.seqlen_q} k{self.seqlen_k} d{self.headdim}" + (f"/{self.headdim_v}" if self.headdim_v != self.headdim else "")
+        words = [f"b{self.batch} h{self.nheads}/{self.nheads_k} {sizes} {str(self.dtype).removeprefix('torch.')}"]
+        for field in dataclasses.fields(self)[8:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(words)
+
+    @property
+    def needs(self) -> list[str]:
+        """What kernels must be prepared for, as `info()` names it."""
+        asked = {
+            "lengths": bool(self.lengths),
+            "sinks": self.sinks,
+            "bf16_gradients": self.dtype == torch.bfloat16,
+            "softcap": self.softcap > 0,
+            "alibi": self.alibi,
+            "bias": bool(self.bias),
+            "dropout": self.dropout_p > 0,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+    @property
+    def entries(self) -> list[tuple[int, int]]:
+        """(seqlen_q, seqlen_k) of each batch entry or sequence. Odd ones: no tile divides them, and one is empty."""
+        if self.lengths == "packed":
+            return [(self.seqlen_q, self.seqlen_k), (0, 5), (self.seqlen_q // 2 + 1, self.seqlen_k // 3)]
+        if self.lengths == "used":
+            return [(self.seqlen_q, self.seqlen_k - 1 - 45 * i) for i in range(self.batch)]
+        return [(self.seqlen_q, self.seqlen_k)] * self.batch
+
+
+@dataclass
+class Inputs:
+    """A problem's tensors on a device."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    options: dict[str, Any]
+
+    @classmethod
+    def draw(cls, problem: Problem, seed: int, device: torch.device) -> Inputs:
+        """Standard normal, drawn on the CPU, so that a seed gives the same everywhere."""
+        p = problem
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        lengths_q, lengths_k = zip(*p.entries)
+        packed = p.lengths == "packed"
+        rows_q, rows_k = ((sum(lengths_q),), (sum(lengths_k),)) if packed else ((p.batch, p.seqlen_q), (p.batch, p.seqlen_k))
+        q, k = randn(*rows_q, p.nheads, p.headdim), randn(*rows_k, p.nheads_k, p.headdim)
+        v, dout = randn(*rows_k, p.nheads_k, p.headdim_v), randn(*rows_q, p.nheads, p.headdim_v)
+        options: dict[str, Any] = {"is_causal": p.is_causal, "window_left": p.window_left}
+        if p.softcap:
+            options["softcap"] = p.softcap
+        if p.dropout_p:
+            options["dropout_p"] = p.dropout_p
+        if packed:
+            for name, lengths in (("q", lengths_q), ("k", lengths_k)):
+                options[f"cu_seqlens_{name}"] = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+                options[f"max_seqlen_{name}"] = max(lengths)
+        elif p.lengths:
+            options["seqused_k"] = torch.tensor(lengths_k, dtype=torch.int32).to(device)
+        if p.alibi:
+            # steep enough that they matter beside scores of a few units
+            options["alibi_slopes"] = (randn(len(p.entries), p.nheads).abs() * 0.3).to(device)
+        if p.bias == "additive":
+            options["attn_bias"] = randn(1, p.nheads, p.seqlen_q, p.seqlen_k).to(device)
+        elif p.bias:
+            options["attn_bias"] = (randn(len(p.entries), 1, 1, p.seqlen_k) > -0.8).to(device)
+        if p.sinks:
+            options["sinks"] = (randn(p.nheads) * 2).to(device)
+        return cls(p, *(t.to(p.dtype).to(device) for t in (q, k, v, dout)), options)
+
+    def exact(self) -> Inputs:
+        """The same values in fp64 on the CPU."""
+
+        def moved(value: Any) -> Any:
+            return value.cpu() if isinstance(value, Tensor) else value
+
+        options = {name: moved(value) for name, value in self.options.items()}
+        return Inputs(self.problem, *(t.cpu().double() for t in (self.q, self.k, self.v, self.dout)), options)
+
+    def parts(self, rng_state: Tensor | None = None) -> Iterator[Part]:
+        """Each batch entry or sequence as a dense problem of its own."""
+        p = self.problem
+        kept = None
+        if p.dropout_p and rng_state is not None:
+            kept = torch.ops.volta_fa._dropout_mask(rng_state, len(p.entries), p.nheads, p.seqlen_q, p.seqlen_k, p.dropout_p)
+            kept = kept.to(self.q.device)
+        first_q = first_k = 0
+        for number, (seqlen_q, seqlen_k) in enumerate(p.entries):
+            at_q = at_k = (slice(number, number + 1),)
+            if p.lengths == "packed":
+                at_q, at_k = (slice(first_q, first_q + seqlen_q),), (slice(first_k, first_k + seqlen_k),)
+                first_q, first_k = first_q + seqlen_q, first_k + seqlen_k
+            else:
+                at_q, at_k = (*at_q, slice(seqlen_q)), (*at_k, slice(seqlen_k))
+            if seqlen_q and seqlen_k:
+                yield Part(self, number, at_q, at_k, seqlen_q, seqlen_k, kept)
+
+
+@dataclass
+class Part:
+    """One batch entry or sequence: where its rows are, and its dense problem."""
+
+    inputs: Inputs
+    number: int
+    at_q: tuple[slice, ...]
+    at_k: tuple[slice, ...]
+    seqlen_q: int
+    seqlen_k: int
+    kept: Tensor | None
+
+    def queries(self, t: Tensor) -> Tensor:
+        """(1, seqlen_q, nheads, headdim) of q, out, dout or dq: a view."""
+        return t[self.at_q].view(1, self.seqlen_q, *t.shape[-2:]) if t.dim() == 3 else t[self.at_q]
+
+    def keys(self, t: Tensor) -> Tensor:
+        """(1, seqlen_k, nheads_k, headdim) of k, v, dk or dv: a view."""
+        return t[self.at_k].view(1, self.seqlen_k, *t.shape[-2:]) if t.dim() == 3 else t[self.at_k]
+
+    def of_bias(self, t: Tensor) -> Tensor:
+        """The part of a bias or of its gradient: a view."""
+        t = t[:, :, : self.seqlen_q, : self.seqlen_k]
+        return t[self.number : self.number + 1] if t.shape[0] > 1 else t
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `rule.attend`."""
+        given, dtype = self.inputs.options, self.inputs.q.dtype
+        names = ("is_causal", "window_left", "softcap", "dropout_p")
+        options = {name: given[name] for name in names if name in given}
+        if "attn_bias" in given:
+            bias = self.of_bias(given["attn_bias"])
+            options["attn_bias"] = bias.double() if dtype == torch.float64 and bias.dtype != torch.bool else bias
+        for name in ("sinks", "alibi_slopes"):
+            if name in given:
+                options[name] = given[name].double() if dtype == torch.float64 else given[name]
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = options["alibi_slopes"][self.number : self.number + 1]
+        if self.kept is not None:
+            options["kept"] = self.kept[self.number : self.number + 1, :, : self.seqlen_q, : self.seqlen_k]
+        return options
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.queries(self.inputs.q), self.keys(self.inputs.k), self.keys(self.inputs.v)
+
+
+class ReferenceError_(Exception):
+    """The fp64 CPU backend and PyTorch's own operations in fp64 do not agree: nothing can be said about a kernel."""
+
+
+#: Sums of a few hundred products in fp64, one after the other or in a tree, of values around 1. (softmax_lse is fp32.)
+_AGREE = 1e-10
+_AGREE_LSE = 1e-5
+
+
+@dataclass
+class Expected:
+    """Results in fp64 on the CPU, and how far others may be from them."""
+
+    values: dict[str, Tensor]
+    budgets: dict[str, rule.Budget]
+    lse_tolerance: float
+
+
+def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
+    """out and softmax_lse. With dropout, whose random numbers the CPU backend's forward pass draws by itself, out is PyTorch's own."""
+    exact = inputs.exact()
+    options = {name: value for name, value in exact.options.items() if name != "dropout_p"}
+    out, lse, _ = torch.ops.volta_fa.fwd(exact.q, exact.k, exact.v, **options)
+    yardstick, again = torch.zeros_like(inputs.q.new_empty(()).expand(out.shape)), torch.zeros_like(out)
+    sums = tolerance = 0.0
+    for mine, theirs in zip(inputs.parts(rng_state), exact.parts(rng_state)):
+        ref = rule.attend(*theirs.tensors, **theirs.options)
+        theirs.queries(again).copy_(ref.out)
+        mine.queries(yardstick).copy_(rule.eager(*mine.tensors, **mine.options))
+        sums = max(sums, rule.forward_sums(ref, mine.tensors[0], mine.tensors[2], inputs.problem.dropout_p))
+        tolerance = max(tolerance, rule.lse_tolerance(ref, inputs.q.dtype))
+        agree("softmax_lse", _lse(lse, theirs), ref.softmax_lse, _AGREE_LSE * (1 + ref.largest_score))
+    if inputs.problem.dropout_p:
+        out = again
+    agree("out", out, again, _AGREE)
+    return Expected(
+        {"out": out, "softmax_lse": lse}, {"out": rule.Budget.of(yardstick.cpu(), out, rule.FORWARD_FACTOR, sums)}, tolerance
+    )
+
+
+def _lse(lse: Tensor, part: Part) -> Tensor:
+    """(1, nheads, seqlen_q) of a softmax_lse."""
+    return lse[None, :, part.at_q[0]] if lse.dim() == 2 else lse[part.number : part.number + 1]
+
+
+def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor | None) -> Expected:
+    """The gradients that the problem has."""
+    exact = inputs.exact()
+    out, lse = forward.values["out"], forward.values["softmax_lse"]
+    names = rule.gradient_names(**inputs.options)
+    found = gradients(exact, out, lse, rng_state)
+    yardstick = {name: torch.zeros_like(t, dtype=_dtype(inputs, name), device=inputs.q.device) for name, t in found.items()}
+    again = {name: torch.zeros_like(t) for name, t in found.items()}
+    sums = dict.fromkeys(names, 0.0)
+    for mine, theirs in zip(inputs.parts(rng_state), exact.parts(rng_state)):
+        ref = rule.attend(*theirs.tensors, **theirs.options)
+        for part, into in ((mine, yardstick), (theirs, again)):
+            dout = part.queries(part.inputs.dout)
+            parts = dict(zip(names, rule.eager_gradients(dout, *part.tensors, **part.options)))
+            for name, value in parts.items():
+                place(part, name, into[name]).add_(value)
+        of_part = zip(names, rule.gradient_sums(ref, mine.queries(inputs.dout).cpu(), *theirs_in(mine, theirs), **theirs.options))
+        sums = {name: max(sums[name], value) if name in ("dq", "dk", "dv") else sums[name] + value for name, value in of_part}
+    for name in names:
+        agree(name, found[name], again[name], _AGREE_LSE if inputs.problem.sinks else _AGREE_LSE)
+    budgets = {n: rule.Budget.of(yardstick[n].cpu(), found[n], rule.GRADIENT_FACTOR, sums[n]) for n in names}
+    return Expected(found, budgets, 0.0)
