@@ -1,0 +1,77 @@
+"""Kernels of a GPU are checked in a process of their own: one that never ends, or that reads where it must not, takes its process'
+CUDA context with it. It is named then, and a new process goes on with the next."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .kernels import Target
+from .right import Verdict, check_kernel
+
+#: Seconds without an answer after which a kernel counts as one that never ends. A problem takes milliseconds, and a driver that has
+#: to compile a kernel's PTX some seconds, the CPU's part of a problem less.
+PATIENCE = 60.0
+#: A process' start: torch, the library, CUDA.
+START = 90.0
+#: Where so many processes were lost, it is not single kernels that are wrong.
+MOST_LOST = 5
+
+
+def check_isolated(target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, out_of_time: Callable[[], bool]) -> Iterator[Verdict]:
+    """Each kernel's verdict, in turn; none for those that time or processes did not suffice for."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    position = lost = 0
+    while position < len(variants) and lost < MOST_LOST and not out_of_time():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, target, list(variants[position:]), seed, quick), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            if _receive(ours, START) != "ready":
+                raise EOFError
+            while position < len(variants) and not out_of_time():
+                answer = _receive(ours, PATIENCE)
+                yield Verdict.from_data(answer)
+                position += 1
+                if answer["complaints"] and answer["complaints"][-1].startswith(_LOST):
+                    lost += 1
+                    break
+        except (EOFError, TimeoutError, OSError) as error:
+            what = f"no answer in {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "its process died"
+            variant = variants[position]
+            yield Verdict(variant["name"], variant["family"], variant["pass"], problems=1, complaints=[f"{_LOST}: {what}"])
+            position += 1
+            lost += 1
+        finally:
+            ours.close()
+            process.kill()
+            process.join()
+
+
+_LOST = "the device was lost"
+
+
+def _receive(connection: Connection, seconds: float) -> Any:
+    if not connection.poll(seconds):
+        raise TimeoutError
+    return connection.recv()
+
+
+def _work(connection: Connection, target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool) -> None:
+    """The other process."""
+    target.synchronize()
+    connection.send("ready")
+    for variant in variants:
+        verdict = Verdict(variant["name"], variant["family"], variant["pass"])
+        try:
+            verdict = check_kernel(target, variant, seed, quick)
+        except Exception as error:
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            verdict.problems += 1
+            verdict.complaints.append(f"{_LOST}: {said}")
+            connection.send(verdict.data())
+            return
+        connection.send(verdict.data())

@@ -1,0 +1,231 @@
+"""Is every kernel right? Each runs small odd problems, twice, on poisoned memory, against the fp64 CPU backend."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rule
+from .kernels import Target, problems
+from .problems import Expected, Inputs, Problem, expect_backward, expect_forward
+
+
+@dataclass
+class Worst:
+    """The result that came nearest to what is allowed, or went beyond it the most."""
+
+    share: float = 0.0  # error over what is allowed
+    result: str = ""
+    kind: str = ""  # largest or rms
+    error: float = 0.0
+    allowed: float = 0.0
+    problem: str = ""
+    seed: int = 0
+
+
+@dataclass
+class Verdict:
+    """What is known of a kernel."""
+
+    kernel: str
+    family: str
+    pass_: str
+    problems: int = 0
+    runs_with: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    worst: Worst = field(default_factory=Worst)
+    not_reached: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether it ran and nothing was wrong."""
+        return not self.complaints and not self.not_reached
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it: infinite errors as text."""
+        data = asdict(self)
+        data["pass"] = data.pop("pass_")
+        for name in ("share", "error"):
+            if not math.isfinite(data["worst"][name]):
+                data["worst"][name] = str(data["worst"][name])
+        return {**data, "passed": self.passed}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Verdict:
+        """The inverse of `data`."""
+        worst = {name: float(value) if name in ("share", "error") else value for name, value in data["worst"].items()}
+        fields = {name: value for name, value in data.items() if name not in ("pass", "passed", "worst")}
+        return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
+
+
+#: Backward's results that each kind of kernel computes; those of the rest of its pass do not speak against it.
+_OF_PASS = {
+    "BackwardKeys": ("dk", "dv", "dattn_bias"),
+    "BackwardQueries": ("dq",),
+    "BackwardFinish": ("dq",),
+}
+
+
+def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> Verdict:
+    """Run the kernel's problems. What fails is put down, whatever it is, and the next problem follows; but where the device is lost,
+    nothing more can follow in this process, and the exception goes on."""
+    verdict = Verdict(variant["name"], variant["family"], variant["pass"])
+    if variant["pass"] == "Merge":
+        _guarded(verdict, target, "merging two states", seed, lambda: _check_merge(verdict, target, seed))
+        return verdict
+    for problem, family in problems(target, variant):
+        own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
+        verdict.runs_with = sorted({*verdict.runs_with, *target.planned(problem, family)} - {variant["name"]})
+        _guarded(verdict, target, str(problem), own_seed, lambda: _check_problem(verdict, target, problem, family, own_seed))
+        if quick:
+            break
+    verdict.not_reached = verdict.problems == 0
+    return verdict
+
+
+def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
+    verdict.problems += 1
+    try:
+        work()
+        target.synchronize()
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        verdict.complaints.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+        target.synchronize()  # raises where the device is lost
+
+
+def _check_problem(verdict: Verdict, target: Target, problem: Problem, family: str | None, seed: int) -> None:
+    inputs = Inputs.draw(problem, seed, target.device)
+    if verdict.pass_ == "Forward":
+        runs = [_forward(target, inputs, family, seed) for _ in range(2)]
+        (out, lse, rng_state), again = runs
+        expected = expect_forward(inputs, rng_state)
+        found = {"out": out, "softmax_lse": lse}
+        _same_bits(verdict, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
+        _judge(verdict, inputs, seed, found, expected)
+        return
+    rng_state = torch.tensor([seed, 7], device=target.device)
+    forward = expect_forward(inputs, rng_state)
+    expected = expect_backward(inputs, forward, rng_state)
+    # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
+    out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
+    backward_runs = [_backward(target, inputs, family, out, lse, rng_state) for _ in range(2)]
+    unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
+    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in backward_runs)
+    ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
+    _same_bits(verdict, inputs, seed, *ordered)
+    for run in (first, second):
+        _judge(verdict, inputs, seed, run, expected)
+
+
+def _forward(target: Target, inputs: Inputs, family: str | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(target.device).manual_seed(seed)
+    poison(target, inputs)
+    with target.running(family):
+        found = inputs.forward(generator)
+        target.synchronize()
+    return found
+
+
+def _backward(target: Target, inputs: Inputs, family: str | None, out: Tensor, lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
+    poison(target, inputs)
+    with target.running(family):
+        found = inputs.gradients(out, lse, rng_state)
+        target.synchronize()
+    return found
+
+
+def poison(target: Target, inputs: Inputs) -> None:
+    """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
+    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.)"""
+    if target.kind != "cuda":
+        return
+    rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
+    # of every result, as often as there are such results; of row statistics, in fp32; of the accumulator, rounded up to tiles
+    sizes = [2 * t.numel() for t in (inputs.q, inputs.k, inputs.v, inputs.dout) for _ in range(2)]
+    sizes += [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    # all bits set are NaN in every floating-point type
+    held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
+    del held
+
+
+def _same_bits(verdict: Verdict, inputs: Inputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    for name, a in first.items():
+        different = int((_bits(a) != _bits(second[name])).sum())
+        if different:
+            verdict.complaints.append(
+                f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})"
+            )
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def _judge(verdict: Verdict, inputs: Inputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
+    for name, tensor in found.items():
+        value, exact = tensor.cpu(), expected.values[name]
+        if name == "softmax_lse":
+            _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), expected.lse_tolerance)
+            continue
+        budget = expected.budgets[name]
+        _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), budget.allowed)
+        _put_down(verdict, inputs, seed, name, "rms", rule.rms_error(value, exact), budget.allowed_rms)
+
+
+def _put_down(verdict: Verdict, inputs: Inputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
+    share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
+    if share > verdict.worst.share:
+        verdict.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
+    if share > 1:
+        verdict.complaints.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
+
+
+def _check_merge(verdict: Verdict, target: Target, seed: int) -> None:
+    """Merged states have no eager counterpart that rounds: a result may be two units in the last place off."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        states = []
+        for _ in range(2):
+            out, lse = torch.randn(2, 77, 3, 40, generator=generator), 3 * torch.randn(2, 3, 77, generator=generator)
+            lse.flatten()[:: 5 + len(states)] = math.inf  # rows without a key
+            states += [out.to(dtype), lse]
+        expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
+        on_device = [t.to(target.device) for t in states]
+        runs = []
+        for _ in range(2):
+            with target.running():
+                runs.append(torch.ops.volta_fa.merge_attention_states(*on_device))
+                target.synchronize()
+        eps = torch.finfo(dtype).eps
+        for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
+            allowed = (2 * eps if name == "out" else 2**-21) * (1 + rule.largest(exact[exact.isfinite()]))
+            error = rule.max_error(value.cpu(), exact)
+            share = error / allowed
+            place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
+            if share > verdict.worst.share:
+                verdict.worst = Worst(share, name, "largest", error, allowed, place, seed)
+            if share > 1:
+                verdict.complaints.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+            if not torch.equal(_bits(value), _bits(again)):
+                verdict.complaints.append(f"{name}: two runs differ ({place}, seed {seed})")
+
+
+def absolve_helpers(verdicts: Sequence[Verdict]) -> None:
+    """Kernels that prepare and finish a backward pass take part in many: what one of those passes with cannot be wrong. So where
+    the errors are the main kernels', theirs are struck out."""
+    for helper in verdicts:
+        if helper.pass_ in ("BackwardPrepare", "BackwardFinish") and helper.complaints:
+            others = [v for v in verdicts if helper.kernel in v.runs_with and v.problems]
+            blamed = [v for v in verdicts if v.kernel in helper.runs_with and not v.passed]
+            if blamed and any(v.passed for v in others):
+                names = ", ".join(v.kernel for v in blamed)
+                helper.complaints = []
+                helper.worst = Worst()
+                helper.runs_with.append(f"(absolved: {names} failed)")
