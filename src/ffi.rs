@@ -312,6 +312,8 @@ pub struct PlanArgs {
     pub deterministic: bool,
     /// what the problem needs, as kernels say it in `_info()`, between commas
     pub needs: *const c_char,
+    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
+    pub device: *const i64,
 }
 
 /// JSON of what the plan picks for a shape, see [`crate::info::plan`].
@@ -322,7 +324,28 @@ pub struct PlanArgs {
 pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
     status("_plan", || unsafe {
         let needs = CStr::from_ptr((*args).needs).to_string_lossy();
-        *json = c_string(&crate::info::plan(&*args, &needs)?.to_string());
+        *json = c_string(&crate::info::plan(&*args, &needs, (*args).device.as_ref().copied())?.to_string());
+        Ok(())
+    })
+}
+
+/// Makes all plans take a tuning instead of those in files, see [`crate::launch::tuning::force`].
+///
+/// # Safety
+/// `text` is NUL-terminated.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_set_tuning(text: *const c_char) -> Status {
+    status("_set_tuning", || unsafe { crate::launch::tuning::force(&CStr::from_ptr(text).to_string_lossy()) })
+}
+
+/// JSON about a device's tuning file, see [`crate::info::tuning`].
+///
+/// # Safety
+/// `json` has room for a pointer, written on success only.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_tuning(device: i64, json: *mut *mut c_char) -> Status {
+    status("_tuning", || unsafe {
+        *json = c_string(&crate::info::tuning(device)?.to_string());
         Ok(())
     })
 }

@@ -3,9 +3,12 @@
 use crate::error::{Error, Result};
 use crate::ffi::PlanArgs;
 use crate::kernels::{self, Code, Need, Needs, Variant, COMPILED, PASSES};
-use crate::launch::{driver, only_family};
+use crate::launch::driver::{self, Driver};
+use crate::launch::tuning::{self, DeviceTuning, Outcome};
+use crate::launch::{only_family, Launcher};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{Attention, Features, Window};
+use crate::tensor::padded_headdim;
 use serde_json::{json, Value};
 
 fn names(needs: Needs) -> Vec<&'static str> {
@@ -100,49 +103,117 @@ fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
     Ok((features, mode))
 }
 
-/// What the plan picks for a shape on a device: `forward` and the three kernels of `backward`; `needs` as the variants have them.
+/// What stands for the simulator where a device is asked for.
+const SIMULATOR: i64 = -1;
+
+fn driver_of(device: i64) -> Result<Driver> {
+    let wrong = || Error::value("device", device, format!("the number of a CUDA device, or {SIMULATOR}: the simulator"));
+    Ok(Driver { device: usize::try_from(device).map_err(|_| wrong())?, stream: std::ptr::null_mut() })
+}
+
+#[cfg(feature = "sim")]
+fn simulator_tuning() -> Result<&'static DeviceTuning> {
+    crate::launch::simulator::device_tuning()
+}
+#[cfg(not(feature = "sim"))]
+fn simulator_tuning() -> Result<&'static DeviceTuning> {
+    Err(Error::unsupported("this build has no simulator"))
+}
+
+/// A device's tuning: what the file has to say that it was made on, where it lies, and what became of it (`off`, `missing`, `read`
+/// or `ignored`, then why).
+///
+/// # Errors
+/// Where there is no driver or no such device.
+pub fn tuning(device: i64) -> Result<Value> {
+    let found = if device == SIMULATOR { simulator_tuning()? } else { driver_of(device)?.tuning()? };
+    let (outcome, why) = match &found.outcome {
+        Outcome::Off => ("off", None),
+        Outcome::Missing => ("missing", None),
+        Outcome::Read(_) => ("read", None),
+        Outcome::Ignored(why) => ("ignored", Some(why)),
+    };
+    Ok(json!({
+        "device": found.card.device,
+        "driver": found.card.driver,
+        "volta_fa": found.card.volta_fa,
+        "path": found.path.as_ref().map(|path| path.to_string_lossy()),
+        "outcome": outcome,
+        "why": why,
+        "choices": found.tuning().map_or(0, |t| t.choices()),
+        "failed": found.tuning().map_or(&[][..], |t| t.failed()),
+        "overridden": tuning::forced().is_some(),
+    }))
+}
+
+/// The device that [`plan`] is asked about: one of this machine, with the tuning it has, or the one that the numbers describe.
+fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
+    let only = only_family()?;
+    match device {
+        Some(SIMULATOR) => {
+            let tuning = tuning::forced().or(simulator_tuning()?.tuning());
+            Ok(DeviceLimits { only, tuning, ..DeviceLimits::V100 })
+        }
+        Some(device) => driver_of(device)?.limits(),
+        None => Ok(DeviceLimits {
+            capability: (args.capability_major as i32, args.capability_minor as i32),
+            sms: positive("sms", args.sms)? as u32,
+            shared_bytes_per_block: positive("shared_bytes", args.shared_bytes_per_block)? as u32,
+            only,
+            tuning: tuning::forced(),
+        }),
+    }
+}
+
+fn positive(name: &str, n: i64) -> Result<i64> {
+    if n < 1 || n > i64::from(i32::MAX) {
+        return Err(Error::value(name, n, "a positive 32-bit number"));
+    }
+    Ok(n)
+}
+
+/// What the plan picks for a shape on a device: `forward` and the three kernels of `backward`, each with its reason; `needs` as the
+/// variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do not count then.
 ///
 /// # Errors
 /// Numbers that make no sense, or a device that no kernel fits.
-pub fn plan(args: &PlanArgs, needs: &str) -> Result<Value> {
-    let (features, mode) = asking(needs)?;
-    let positive = |name: &str, n: i64| {
-        if n < 1 || n > i64::from(i32::MAX) {
-            return Err(Error::value(name, n, "a positive 32-bit number"));
-        }
-        Ok(n)
-    };
+pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> {
+    let (features, mode) = asking(asked)?;
     let a = Attention {
         batch: positive("batch", args.batch)?,
         seqlen_q: positive("seqlen_q", args.seqlen_q)?,
         seqlen_k: positive("seqlen_k", args.seqlen_k)?,
         nheads: positive("nheads", args.nheads)?,
         nheads_k: positive("nheads_k", args.nheads_k)?,
-        headdim: positive("headdim", args.headdim)?,
-        headdim_v: positive("headdim_v", args.headdim_v)?,
+        headdim: padded_headdim(positive("headdim", args.headdim)?),
+        headdim_v: padded_headdim(positive("headdim_v", args.headdim_v)?),
         softmax_scale: 1.0,
         window: Window { left: None, right: args.is_causal.then_some(0) },
         packed: None,
         features,
     };
-    let limits = DeviceLimits {
-        capability: (args.capability_major as i32, args.capability_minor as i32),
-        sms: positive("sms", args.sms)? as u32,
-        shared_bytes_per_block: positive("shared_bytes", args.shared_bytes_per_block)? as u32,
-        only: only_family()?,
-    };
+    let limits = limits(args, device)?;
     let described = |kernel: PlannedKernel| {
         let mut value = variant(kernel.variant);
         value["grid"] = json!([kernel.blocks[0], kernel.blocks[1], a.batch]);
+        value["reason"] = json!(kernel.reason.to_string());
         value
     };
-    let backward = plan::backward(&a, BackwardMode { deterministic: args.deterministic, ..mode }, &limits)?;
+    let mode = BackwardMode { deterministic: args.deterministic, ..mode };
+    let backward = plan::backward(&a, mode, &limits)?;
     Ok(json!({
+        "mode": {
+            "is_causal": args.is_causal,
+            "deterministic": mode.deterministic,
+            "bf16_gradients": mode.bf16_gradients,
+            "needs": names(plan::needs(&a, mode)),
+        },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {
             "prepare": described(backward.prepare),
             "main": described(backward.main),
             "finish": described(backward.finish),
+            "deterministic": backward.deterministic,
         },
     }))
 }

@@ -8,11 +8,13 @@
 //! ops                   allocate outputs, call a backend         -> tensor, problem, plan, launch
 //!   problem             validation                               pure: no tensors, no device
 //!   plan                variant, grid, parameter block           pure
+//!     tuning            what was found out about a card          pure
 //!   ops::cpu            ATen operations                          tch only
 //! launch                the seam: a planned launch runs on ...
 //!   launch::driver      the CUDA driver                          cudarc
 //!   launch::simulator   volta-sim (feature `sim`)
 //! options               the list of the ops' options
+//! log                   plans, on standard error
 //! shim                  what C++ does for Rust: describing tensors
 //! kernels               the table of variants and their machine code
 //! params                the parameter blocks, shared with CUDA C++
@@ -25,6 +27,7 @@ pub mod ffi;
 pub mod info;
 pub mod kernels;
 pub mod launch;
+pub mod log;
 pub mod ops;
 pub mod options;
 pub mod params;
@@ -32,3 +35,4 @@ pub mod plan;
 pub mod problem;
 mod shim;
 mod tensor;
+pub mod tuning;

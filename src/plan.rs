@@ -1,11 +1,13 @@
 //! Planning: which kernels run a problem, on which grid, with which parameter block.
 //!
-//! Pure functions of the problem, the kernels and the device's limits.
+//! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
 use crate::problem::{Attention, MergedStates};
+use crate::tuning::{Shape, Tuning};
+use std::fmt;
 
 /// Restricts plans to one family, for tests and comparisons.
 pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
@@ -21,16 +23,51 @@ pub struct DeviceLimits {
     pub shared_bytes_per_block: u32,
     /// the one family that may be taken (see [`FAMILY_VARIABLE`]); None: any
     pub only: Option<&'static Family>,
+    /// what was found out about this card: choices to take, kernels to avoid
+    pub tuning: Option<&'static Tuning>,
 }
 
 impl DeviceLimits {
     /// Tesla V100: what the simulator stands for.
     pub const V100: DeviceLimits =
-        DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: kernels::VOLTA.shared_bytes, only: None };
+        DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: kernels::VOLTA.shared_bytes, only: None, tuning: None };
 
     /// The capability as families count it: 70 for 7.0.
     pub fn sm(&self) -> u32 {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
+    }
+}
+
+/// Why a plan has a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// it is the cheapest that covers the problem
+    Cheapest,
+    /// the same in its family; those that the device prefers do not cover the problem
+    LaterFamily,
+    /// it has smaller blocks than the cheapest, and all of them run at once
+    Resident,
+    /// it has smaller blocks than the cheapest, and no more of them
+    NoMoreBlocks,
+    /// the card's tuning says so
+    Tuned,
+    /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
+    TunedMode,
+    /// the one that there would be otherwise failed on this card
+    FailedAvoided,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Reason::Cheapest => "the cheapest that covers it",
+            Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
+            Reason::Resident => "smaller blocks, since all run at once",
+            Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
+            Reason::Tuned => "tuned",
+            Reason::TunedMode => "tuned: faster without atomics",
+            Reason::FailedAvoided => "another one failed on this card",
+        })
     }
 }
 
@@ -41,6 +78,8 @@ pub struct PlannedKernel {
     pub variant: &'static Variant,
     /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
     pub blocks: [u32; 2],
+    /// why it is this one
+    pub reason: Reason,
 }
 
 /// How a backward pass differs from others of the same problem.
@@ -61,6 +100,8 @@ pub struct BackwardPlan {
     pub main: PlannedKernel,
     /// dq from its accumulator, or, deterministic, computed without one
     pub finish: PlannedKernel,
+    /// whether these are the kernels without atomics for dq: asked for, or better on this card
+    pub deterministic: bool,
     /// how these three lay out the row statistics
     pub scratch: Scratch,
     /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
@@ -73,7 +114,7 @@ pub struct BackwardPlan {
 const MAX_GRID_Z: i64 = 65535;
 
 /// What the problem asks of kernels in all; what a pass can be asked at all, its table says.
-fn needs(a: &Attention, mode: BackwardMode) -> Needs {
+pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
     let f = &a.features;
     Needs::all_where(|need| match need {
         Need::Lengths => a.is_ragged(),
@@ -116,26 +157,51 @@ fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
-/// Kernels for these passes: of the first family that has one for each that holds the problem, the cheapest.
-fn choose<const N: usize>(
-    kernels: Kernels,
-    passes: [Pass; N],
-    [headdim, headdim_v]: [i64; 2],
-    needs: Needs,
-    d: &DeviceLimits,
-) -> Result<[&'static Variant; N]> {
+/// A kernel of each pass of a set.
+type Chosen<const N: usize> = [(&'static Variant, Reason); N];
+
+/// Kernels for these passes, all of one family: the first that has one for each that holds the problem. The card's tuning has the first
+/// word about them, where what it says is possible; else it is the cheapest. A kernel that failed there is none.
+fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, needs: Needs, d: &DeviceLimits) -> Result<Chosen<N>> {
     let families = families(kernels, d)?;
-    for (family, _) in &families {
+    let failed = |v: &Variant| d.tuning.is_some_and(|t| t.has_failed(v));
+    let holds = |v: &Variant| {
+        v.needs.covers(needs.intersection(v.pass.facts().needs))
+            && v.headdim as i64 >= shape.headdim
+            && v.headdim_v as i64 >= shape.headdim_v
+            && v.shared_bytes <= d.shared_bytes_per_block
+    };
+    let runs = |v: &Variant| families.iter().any(|(f, _)| f.name == v.family.name);
+    let tuned =
+        |pass: Pass| d.tuning.into_iter().flat_map(move |t| t.kernels(pass, shape, needs)).filter(|v| runs(v) && holds(v) && !failed(v));
+    let preferred = passes.iter().find_map(|&pass| tuned(pass).next()).map(|v| v.family.name);
+    let by_preference = families.iter().filter(|(f, _)| Some(f.name) == preferred);
+    let by_preference = by_preference.chain(families.iter().filter(|(f, _)| Some(f.name) != preferred));
+    let mut stands_in = false;
+    for (family, _) in by_preference {
+        let candidates = |pass: Pass| kernels.of(family, pass).filter(|v| holds(v));
+        let cheapest = |pass: Pass, found: &mut dyn Iterator<Item = &'static Variant>| {
+            found.min_by_key(|v| cost(v, needs.intersection(pass.facts().needs)))
+        };
         let found = passes.map(|pass| {
-            let needs = needs.intersection(pass.facts().needs);
-            let holds = |v: &&Variant| v.needs.covers(needs) && v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-            let fits = |v: &&Variant| v.shared_bytes <= d.shared_bytes_per_block;
-            kernels.of(family, pass).filter(holds).filter(fits).min_by_key(|v| cost(v, needs))
+            if let Some(v) = tuned(pass).find(|v| v.family.name == family.name) {
+                return Some((v, Reason::Tuned));
+            }
+            let v = cheapest(pass, &mut candidates(pass).filter(|v| !failed(v)))?;
+            let reason = match d.tuning {
+                Some(_) if stands_in || cheapest(pass, &mut candidates(pass)) != Some(v) => Reason::FailedAvoided,
+                _ if family.name != families[0].0.name => Reason::LaterFamily,
+                _ => Reason::Cheapest,
+            };
+            Some((v, reason))
         });
         if found.iter().all(Option::is_some) {
-            return Ok(found.map(|v| v.expect("all of them are there")));
+            return Ok(found.map(|chosen| chosen.expect("all of them are there")));
         }
+        stands_in |= passes.iter().all(|&pass| candidates(pass).next().is_some());
     }
+    let failed: Vec<_> = passes.iter().flat_map(|&pass| kernels.variants().filter(move |v| v.pass == pass)).collect();
+    let failed: Vec<_> = failed.into_iter().filter(|v| runs(v) && holds(v) && d.tuning.is_some_and(|t| t.has_failed(v))).collect();
     Err(Error::unsupported(match kernels.families().map(|f| f.sm).min() {
         Some(oldest) if families.is_empty() => format!(
             "this GPU has compute capability {}.{}; volta_fa's kernels need {}.{} or newer",
@@ -148,13 +214,18 @@ fn choose<const N: usize>(
             let asked: Vec<_> = passes.iter().fold(Needs::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
             let with = if asked.is_empty() { "" } else { " with " };
             let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
-            let headdims = match headdim {
+            let headdims = match shape.headdim {
                 0 => String::new(), // any
-                _ => format!(" for headdim {headdim} and headdim_v {headdim_v}"),
+                _ => format!(" for headdim {} and headdim_v {}", shape.headdim, shape.headdim_v),
             };
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
+            let failed: Vec<_> = failed.iter().map(|v| v.name).collect();
+            let failed = match failed.as_slice() {
+                [] => String::new(),
+                names => format!(" but what failed on it in `python -m volta_fa check`: {}", names.join(", ")),
+            };
             format!(
-                "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}",
+                "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}{failed}",
                 names(&families),
                 if N == 1 { "kernel" } else { "set of kernels" },
                 passes.map(|pass| format!("{pass:?}")).join(", "),
@@ -170,17 +241,17 @@ fn rounded(rows: i64, multiple: u32) -> i64 {
 }
 
 /// The grid of a kernel: what its rows are, the pass says.
-fn planned(variant: &'static Variant, a: &Attention) -> PlannedKernel {
+fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
     let (rows, heads) = match variant.pass.facts().rows {
         Rows::Queries => (a.seqlen_q, a.nheads),
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
     };
-    on_grid(variant, rows, heads)
+    on_grid((variant, reason), rows, heads)
 }
 
-fn on_grid(variant: &'static Variant, rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32] }
+fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason }
 }
 
 fn scratch(variant: &Variant) -> Scratch {
@@ -193,13 +264,18 @@ fn scratch(variant: &Variant) -> Scratch {
 /// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding.
 ///
 /// Figures: `docs/forward-kernel.md`.
-fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
+fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
     let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
-    kernels.of(&large.family, large.pass).find(|v| {
+    let small = |v: &&Variant| {
         (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v)
             && v.block_rows < large.block_rows
             && v.shared_bytes <= d.shared_bytes_per_block
-            && (blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(large))
+            && !d.tuning.is_some_and(|t| t.has_failed(v))
+    };
+    kernels.of(&large.family, large.pass).filter(small).find_map(|v| {
+        let resident = blocks(v) <= (d.sms * v.blocks_per_sm) as u64;
+        let reason = if resident { Reason::Resident } else { Reason::NoMoreBlocks };
+        (resident || blocks(v) <= blocks(large)).then_some((v, reason))
     })
 }
 
@@ -210,21 +286,40 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// The same with other kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, kernels::FORWARD, [a.headdim, a.headdim_v], needs(a, BackwardMode::default()), d)?;
-    Ok(planned(smaller(kernels, large, a, d).unwrap_or(large), a))
+    let [large] = choose(kernels, kernels::FORWARD, &Shape::of(a), needs(a, BackwardMode::default()), d)?;
+    let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
+    Ok(planned(small.unwrap_or(large), a))
 }
 
 /// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
-/// that has to be deterministic, a kernel of its own computes S and dP again for dq.
+/// that has to be deterministic, a kernel of its own computes S and dP again for dq. So it does where the card's tuning says that
+/// this is faster, or that a kernel with atomics failed which no other can replace; the other way round it never goes.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     backward_among(COMPILED, a, mode, d)
 }
 
 /// The same with other kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let passes = if mode.deterministic { kernels::DETERMINISTIC_BACKWARD } else { kernels::BACKWARD };
-    let chosen = choose(kernels, passes, [a.headdim, a.headdim_v], needs(a, mode), d)?;
-    let [prepare, main, finish] = chosen.map(|variant| planned(variant, a));
+    let (shape, needs) = (Shape::of(a), needs(a, mode));
+    let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
+    let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
+    let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));
+    let (deterministic, chosen) = match d.tuning {
+        _ if mode.deterministic => (true, without()?),
+        None => (false, with_atomics()?),
+        Some(tuning) => {
+            let tuned = tuning.without_atomics(&shape, needs).then(|| without().ok()).flatten();
+            match (tuned, tuning.failed().is_empty()) {
+                (Some(chosen), _) => (true, because(chosen, Reason::TunedMode)),
+                (None, true) => (false, with_atomics()?),
+                (None, false) => match with_atomics() {
+                    Ok(chosen) => (false, chosen),
+                    Err(e) => (true, because(without().map_err(|_| e)?, Reason::FailedAvoided)),
+                },
+            }
+        }
+    };
+    let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
@@ -236,14 +331,15 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         finish,
         scratch,
         scratch_rows,
-        headdim_rounded: if mode.deterministic { 0 } else { main.variant.headdim as i64 },
+        deterministic,
+        headdim_rounded: if deterministic { 0 } else { main.variant.headdim as i64 },
     })
 }
 
 /// Plan the merge of non-empty states. Its kernel takes any headdim.
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [variant] = choose(COMPILED, [Pass::Merge], [0, 0], Needs::NONE, d)?;
-    Ok(on_grid(variant, m.seqlen_q, m.nheads))
+    let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), Needs::NONE, d)?;
+    Ok(on_grid(kernel, m.seqlen_q, m.nheads))
 }
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.

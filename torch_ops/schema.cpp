@@ -5,14 +5,16 @@
 
 #include <torch/library.h>
 
+#include <optional>
+
 namespace volta_fa {
 namespace {
 
 std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nheads, int64_t nheads_k, int64_t headdim,
                  int64_t headdim_v, bool is_causal, int64_t sms, int64_t major, int64_t minor, int64_t shared_bytes,
-                 bool deterministic, const std::string& needs) {
-    const PlanArgs args{batch,     seqlen_q, seqlen_k, nheads, nheads_k,     headdim,       headdim_v,
-                        is_causal, sms,      major,    minor,  shared_bytes, deterministic, needs.c_str()};
+                 bool deterministic, const std::string& needs, std::optional<int64_t> device) {
+    const PlanArgs args{batch, seqlen_q, seqlen_k, nheads,       nheads_k,      headdim,       headdim_v,                   is_causal,
+                        sms,   major,    minor,    shared_bytes, deterministic, needs.c_str(), device ? &*device : nullptr};
     char* json = nullptr;
     check(volta_fa_plan(&args, &json));
     return take_string(json);
@@ -21,6 +23,14 @@ std::string plan(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t nhea
 std::string families(int64_t major, int64_t minor) {
     char* json = nullptr;
     check(volta_fa_families(static_cast<int32_t>(major), static_cast<int32_t>(minor), &json));
+    return take_string(json);
+}
+
+void set_tuning(const std::string& text) { check(volta_fa_set_tuning(text.c_str())); }
+
+std::string tuning(int64_t device) {
+    char* json = nullptr;
+    check(volta_fa_tuning(device, &json));
     return take_string(json);
 }
 
@@ -50,8 +60,10 @@ TORCH_LIBRARY(volta_fa, m) {
     m.def(
         "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "
         "bool is_causal, int sms=80, int major=7, int minor=0, int shared_bytes=98304, bool deterministic=False, "
-        "str needs='') -> str",
+        "str needs='', int? device=None) -> str",
         volta_fa::plan);
+    m.def("_set_tuning(str text) -> ()", volta_fa::set_tuning);
+    m.def("_tuning(int device) -> str", volta_fa::tuning);
     m.def("_families(int major, int minor) -> str", volta_fa::families);
     m.def("_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
           volta_fa::dropout_mask);

@@ -2,10 +2,12 @@
 //!
 //! libcuda is opened on first use; a machine without a driver loads this library all the same.
 
+use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
+use crate::tuning::Card;
 use cudarc::driver::{result, sys};
 use std::collections::HashMap;
 use std::ffi::{c_void, CString};
@@ -71,9 +73,6 @@ impl Driver {
         if let Some(state) = known(&DEVICES.read().unwrap_or_else(|e| e.into_inner())) {
             return Ok(state);
         }
-        if !is_available() {
-            return Err(Error::runtime("no CUDA driver on this machine (libcuda.so.1 not found): cuda tensors need one"));
-        }
         let mut list = DEVICES.write().unwrap_or_else(|e| e.into_inner());
         if let Some(state) = known(&list) {
             return Ok(state);
@@ -91,7 +90,23 @@ impl Driver {
         Ok(self.state()?.limits.capability)
     }
 
-    fn query(&self) -> Result<DeviceState> {
+    /// The tuning of the device, whose context this leaves alone.
+    ///
+    /// # Errors
+    /// Where there is no driver or no such device; trouble with the file is none.
+    pub fn tuning(&self) -> Result<&'static DeviceTuning> {
+        tuning::of_device(Some(self.device), || {
+            let (device, limits) = self.attributes()?;
+            let device = check("cuDeviceGetName", result::device::get_name(device))?;
+            Ok((Card { device, driver: driver_version()?, volta_fa: env!("CARGO_PKG_VERSION").into() }, limits))
+        })
+    }
+
+    /// What the driver says of the device without a context.
+    fn attributes(&self) -> Result<(sys::CUdevice, DeviceLimits)> {
+        if !is_available() {
+            return Err(Error::runtime("no CUDA driver on this machine (libcuda.so.1 not found): cuda tensors need one"));
+        }
         use sys::CUdevice_attribute as Attribute;
         check("cuInit", result::init())?;
         let device = check("cuDeviceGet", result::device::get(self.device as i32))?;
@@ -103,10 +118,17 @@ impl Driver {
         );
         let limits = DeviceLimits {
             only: None,
+            tuning: None,
             capability,
             sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes_per_block: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         };
+        Ok((device, limits))
+    }
+
+    fn query(&self) -> Result<DeviceState> {
+        let (device, limits) = self.attributes()?;
+        let limits = DeviceLimits { tuning: self.tuning()?.tuning(), ..limits };
         // SAFETY: as above; the reference is never released: PyTorch holds the context for the process' life too.
         let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
         Ok(DeviceState { limits, context })
@@ -138,6 +160,19 @@ impl Driver {
     }
 }
 
+/// The driver's version as nvidia-smi prints it; where its kernel module is out of sight (WSL, some containers), that of the CUDA that
+/// it supports.
+fn driver_version() -> Result<String> {
+    let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+    if !module.trim().is_empty() {
+        return Ok(module.trim().into());
+    }
+    let mut version = 0;
+    // SAFETY: writes one number.
+    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }.result())?;
+    Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10))
+}
+
 fn load(variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
     let image = kernels::image(variant);
     let what = format!("loading {}", variant.name);
@@ -165,7 +200,8 @@ fn load(variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
 
 impl Launcher for Driver {
     fn limits(&self) -> Result<DeviceLimits> {
-        Ok(DeviceLimits { only: only_family()?, ..self.state()?.limits })
+        let limits = self.state()?.limits;
+        Ok(DeviceLimits { only: only_family()?, tuning: tuning::forced().or(limits.tuning), ..limits })
     }
 
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {

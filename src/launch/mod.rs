@@ -4,6 +4,7 @@
 pub mod driver;
 #[cfg(feature = "sim")]
 pub mod simulator;
+pub mod tuning;
 
 use crate::error::{Error, Result};
 use crate::kernels::{Family, Variant, COMPILED};

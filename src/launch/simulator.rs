@@ -10,10 +10,12 @@
 //! | `VOLTA_FA_SIM_THREADS` | host threads; 1 makes the atomics' order repeatable | 1 |
 //! | `VOLTA_FA_SIM_SET` | machine constants of a timed run, `icache=false,clock_mhz=1380` | |
 
+use super::tuning::{self, DeviceTuning};
 use super::{only_family, KernelLaunch, Launcher, MemoryRange};
 use crate::error::{Error, Result};
 use crate::kernels;
 use crate::plan::DeviceLimits;
+use crate::tuning::Card;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -96,6 +98,15 @@ fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
     Ok(modules.entry(launch.variant.name).or_insert(Arc::new(loaded)).clone())
 }
 
+/// The tuning of what the simulator stands for, which has a file as cards have.
+///
+/// # Errors
+/// None; a GPU's can fail.
+pub fn device_tuning() -> Result<&'static DeviceTuning> {
+    let card = || Card { device: "simulated V100".into(), driver: "simulator".into(), volta_fa: env!("CARGO_PKG_VERSION").into() };
+    tuning::of_device(None, || Ok((card(), DeviceLimits::V100)))
+}
+
 impl Launcher for Simulator {
     /// As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines that
     /// they do not straddle on a GPU. (A functional run does not care, and its outputs may begin their storage.)
@@ -115,7 +126,7 @@ impl Launcher for Simulator {
     }
 
     fn limits(&self) -> Result<DeviceLimits> {
-        Ok(DeviceLimits { only: only_family()?, ..DeviceLimits::V100 })
+        Ok(DeviceLimits { only: only_family()?, tuning: tuning::forced().or(device_tuning()?.tuning()), ..DeviceLimits::V100 })
     }
 
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {

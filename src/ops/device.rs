@@ -5,6 +5,7 @@ use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::kernels::Scratch;
 use crate::launch::{bytes_of, KernelLaunch, Launcher, MemoryRange};
+use crate::log;
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::Attention;
@@ -20,6 +21,7 @@ fn padded(a: &Attention) -> Attention {
 pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let a = &padded(given);
     let planned = plan::forward(a, &launcher.limits()?)?;
+    log::forward(a, &planned)?;
     let inputs = &parameters::readable(inputs, a)?;
     let Inputs { q, k, v, .. } = inputs;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
@@ -48,6 +50,7 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
 pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let a = &padded(given);
     let plan = plan::backward(a, mode, &launcher.limits()?)?;
+    log::backward(a, mode, &plan)?;
     let (given_bias, given_sinks) = (&inputs.options.attn_bias, &inputs.options.sinks);
     let inputs = &parameters::readable(inputs, a)?;
     let Inputs { q, k, v, .. } = inputs;

@@ -6,6 +6,7 @@
 use super::{device, Target};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
+use crate::log;
 use crate::params::{MergeElement, MergeParams};
 use crate::plan;
 use crate::problem::{self, Backend, MergedStates};
@@ -46,6 +47,7 @@ fn validate(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States, 
 
 fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let planned = plan::merge(m, &launcher.limits()?)?;
+    log::merge(m, &planned)?;
     let [a, b] = [readable(&states.outs[0])?, readable(&states.outs[1])?];
     let [lse_a, lse_b] = [states.lses[0].f_contiguous()?, states.lses[1].f_contiguous()?];
     let empty = |like: &Tensor| tensor::empty(&like.size(), like.kind(), like.device(), launcher.output_alignment());

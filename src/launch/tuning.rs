@@ -1,0 +1,163 @@
+//! Where tunings come from: a file of the user for each card, or a text that the process was given.
+//!
+//! A device's file is read once, by its first plan. Whatever is wrong with it costs one warning and nothing else.
+
+use crate::error::{Error, Result};
+use crate::kernels::COMPILED;
+use crate::plan::DeviceLimits;
+use crate::tuning::{Card, Tuning};
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, RwLock};
+
+/// 0: read no tuning file; a path: read this one.
+pub const VARIABLE: &str = "VOLTA_FA_TUNING";
+/// What `MAX_CHOICES` take with every field and a note of some hundred characters, and room besides.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// What became of a device's tuning file.
+pub enum Outcome {
+    /// the environment says that none is to be read
+    Off,
+    /// there is none
+    Missing,
+    /// read, and taken by plans
+    Read(&'static Tuning),
+    /// there is one, but it does not fit, for this reason
+    Ignored(String),
+}
+
+/// A device and its tuning file.
+pub struct DeviceTuning {
+    /// what the file has to be made on
+    pub card: Card,
+    /// where it lies, or would; None: there is no home folder
+    pub path: Option<PathBuf>,
+    /// what was found there
+    pub outcome: Outcome,
+}
+
+impl DeviceTuning {
+    /// What plans take from it.
+    pub fn tuning(&self) -> Option<&'static Tuning> {
+        match self.outcome {
+            Outcome::Read(tuning) => Some(tuning),
+            _ => None,
+        }
+    }
+}
+
+/// By device, None being the simulator's: one each for as long as the process lives.
+static FOUND: RwLock<Vec<(Option<usize>, &'static DeviceTuning)>> = RwLock::new(Vec::new());
+static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
+static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
+
+/// The tuning of a device; `describe` is asked the first time.
+pub fn of_device(device: Option<usize>, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
+    let known = |list: &[(Option<usize>, &'static DeviceTuning)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
+    if let Some(found) = known(&FOUND.read().unwrap_or_else(|e| e.into_inner())) {
+        return Ok(found);
+    }
+    let mut list = FOUND.write().unwrap_or_else(|e| e.into_inner());
+    if let Some(found) = known(&list) {
+        return Ok(found);
+    }
+    let (card, limits) = describe()?;
+    let found: &'static DeviceTuning = Box::leak(Box::new(look_up(card, &limits, std::env::var_os(VARIABLE))));
+    list.push((device, found));
+    Ok(found)
+}
+
+fn look_up(card: Card, limits: &DeviceLimits, variable: Option<OsString>) -> DeviceTuning {
+    let variable = variable.filter(|v| !v.is_empty());
+    let off = variable.as_ref().is_some_and(|v| v == "0");
+    let given = variable.filter(|_| !off).map(PathBuf::from);
+    let path = given.clone().or_else(|| Some(user_folder()?.join(card.file_name())));
+    let outcome = match &path {
+        _ if off => Outcome::Off,
+        None => Outcome::Missing,
+        Some(path) => match read(path, &card) {
+            Ok(None) if given.is_none() => Outcome::Missing,
+            Ok(None) => ignored(path, "there is no such file"),
+            Ok(Some(tuning)) => {
+                let (tuning, refused) = tuning.usable_on(COMPILED, limits);
+                if !refused.is_empty() {
+                    warn(&format!("choices of the tuning {} are ignored: {}", path.display(), refused.join("; ")));
+                }
+                Outcome::Read(Box::leak(Box::new(tuning)))
+            }
+            Err(e) => ignored(path, &e.message),
+        },
+    };
+    DeviceTuning { card, path, outcome }
+}
+
+fn warn(text: &str) {
+    eprintln!("volta_fa: {text}");
+}
+
+fn ignored(path: &Path, why: &str) -> Outcome {
+    warn(&format!(
+        "the tuning {} is ignored: {why} (`python -m volta_fa check --tune` makes a new one; {VARIABLE}=0 reads none)",
+        path.display()
+    ));
+    Outcome::Ignored(why.into())
+}
+
+/// None: there is no such file.
+fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
+    let unreadable = |e: std::io::Error| Error::runtime(e.to_string());
+    let file = match std::fs::File::open(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        opened => opened.map_err(unreadable)?,
+    };
+    let mut text = String::new();
+    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(Error::value("tuning", format!("more than {MAX_BYTES} bytes"), "less"));
+    }
+    let tuning = Tuning::parse(&text, COMPILED)?;
+    tuning.check_made_on(card)?;
+    Ok(Some(tuning))
+}
+
+/// Of the XDG base directory specification: relative paths in its variable do not count.
+fn user_folder() -> Option<PathBuf> {
+    let absolute = |variable: &str| std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    let data = absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
+    Some(data.join("volta_fa").join("tuning"))
+}
+
+/// Makes plans on all devices take this tuning instead of the files'; an empty text, the files' again.
+///
+/// Plans hold references to tunings, so each text that the process is ever given is kept, once. Only tools give any.
+///
+/// # Errors
+/// What is not a tuning. It need not say what it was made on.
+pub fn force(text: &str) -> Result<()> {
+    let mut tuning = std::ptr::null_mut();
+    if !text.is_empty() {
+        let mut parsed = PARSED.lock().unwrap_or_else(|e| e.into_inner());
+        let parsed = parsed.get_or_insert_with(HashMap::new);
+        let found = match parsed.get(text) {
+            Some(found) => *found,
+            None => {
+                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, COMPILED)?));
+                parsed.insert(text.into(), new);
+                new
+            }
+        };
+        tuning = std::ptr::from_ref(found).cast_mut();
+    }
+    FORCED.store(tuning, Ordering::Release);
+    Ok(())
+}
+
+/// What [`force`] set last.
+pub fn forced() -> Option<&'static Tuning> {
+    // SAFETY: null, or a tuning that lives as long as the process and that nobody writes.
+    unsafe { FORCED.load(Ordering::Acquire).as_ref() }
+}

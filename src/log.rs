@@ -1,0 +1,80 @@
+//! `VOLTA_FA_LOG=1`: each distinct plan once, on standard error.
+
+use crate::error::{Error, Result};
+use crate::kernels::Need;
+use crate::plan::{self, BackwardMode, BackwardPlan, PlannedKernel};
+use crate::problem::{Attention, MergedStates};
+use std::collections::HashSet;
+use std::sync::{Mutex, OnceLock};
+
+const VARIABLE: &str = "VOLTA_FA_LOG";
+/// A program with ever new shapes fills neither memory nor its log.
+const MAX_LINES: usize = 1000;
+
+static LINES: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+
+/// Whether plans are logged; the environment is read once.
+fn enabled() -> Result<bool> {
+    static ENABLED: OnceLock<std::result::Result<bool, String>> = OnceLock::new();
+    let read = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
+        "" | "0" => Ok(false),
+        "1" => Ok(true),
+        other => Err(other.to_string()),
+    };
+    ENABLED.get_or_init(read).clone().map_err(|other| Error::value(VARIABLE, format!("`{other}`"), "0 or 1"))
+}
+
+fn once(line: String) {
+    let mut lines = LINES.lock().unwrap_or_else(|e| e.into_inner());
+    let lines = lines.get_or_insert_with(HashSet::new);
+    if lines.len() < MAX_LINES && !lines.contains(&line) {
+        let last = if lines.len() + 1 == MAX_LINES { " (further plans are not logged)" } else { "" };
+        eprintln!("volta_fa: {line}{last}");
+        lines.insert(line);
+    }
+}
+
+fn kernel(k: &PlannedKernel, batch: i64) -> String {
+    format!("{} on {} x {} x {batch} blocks ({})", k.variant.name, k.blocks[0], k.blocks[1], k.reason)
+}
+
+fn problem(a: &Attention, mode: BackwardMode) -> String {
+    let side = |n: Option<i64>| n.map_or("all".into(), |n| n.to_string());
+    let window = match (a.window.left, a.window.right) {
+        (None, None) => String::new(),
+        (None, Some(0)) => ", causal".into(),
+        (left, right) => format!(", window {}:{}", side(left), side(right)),
+    };
+    let needs: Vec<_> = plan::needs(a, mode).iter().map(Need::name).collect();
+    let needs = if needs.is_empty() { String::new() } else { format!(", with {}", needs.join(", ")) };
+    let Attention { batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, .. } = a;
+    format!("batch {batch}, seqlen {seqlen_q} x {seqlen_k}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{window}{needs}")
+}
+
+/// # Errors
+/// A variable that cannot be understood; so of the others.
+pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        once(format!("forward, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+    }
+    Ok(())
+}
+
+/// The three kernels of a backward pass, in one line.
+pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
+    if enabled()? {
+        let atomics = if planned.deterministic { "backward without atomics" } else { "backward" };
+        let kernels = [planned.prepare, planned.main, planned.finish].map(|k| kernel(&k, a.batch)).join(", ");
+        once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
+    }
+    Ok(())
+}
+
+/// The same for merged states.
+pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
+        once(format!("merge, batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}

@@ -1,0 +1,333 @@
+//! Tunings: which kernels serve a card better than the plan's own choice, and which failed on it, as `python -m volta_fa check` finds
+//! out. docs/tuning.md describes the file.
+//!
+//! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
+
+use crate::error::{Error, Result};
+use crate::kernels::{Kernels, Need, Needs, Pass, Variant, PASSES};
+use crate::plan::DeviceLimits;
+use crate::problem::{Attention, MergedStates};
+use serde::Deserialize;
+use std::fmt;
+
+/// The layout of the text that this version reads and `check` writes.
+pub const FORMAT: u32 = 1;
+/// Every call compares its shape with each choice in turn: at a few nanoseconds each, so many of them stay below a microsecond.
+pub const MAX_CHOICES: usize = 256;
+
+/// What a tuning is for: what was measured on one of them says nothing about others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Card {
+    /// the GPU's name as the driver gives it
+    pub device: String,
+    /// version of the driver
+    pub driver: String,
+    /// version of this library, which numbers its kernels
+    pub volta_fa: String,
+}
+
+impl Card {
+    /// Name of the file that is this card's.
+    pub fn file_name(&self) -> String {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || ".+".contains(c) { c } else { '_' };
+        [&self.device, &self.driver, &self.volta_fa].map(|text| text.chars().map(plain).collect::<String>()).join("-") + ".json"
+    }
+}
+
+/// What classes of shapes distinguish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// as kernels read it, in whole groups of 8; 0: the pass takes any
+    pub headdim: i64,
+    /// the same for v
+    pub headdim_v: i64,
+    /// queries of an entry, of the longest where they differ
+    pub seqlen_q: i64,
+    /// the same for keys
+    pub seqlen_k: i64,
+    /// queries of all heads and entries: what decides how many blocks of a size there are
+    pub rows: i64,
+    /// whether every row sees the keys up to its own position, or all of them; None: another window
+    pub is_causal: Option<bool>,
+}
+
+impl Shape {
+    /// Of a problem of attention.
+    pub fn of(a: &Attention) -> Shape {
+        Shape {
+            headdim: a.headdim,
+            headdim_v: a.headdim_v,
+            seqlen_q: a.seqlen_q,
+            seqlen_k: a.seqlen_k,
+            rows: a.packed.map_or(a.batch.saturating_mul(a.seqlen_q), |p| p.total_q).saturating_mul(a.nheads),
+            is_causal: match (a.window.left, a.window.right) {
+                (None, Some(0)) => Some(true),
+                (None, None) => Some(false),
+                _ => None,
+            },
+        }
+    }
+
+    /// Of states to be merged: their kernel takes any headdim.
+    pub fn of_states(m: &MergedStates) -> Shape {
+        let rows = m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads);
+        Shape { headdim: 0, headdim_v: 0, seqlen_q: m.seqlen_q, seqlen_k: 0, rows, is_causal: None }
+    }
+}
+
+/// A class of shapes. What is None is not looked at; bounds are inclusive.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Class {
+    headdim: Option<[i64; 2]>,
+    headdim_v: Option<[i64; 2]>,
+    seqlen_q: Option<[i64; 2]>,
+    seqlen_k: Option<[i64; 2]>,
+    rows: Option<[i64; 2]>,
+    is_causal: Option<bool>,
+    needs: Option<Needs>,
+}
+
+impl Class {
+    fn has(&self, s: &Shape, needs: Needs) -> bool {
+        let bounds = [
+            (self.headdim, s.headdim),
+            (self.headdim_v, s.headdim_v),
+            (self.seqlen_q, s.seqlen_q),
+            (self.seqlen_k, s.seqlen_k),
+            (self.rows, s.rows),
+        ];
+        bounds.into_iter().all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
+            && (self.is_causal.is_none() || self.is_causal == s.is_causal)
+            && self.needs.is_none_or(|own| own == needs)
+    }
+}
+
+/// What a class of shapes gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Take {
+    Kernel(&'static Variant),
+    /// the kernels of the deterministic mode, for calls that leave the order of sums open
+    WithoutAtomics,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Choice {
+    pass: Pass,
+    class: Class,
+    take: Take,
+}
+
+/// What was found out about a card. Where several choices have a shape in their class, the first one that is possible is taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    made_on: [(&'static str, Option<String>); 3],
+    failed: Vec<&'static str>,
+    choices: Vec<Choice>,
+}
+
+/// The text, before it is checked. `note` is for whoever writes it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Text {
+    format: u32,
+    volta_fa: Option<String>,
+    device: Option<String>,
+    driver: Option<String>,
+    #[serde(default)]
+    failed: Vec<String>,
+    #[serde(default)]
+    choices: Vec<ChoiceText>,
+    #[serde(rename = "note")]
+    _note: Option<serde::de::IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ChoiceText {
+    pass: String,
+    headdim: Option<[i64; 2]>,
+    headdim_v: Option<[i64; 2]>,
+    seqlen_q: Option<[i64; 2]>,
+    seqlen_k: Option<[i64; 2]>,
+    rows: Option<[i64; 2]>,
+    is_causal: Option<bool>,
+    needs: Option<Vec<String>>,
+    variant: Option<String>,
+    deterministic: Option<bool>,
+    #[serde(rename = "note")]
+    _note: Option<serde::de::IgnoredAny>,
+}
+
+fn variant(kernels: Kernels, name: &str, at: &str) -> Result<&'static Variant> {
+    kernels
+        .variants()
+        .find(|v| v.name == name)
+        .ok_or_else(|| Error::value(at, format!("`{name}`"), "a kernel of this build (`python -m volta_fa info` lists them)"))
+}
+
+impl ChoiceText {
+    fn checked(self, kernels: Kernels, at: &str) -> Result<Choice> {
+        let of = |field: &str| format!("{at}.{field}");
+        let pass = PASSES.iter().map(|p| p.pass).find(|p| format!("{p:?}") == self.pass).ok_or_else(|| {
+            let known: Vec<_> = PASSES.iter().map(|p| format!("{:?}", p.pass)).collect();
+            Error::value(&of("pass"), format!("`{}`", self.pass), known.join(", "))
+        })?;
+        let bounds = [
+            ("headdim", self.headdim),
+            ("headdim_v", self.headdim_v),
+            ("seqlen_q", self.seqlen_q),
+            ("seqlen_k", self.seqlen_k),
+            ("rows", self.rows),
+        ];
+        for (name, bound) in bounds {
+            if let Some([low, high]) = bound.filter(|[low, high]| *low < 0 || low > high) {
+                return Err(Error::value(&of(name), format!("[{low}, {high}]"), "the least and the largest value, from 0 on"));
+            }
+        }
+        let known = |name: &String| {
+            let of_pass = pass.facts().needs;
+            of_pass.iter().find(|n| n.name() == name).ok_or_else(|| {
+                let names: Vec<_> = of_pass.iter().map(Need::name).collect();
+                Error::value(&of("needs"), format!("`{name}`"), format!("what {pass:?} can need: {}", names.join(", ")))
+            })
+        };
+        let needs = self.needs.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
+        let class = Class {
+            headdim: self.headdim,
+            headdim_v: self.headdim_v,
+            seqlen_q: self.seqlen_q,
+            seqlen_k: self.seqlen_k,
+            rows: self.rows,
+            is_causal: self.is_causal,
+            needs: needs.map(|list| Needs::of(&list)),
+        };
+        let take = match (self.variant, self.deterministic) {
+            (Some(name), None) => Take::Kernel(variant(kernels, &name, &of("variant"))?),
+            (None, Some(true)) if pass == Pass::Backward => Take::WithoutAtomics,
+            (None, Some(given)) => {
+                let found = format!("{given} for pass {pass:?}");
+                return Err(Error::value(
+                    &of("deterministic"),
+                    found,
+                    "true, for pass Backward: a choice may take atomics away, not add them",
+                ));
+            }
+            (given, _) => {
+                let found = if given.is_some() { "both" } else { "neither" };
+                return Err(Error::value(at, found, "either `variant` or `deterministic`"));
+            }
+        };
+        if let Take::Kernel(v) = take {
+            let lowest = |bound: Option<[i64; 2]>| bound.map_or(0, |[low, _]| low);
+            let holds = v.pass == pass
+                && v.headdim as i64 >= lowest(class.headdim)
+                && v.headdim_v as i64 >= lowest(class.headdim_v)
+                && v.needs.covers(class.needs.unwrap_or(Needs::NONE));
+            if !holds {
+                let found = format!("`{}`", v.name);
+                return Err(Error::value(
+                    &of("variant"),
+                    found,
+                    format!("a kernel of pass {pass:?} that the class' headdims and needs fit"),
+                ));
+            }
+        }
+        Ok(Choice { pass, class, take })
+    }
+}
+
+impl Tuning {
+    /// Reads and checks a tuning that names kernels among these.
+    ///
+    /// # Errors
+    /// What is not such a tuning; the message says where.
+    pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
+        let text: Text = serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/tuning.md describes it"))?;
+        if text.format != FORMAT {
+            return Err(Error::value("tuning: format", text.format, FORMAT));
+        }
+        if text.choices.len() > MAX_CHOICES {
+            return Err(Error::value("tuning: choices", format!("{} of them", text.choices.len()), format!("{MAX_CHOICES} at most")));
+        }
+        let name = |name: &String| variant(kernels, name, "tuning: failed").map(|v| v.name);
+        let mut failed = text.failed.iter().map(name).collect::<Result<Vec<_>>>()?;
+        failed.sort_unstable();
+        failed.dedup();
+        let choices = text.choices.into_iter().enumerate().map(|(i, c)| c.checked(kernels, &format!("tuning: choices[{i}]")));
+        Ok(Tuning {
+            made_on: [("device", text.device), ("driver", text.driver), ("volta_fa", text.volta_fa)],
+            failed,
+            choices: choices.collect::<Result<Vec<_>>>()?,
+        })
+    }
+
+    /// # Errors
+    /// Where this was made on another card, or does not say on which.
+    pub fn check_made_on(&self, card: &Card) -> Result<()> {
+        for ((name, found), expected) in self.made_on.iter().zip([&card.device, &card.driver, &card.volta_fa]) {
+            if found.as_ref() != Some(expected) {
+                let found = found.as_ref().map_or("nothing".into(), |text| format!("`{text}`"));
+                return Err(Error::value(&format!("tuning: {name}"), found, format!("`{expected}`")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves out the choices that a device can never take, and says of each why.
+    pub fn usable_on(mut self, kernels: Kernels, d: &DeviceLimits) -> (Tuning, Vec<String>) {
+        let families = kernels.families_for(d.sm());
+        let mut refused = Vec::new();
+        self.choices.retain(|c| {
+            let Take::Kernel(v) = c.take else { return true };
+            if !families.iter().any(|(f, _)| f.name == v.family.name) {
+                refused.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
+                return false;
+            }
+            let fits = v.shared_bytes <= d.shared_bytes_per_block;
+            if !fits {
+                refused.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, d.shared_bytes_per_block));
+            }
+            fits
+        });
+        (self, refused)
+    }
+
+    /// Whether this kernel gave wrong results on the card.
+    pub fn has_failed(&self, v: &Variant) -> bool {
+        self.failed.contains(&v.name)
+    }
+
+    /// Kernels that failed, in the order of their names.
+    pub fn failed(&self) -> &[&'static str] {
+        &self.failed
+    }
+
+    /// How many choices there are.
+    pub fn choices(&self) -> usize {
+        self.choices.len()
+    }
+
+    fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: Needs) -> impl Iterator<Item = Take> + 'a {
+        let needs = needs.intersection(pass.facts().needs);
+        self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, needs)).map(|c| c.take)
+    }
+
+    /// Kernels chosen for a shape in one pass, the preferred first. Whether they hold it, the plan says.
+    pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: Needs) -> impl Iterator<Item = &'static Variant> + 'a {
+        self.of(pass, shape, needs).filter_map(|take| match take {
+            Take::Kernel(v) => Some(v),
+            Take::WithoutAtomics => None,
+        })
+    }
+
+    /// Whether a backward pass that may sum dq by atomics is to do without.
+    pub fn without_atomics(&self, shape: &Shape, needs: Needs) -> bool {
+        self.of(Pass::Backward, shape, needs).any(|take| take == Take::WithoutAtomics)
+    }
+}
+
+impl fmt::Display for Tuning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} choices, {} failed kernels", self.choices.len(), self.failed.len())
+    }
+}
