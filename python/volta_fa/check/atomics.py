@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -116,7 +117,7 @@ class _Kernel:
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), ptx.encode() + b"\0"))
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
 
-    def __call__(self, blocks: int, threads: int, arguments: tuple[ctypes._SimpleCData, ...]) -> None:
+    def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self._check(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))

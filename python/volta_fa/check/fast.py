@@ -91,6 +91,11 @@ def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
     return list(itertools.product(lengths, (64, 128, 256), (False, True)))
 
 
+def steps(target: Target, quick: bool) -> int:
+    """Of `measure`."""
+    return 0 if target.kind == "simulator" else 1 + len(HEADS) * len(shapes(target, quick))
+
+
 def measure(target: Target, deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
     """All figures until `deadline`, a time of time.monotonic(). `advance` is called before each step."""
     speeds = Speeds()
@@ -146,7 +151,9 @@ def card_figures(target: Target) -> dict[str, Any]:
             gemm()
         under_load = machine.query(device)
         torch.cuda.synchronize(device)
-        figures["under_load"] = {name: under_load.get(name) for name in ("sm_clock_mhz", "memory_clock_mhz", "power_draw_w", "throttle_reasons")}
+        figures["under_load"] = {
+            name: under_load.get(name) for name in ("sm_clock_mhz", "memory_clock_mhz", "power_draw_w", "throttle_reasons")
+        }
     # far larger than any cache
     source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.uint8, device=device).fill_(1)
     copy = torch.empty_like(source)
@@ -169,15 +176,16 @@ def _measure_point(speeds: Speeds, target: Target, point: Point, deadline: float
             point.missing[name] = OUT_OF_MEMORY
             continue
         try:
-            work = _ours(point, target, name == DETERMINISTIC) if name in (VOLTA_FA, DETERMINISTIC) else _pytorch(point, target, name)
-            point.ms[name] = median_ms(work, target.device, _OF_A_FIGURE)
+            make = _ours if name in (VOLTA_FA, DETERMINISTIC) else _pytorch
+            point.ms[name] = median_ms(make(point, target, name), target.device, _OF_A_FIGURE)
         except torch.cuda.OutOfMemoryError:
             point.missing[name] = OUT_OF_MEMORY
         except Exception as error:
             said = str(error).splitlines()[0] if str(error) else ""
             point.missing[name] = said
-            speeds.troubles.append(f"{name}, {point.direction}, seqlen {point.seqlen}, headdim {point.headdim}: {type(error).__name__}: {said}")
-        work = None
+            speeds.troubles.append(
+                f"{name}, {point.direction}, seqlen {point.seqlen}, headdim {point.headdim}: {type(error).__name__}: {said}"
+            )
         if target.kind == "cuda" and point.seqlen >= 4096:
             torch.cuda.empty_cache()
 
@@ -196,7 +204,7 @@ def _tensors(point: Point, target: Target, heads_first: bool) -> Iterator[Tensor
         yield torch.randn(shape, generator=generator, device=target.device, dtype=dtype)
 
 
-def _ours(point: Point, target: Target, deterministic: bool) -> Callable[[], object]:
+def _ours(point: Point, target: Target, name: str) -> Callable[[], object]:
     q, k, v, dout = _tensors(point, target, heads_first=False)
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +213,7 @@ def _ours(point: Point, target: Target, deterministic: bool) -> Callable[[], obj
     if point.direction == "forward":
         return forward
     out, lse, _ = forward()
-    return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=point.causal, deterministic=deterministic)
+    return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=point.causal, deterministic=name == DETERMINISTIC)
 
 
 def _pytorch(point: Point, target: Target, name: str) -> Callable[[], object]:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .kernels import Target
-from .right import Verdict, check_kernel
+from .right import DeviceLost, Verdict, check_kernel
 
 #: Seconds without an answer after which a kernel counts as one that never ends. A problem takes milliseconds, and a driver that has
 #: to compile a kernel's PTX some seconds, the CPU's part of a problem less.
@@ -20,7 +20,9 @@ START = 90.0
 MOST_LOST = 5
 
 
-def check_isolated(target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, out_of_time: Callable[[], bool]) -> Iterator[Verdict]:
+def check_isolated(
+    target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, out_of_time: Callable[[], bool]
+) -> Iterator[Verdict]:
     """Each kernel's verdict, in turn; none for those that time or processes did not suffice for."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     position = lost = 0
@@ -33,25 +35,22 @@ def check_isolated(target: Target, variants: Sequence[dict[str, Any]], seed: int
             if _receive(ours, START) != "ready":
                 raise EOFError
             while position < len(variants) and not out_of_time():
-                answer = _receive(ours, PATIENCE)
+                answer, alive = _receive(ours, PATIENCE)
                 yield Verdict.from_data(answer)
                 position += 1
-                if answer["complaints"] and answer["complaints"][-1].startswith(_LOST):
+                if not alive:
                     lost += 1
                     break
         except (EOFError, TimeoutError, OSError) as error:
-            what = f"no answer in {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "its process died"
+            what = f"no answer in {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "the process that launched it died"
             variant = variants[position]
-            yield Verdict(variant["name"], variant["family"], variant["pass"], problems=1, complaints=[f"{_LOST}: {what}"])
+            yield Verdict(variant["name"], variant["family"], variant["pass"], problems=1, complaints=[what])
             position += 1
             lost += 1
         finally:
             ours.close()
             process.kill()
             process.join()
-
-
-_LOST = "the device was lost"
 
 
 def _receive(connection: Connection, seconds: float) -> Any:
@@ -65,13 +64,10 @@ def _work(connection: Connection, target: Target, variants: Sequence[dict[str, A
     target.synchronize()
     connection.send("ready")
     for variant in variants:
-        verdict = Verdict(variant["name"], variant["family"], variant["pass"])
         try:
-            verdict = check_kernel(target, variant, seed, quick)
-        except Exception as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            verdict.problems += 1
-            verdict.complaints.append(f"{_LOST}: {said}")
-            connection.send(verdict.data())
+            verdict, alive = check_kernel(target, variant, seed, quick), True
+        except DeviceLost as error:
+            verdict, alive = error.verdict, False
+        connection.send((verdict.data(), alive))
+        if not alive:
             return
-        connection.send(verdict.data())

@@ -14,8 +14,6 @@ import torch
 
 from .problems import Problem
 
-#: Only these kernels may run (`volta_fa.info()`, "variants").
-FAMILY_VARIABLE = "VOLTA_FA_FAMILY"
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
 
 
@@ -55,7 +53,9 @@ class Target:
             return cls(name, torch.device("cpu"))
         device = torch.device(name)
         facts = torch.cuda.get_device_properties(device)
-        return cls("cuda", device, (facts.major, facts.minor), facts.multi_processor_count, facts.shared_memory_per_block_optin)
+        # (without a type in PyTorch's own stubs)
+        shared_bytes: int = getattr(facts, "shared_memory_per_block_optin", cls.shared_bytes)
+        return cls("cuda", device, (facts.major, facts.minor), facts.multi_processor_count, shared_bytes)
 
     @property
     def has_kernels(self) -> bool:
@@ -70,32 +70,42 @@ class Target:
         found: list[dict[str, Any]] = json.loads(torch.ops.volta_fa._families(*self.capability))
         return found[:1] if self.kind == "simulator" else found
 
+    @property
+    def number(self) -> int:
+        """As `_plan` and `_tuning` count devices."""
+        if self.kind != "cuda":
+            return -1
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
     @contextmanager
-    def running(self, family: str | None = None) -> Iterator[None]:
-        """Calls of the op run here, on the kernels of this family alone."""
+    def running(self, variant: dict[str, Any] | None = None) -> Iterator[None]:
+        """Calls of the op run here, on this kernel where it holds the problem. Tuning files have no say."""
+        choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         simulate = "1" if self.kind == "simulator" else None
-        # a user's own choice of a family stays
-        chosen = os.environ.get(FAMILY_VARIABLE) if family is None else family
-        with environment(**{SIMULATE_VARIABLE: simulate, FAMILY_VARIABLE: chosen}):
-            yield
+        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))
+        try:
+            with environment(**{SIMULATE_VARIABLE: simulate}):
+                yield
+        finally:
+            torch.ops.volta_fa._set_tuning("")
 
     def synchronize(self) -> None:
         """Wait for the device; an error of a kernel shows up here at the latest."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def planned(self, problem: Problem, family: str | None) -> list[str]:
-        """Names of the kernels of the problem's passes; none where the plan finds none."""
+    def planned(self, problem: Problem, variant: dict[str, Any]) -> list[str]:
+        """Names of the kernels of the problem's pass, this one being preferred; none on the CPU."""
         p = problem
-        shape = (len(p.entries), p.seqlen_q, p.seqlen_k, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
-        limits = {"sms": self.sms, "major": self.capability[0], "minor": self.capability[1], "shared_bytes": self.shared_bytes}
-        try:
-            with self.running(family):
-                text = torch.ops.volta_fa._plan(*shape, **limits, deterministic=p.deterministic, needs=",".join(p.needs))
-        except (NotImplementedError, ValueError):
+        if not self.has_kernels:
             return []
+        shape = (len(p.entries), p.seqlen_q, p.seqlen_k, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
+        with self.running(variant):
+            text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, needs=",".join(p.needs), device=self.number)
         plan = json.loads(text)
-        return [plan["forward"]["name"], *(plan["backward"][name]["name"] for name in ("prepare", "main", "finish"))]
+        if variant["pass"] == "Forward":
+            return [plan["forward"]["name"]]
+        return [plan["backward"][name]["name"] for name in ("prepare", "main", "finish")]
 
 
 def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,7 +120,7 @@ def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str,
     return [v for v in variants if v["family"] in families and v["shared_bytes"] <= target.shared_bytes]
 
 
-def _templates(variant: dict[str, Any]) -> list[Problem]:
+def problems(variant: dict[str, Any]) -> list[Problem]:
     """Odd problems that ask for all that a kernel is prepared for, the simplest first."""
     if variant["family"] == "cpu":
         d, dv, needs, dtype = 40, 24, {"softcap"}, variant["dtype"]
@@ -142,25 +152,3 @@ def _templates(variant: dict[str, Any]) -> list[Problem]:
     if "bf16_gradients" in needs or (variant["pass"] == "Forward" and needs and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=True, alibi="alibi" in needs, is_causal=True))
     return [dataclasses.replace(p, deterministic=deterministic) for p in found]
-
-
-def problems(target: Target, variant: dict[str, Any]) -> Iterator[tuple[Problem, str | None]]:
-    """Problems whose plan takes the kernel, each with the family to allow (None: any)."""
-    for template in _templates(variant):
-        if not target.has_kernels or variant["pass"] == "Merge":
-            yield template, None
-            continue
-        found = next(_reaching(target, variant, template), None)
-        if found is not None:
-            yield found
-
-
-def _reaching(target: Target, variant: dict[str, Any], template: Problem) -> Iterator[tuple[Problem, str | None]]:
-    # A plan takes small blocks while all of them are on the GPU at once: the second grid has one too many, if the small
-    # blocks are half as large.
-    full = target.sms * variant["blocks_per_sm"] // 2 + 1
-    for heads in ({}, {"nheads": 1, "nheads_k": 1}, {"nheads": full, "nheads_k": full, "seqlen_q": 113}):
-        problem = dataclasses.replace(template, **heads)
-        for family in (None, variant["family"]):
-            if variant["name"] in target.planned(problem, family):
-                yield problem, family

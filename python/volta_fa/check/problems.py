@@ -113,18 +113,23 @@ class Inputs:
             options["attn_bias"] = (randn(len(p.entries), 1, 1, p.seqlen_k) > -0.8).to(device)
         if p.sinks:
             options["sinks"] = (randn(p.nheads) * 2).to(p.dtype).to(device)
-        return cls(p, *(t.to(p.dtype).to(device) for t in (q, k, v, dout)), options)
+        q, k, v, dout = (t.to(p.dtype).to(device) for t in (q, k, v, dout))
+        return cls(p, q, k, v, dout, options)
 
     def on_cpu(self) -> Inputs:
         """The same tensors on the CPU."""
         options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self.options.items()}
-        return Inputs(self.problem, *(t.cpu() for t in (self.q, self.k, self.v, self.dout)), options)
+        q, k, v, dout = (t.cpu() for t in (self.q, self.k, self.v, self.dout))
+        return Inputs(self.problem, q, k, v, dout, options)
 
     def in_fp64(self) -> Inputs:
         """The same values in fp64."""
-        options = {name: value.double() if name in ("attn_bias", "sinks") and value.is_floating_point() else value
-                   for name, value in self.options.items()}
-        return Inputs(self.problem, *(t.double() for t in (self.q, self.k, self.v, self.dout)), options)
+        options = {
+            name: value.double() if name in ("attn_bias", "sinks") and value.is_floating_point() else value
+            for name, value in self.options.items()
+        }
+        q, k, v, dout = (t.double() for t in (self.q, self.k, self.v, self.dout))
+        return Inputs(self.problem, q, k, v, dout, options)
 
     def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """out, softmax_lse and rng_state of the op."""
@@ -276,8 +281,8 @@ def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Exp
         ref = rule.attend(*theirs.tensors, **theirs.options)
         for part, into in ((mine, eager), (theirs, again)):
             of_part = rule.eager_gradients(part.queries(part.inputs.dout), *part.tensors, **part.options)
-            for name, value in zip(names, of_part):
-                part.of_gradient(name, into[name]).add_(value)
+            for name, gradient in zip(names, of_part):
+                part.of_gradient(name, into[name]).add_(gradient)
         of_sums = rule.gradient_sums(ref, same.queries(host.dout), *same.tensors, **theirs.options)
         for name, value in zip(names, of_sums):
             # what all parts add to has the roundings of all of them
