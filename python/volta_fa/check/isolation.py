@@ -11,29 +11,36 @@ from typing import Any
 from .kernels import Target
 from .right import DeviceLost, Verdict, check_kernel
 
-#: Seconds without an answer after which a kernel counts as one that never ends. A problem takes milliseconds, and a driver that has
-#: to compile a kernel's PTX some seconds, the CPU's part of a problem less.
-PATIENCE = 60.0
+#: Seconds without an answer after which a kernel counts as one that never ends. Its problems take less than one, and a driver that has
+#: to compile its PTX some more.
+PATIENCE = 30.0
 #: A process' start: torch, the library, CUDA.
 START = 90.0
 #: Where so many processes were lost, it is not single kernels that are wrong.
 MOST_LOST = 5
 
+Check = Callable[[Target, dict[str, Any], int, bool], Verdict]
+
 
 def check_isolated(
-    target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, out_of_time: Callable[[], bool]
+    target: Target,
+    variants: Sequence[dict[str, Any]],
+    seed: int,
+    quick: bool,
+    out_of_time: Callable[[], bool],
+    check: Check = check_kernel,
 ) -> Iterator[Verdict]:
     """Each kernel's verdict, in turn; none for those that time or processes did not suffice for."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     position = lost = 0
     while position < len(variants) and lost < MOST_LOST and not out_of_time():
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, target, list(variants[position:]), seed, quick), daemon=True)
+        process = context.Process(target=_work, args=(theirs, target, list(variants[position:]), seed, quick, check), daemon=True)
         process.start()
         theirs.close()
+        started = False
         try:
-            if _receive(ours, START) != "ready":
-                raise EOFError
+            started = _receive(ours, START) == _READY
             while position < len(variants) and not out_of_time():
                 answer, alive = _receive(ours, PATIENCE)
                 yield Verdict.from_data(answer)
@@ -43,6 +50,11 @@ def check_isolated(
                     break
         except (EOFError, TimeoutError, OSError) as error:
             what = f"no answer in {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "the process that launched it died"
+            if not started:
+                what = (
+                    f"no process with a CUDA context within {START:.0f} s" if isinstance(error, TimeoutError) else "no process could start"
+                )
+                lost = MOST_LOST
             variant = variants[position]
             yield Verdict(variant["name"], variant["family"], variant["pass"], problems=1, complaints=[what])
             position += 1
@@ -53,19 +65,22 @@ def check_isolated(
             process.join()
 
 
+_READY = "ready"
+
+
 def _receive(connection: Connection, seconds: float) -> Any:
     if not connection.poll(seconds):
         raise TimeoutError
     return connection.recv()
 
 
-def _work(connection: Connection, target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool) -> None:
+def _work(connection: Connection, target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, check: Check) -> None:
     """The other process."""
     target.synchronize()
-    connection.send("ready")
+    connection.send(_READY)
     for variant in variants:
         try:
-            verdict, alive = check_kernel(target, variant, seed, quick), True
+            verdict, alive = check(target, variant, seed, quick), True
         except DeviceLost as error:
             verdict, alive = error.verdict, False
         connection.send((verdict.data(), alive))

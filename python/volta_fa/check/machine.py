@@ -60,7 +60,11 @@ def query(device: torch.device) -> dict[str, Any]:
     """What nvidia-smi knows of the card right now; {"nvidia_smi": why not} where it says nothing."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     # CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER number devices in their own ways
-    which = f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid or str(device.index or 0)
+    return ask(f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid or str(device.index or 0))
+
+
+def ask(which: str) -> dict[str, Any]:
+    """The same of a card as nvidia-smi names it."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "-i", which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

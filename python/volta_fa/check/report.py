@@ -135,14 +135,14 @@ def _show_verdicts(findings: Findings) -> None:
     for verdict in findings.verdicts:
         by_pass[verdict.family, verdict.pass_].append(verdict)
     table = Table(title="\nRight: errors as a share of what is allowed", title_justify="left", box=None, padding=(0, 2), pad_edge=False)
-    for name in ("kernels", "right", "worst", "of", "in"):
-        table.add_column(name, justify="left" if name in ("kernels", "of", "in") else "right", no_wrap=name != "in")
+    for name in ("kernels", "right", "worst", "of"):
+        table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
     for (family, pass_), verdicts in by_pass.items():
         worst = max((v.worst for v in verdicts), key=lambda w: w.share)
         passed = sum(v.passed for v in verdicts)
         name = f"{family} {_PASSES[pass_]}"
         of = f"{worst.result}, {worst.kind}" if worst.result else "-"
-        table.add_row(name, f"{passed} of {len(verdicts)}", _percent(worst.share), of, worst.problem)
+        table.add_row(name, f"{passed} of {len(verdicts)}", _percent(worst.share), of)
     _console.print(table)
     failed = [v for v in findings.verdicts if not v.passed]
     for verdict in failed[:_MOST_FAILURES]:
@@ -154,6 +154,10 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
     if len(failed) > _MOST_FAILURES:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    if not all(v.poisoned for v in findings.verdicts):
+        _console.print("memory was not filled with NaN before each call: PyTorch's allocator does not hand out what was just freed")
+    if failed and not findings.settings.tune and findings.settings.target.kind == "cuda":
+        _console.print("with --tune, plans on this card will not take them any more")
     if findings.unchecked:
         _console.print(f"[red]not checked[/red], for lack of time: {', '.join(findings.unchecked)}", soft_wrap=True)
 
@@ -182,16 +186,16 @@ def _show_speeds(speeds: Speeds) -> None:
         _console.print("\nFast: " + "; ".join(figures), soft_wrap=True)
     shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
     predicted = speeds.predictions is not None
-    title = "TFLOP/s of one batch entry, 32 heads forward, 40 backward" if speeds.points and speeds.points[0].nheads > 2 else "TFLOP/s"
-    if predicted:
-        title += "; predicted: share of the simulated V100's"
+    heads = {p.direction: p.nheads for p in speeds.points}
+    title = "TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items())
+    title += "; det.: deterministic; eff., math: PyTorch's" + ("; pred.: of the simulated V100's" if predicted else "")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    columns = ["shape", "fwd", "efficient", "math", *(["predicted"] if predicted else [])]
-    columns += ["bwd", "determ.", "efficient", "math", *(["predicted"] if predicted else [])]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "shape" else "right", no_wrap=True)
+    columns = ["seqlen, headdim", "fwd", "eff.", "math", *(["pred."] if predicted else [])]
+    columns += ["bwd", "det.", "eff.", "math", *(["pred."] if predicted else [])]
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for (seqlen, headdim, causal), pair in _pairs(shown).items():
-        row = [f"N={seqlen} D={headdim}" + (" causal" if causal else "")]
+        row = [f"{seqlen}, {headdim}" + (", causal" if causal else "")]
         for direction, names in (("forward", (VOLTA_FA, EFFICIENT, MATH)), ("backward", (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH))):
             point = pair.get(direction)
             row += [_speed(point, name) for name in names]

@@ -40,6 +40,7 @@ class Verdict:
     runs_with: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
+    poisoned: bool = True  # its results' memory was full of NaN each time
 
     @property
     def passed(self) -> bool:
@@ -114,7 +115,7 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
     verdict.runs_with = sorted({*verdict.runs_with, *planned} - {variant["name"]})
     inputs = Inputs.draw(problem, seed, target.device)
     if verdict.pass_ == "Forward":
-        runs = [_forward(target, inputs, variant, seed) for _ in range(2)]
+        runs = [_forward(verdict, target, inputs, variant, seed) for _ in range(2)]
         (out, lse, rng_state), again = runs
         expected = expect_forward(inputs, rng_state)
         found = {"out": out, "softmax_lse": lse}
@@ -126,7 +127,7 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
     expected = expect_backward(inputs, forward, rng_state)
     # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
     out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
-    backward_runs = [_backward(target, inputs, variant, out, lse, rng_state) for _ in range(2)]
+    backward_runs = [_backward(verdict, target, inputs, variant, out, lse, rng_state) for _ in range(2)]
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
     first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in backward_runs)
     ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
@@ -135,9 +136,9 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
         _judge(verdict, inputs, seed, run, expected)
 
 
-def _forward(target: Target, inputs: Inputs, variant: dict[str, Any], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(verdict: Verdict, target: Target, inputs: Inputs, variant: dict[str, Any], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(target.device).manual_seed(seed)
-    poison(target, inputs)
+    verdict.poisoned &= poison(target, inputs)
     with target.running(variant):
         found = inputs.forward(generator)
         target.synchronize()
@@ -145,25 +146,28 @@ def _forward(target: Target, inputs: Inputs, variant: dict[str, Any], seed: int)
 
 
 def _backward(target: Target, inputs: Inputs, variant: dict[str, Any], out: Tensor, lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
-    poison(target, inputs)
+    verdict.poisoned &= poison(target, inputs)
     with target.running(variant):
         found = inputs.gradients(out, lse, rng_state)
         target.synchronize()
     return found
 
 
-def poison(target: Target, inputs: Inputs) -> None:
+def poison(target: Target, inputs: Inputs) -> bool:
     """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
-    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.)"""
+    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.) Returns whether such
+    memory is what comes next."""
     if target.kind != "cuda":
-        return
+        return True
     rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
-    # of every result, as often as there are such results; of row statistics, in fp32; of the accumulator, rounded up to tiles
-    sizes = [2 * t.numel() for t in (inputs.q, inputs.k, inputs.v, inputs.dout) for _ in range(2)]
-    sizes += [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    given = [inputs.q, inputs.k, inputs.v, inputs.dout, *(t for t in inputs.options.values() if isinstance(t, Tensor))]
+    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles
+    sizes = [t.nbytes for t in given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
     # all bits set are NaN in every floating-point type
     held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
     del held
+    probe = torch.empty(inputs.q.nbytes, dtype=torch.uint8, device=target.device)
+    return bool((probe == 255).all())
 
 
 def _same_bits(verdict: Verdict, inputs: Inputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
