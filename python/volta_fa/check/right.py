@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,8 +115,7 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
     verdict.runs_with = sorted({*verdict.runs_with, *planned} - {variant["name"]})
     inputs = Inputs.draw(problem, seed, target.device)
     if verdict.pass_ == "Forward":
-        runs = [_forward(verdict, target, inputs, variant, seed) for _ in range(2)]
-        (out, lse, rng_state), again = runs
+        (out, lse, rng_state), again = _twice(verdict, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
         expected = expect_forward(inputs, rng_state)
         found = {"out": out, "softmax_lse": lse}
         _same_bits(verdict, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
@@ -127,29 +126,29 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
     expected = expect_backward(inputs, forward, rng_state)
     # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
     out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
-    backward_runs = [_backward(verdict, target, inputs, variant, out, lse, rng_state) for _ in range(2)]
+    runs = _twice(verdict, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
-    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in backward_runs)
+    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in runs)
     ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
     _same_bits(verdict, inputs, seed, *ordered)
     for run in (first, second):
         _judge(verdict, inputs, seed, run, expected)
 
 
-def _forward(verdict: Verdict, target: Target, inputs: Inputs, variant: dict[str, Any], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(target.device).manual_seed(seed)
-    verdict.poisoned &= poison(target, inputs)
-    with target.running(variant):
-        found = inputs.forward(generator)
-        target.synchronize()
-    return found
+_Result = TypeVar("_Result")
 
 
-def _backward(target: Target, inputs: Inputs, variant: dict[str, Any], out: Tensor, lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
-    verdict.poisoned &= poison(target, inputs)
-    with target.running(variant):
-        found = inputs.gradients(out, lse, rng_state)
-        target.synchronize()
+def _generator(target: Target, seed: int) -> torch.Generator:
+    return torch.Generator(target.device).manual_seed(seed)
+
+
+def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: Inputs, work: Callable[[], _Result]) -> list[_Result]:
+    found = []
+    for _ in range(2):
+        verdict.poisoned &= poison(target, inputs)
+        with target.running(variant):
+            found.append(work())
+            target.synchronize()
     return found
 
 
