@@ -162,6 +162,16 @@ def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypat
     assert "cpu_Forward_float16 failed" in page and "Not all is right" in page and "and more" not in page
 
 
+def test_queries_without_a_key_have_exact_zeros(monkeypatch):
+    def tiny(out, lse, rng_state, call):
+        out.view(-1)[0] += 1e-7  # the first query of 77 sees none of 33 keys
+        return out, lse, rng_state
+
+    corrupted(monkeypatch, tiny)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    assert [text.split(" (")[0] for text in verdict.complaints] == ["out: not 0 where a query sees no key"]
+
+
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "dattn_bias", "dsinks"])
 def test_a_wrong_gradient_is_named(name, monkeypatch):
     gradients = problems.Inputs.gradients

@@ -243,6 +243,8 @@ class Expected:
     values: dict[str, Tensor]
     budgets: dict[str, rule.Budget]
     lse_tolerance: float = 0.0
+    #: of q without its last dimension: queries that see no key. Their out and gradient are exactly 0
+    keyless: Tensor | None = None
 
 
 def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
@@ -265,7 +267,7 @@ def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
         out = again
     _agree("out", out, again)
     budget = rule.Budget.of(eager.cpu(), out, rule.FORWARD_FACTOR, sums)
-    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, tolerance)
+    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, tolerance, _keyless(lse))
 
 
 def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Expected:
@@ -289,7 +291,12 @@ def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Exp
             sums[name] = max(sums[name], value) if name in ("dq", "dk", "dv") else sums[name] + value
     for name in names:
         _agree(name, values[name], again[name])
-    return Expected(values, {n: rule.Budget.of(eager[n].cpu(), values[n], rule.GRADIENT_FACTOR, sums[n]) for n in names})
+    budgets = {n: rule.Budget.of(eager[n].cpu(), values[n], rule.GRADIENT_FACTOR, sums[n]) for n in names}
+    return Expected(values, budgets, keyless=forward.keyless)
+
+
+def _keyless(softmax_lse: Tensor) -> Tensor:
+    return softmax_lse.transpose(-1, -2) == torch.inf
 
 
 #: softmax_lse, from which the backward pass has its probabilities, is fp32: relative errors of 1e-7 times its size.

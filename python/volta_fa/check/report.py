@@ -134,7 +134,8 @@ def _show_verdicts(findings: Findings) -> None:
     by_pass: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in findings.verdicts:
         by_pass[verdict.family, verdict.pass_].append(verdict)
-    table = Table(title="\nRight: errors as a share of what is allowed", title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    _console.print("\nRight: errors as a share of what is allowed")
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
     for name in ("kernels", "right", "worst", "of"):
         table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
     for (family, pass_), verdicts in by_pass.items():
@@ -189,7 +190,8 @@ def _show_speeds(speeds: Speeds) -> None:
     heads = {p.direction: p.nheads for p in speeds.points}
     title = "TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items())
     title += "; det.: deterministic; eff., math: PyTorch's" + ("; pred.: of the simulated V100's" if predicted else "")
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    _console.print(title, soft_wrap=True)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
     columns = ["seqlen, headdim", "fwd", "eff.", "math", *(["pred."] if predicted else [])]
     columns += ["bwd", "det.", "eff.", "math", *(["pred."] if predicted else [])]
     for number, column in enumerate(columns):

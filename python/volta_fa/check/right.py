@@ -188,6 +188,8 @@ def _judge(verdict: Verdict, inputs: Inputs, seed: int, found: dict[str, Tensor]
         if name == "softmax_lse":
             _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), expected.lse_tolerance)
             continue
+        if name in ("out", "dq") and expected.keyless is not None and (value[expected.keyless] != 0).any():
+            verdict.complaints.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
         budget = expected.budgets[name]
         _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), budget.allowed)
         _put_down(verdict, inputs, seed, name, "rms", rule.rms_error(value, exact), budget.allowed_rms)
