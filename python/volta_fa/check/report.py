@@ -189,8 +189,7 @@ def _show_speeds(speeds: Speeds) -> None:
     predicted = speeds.predictions is not None
     heads = {p.direction: p.nheads for p in speeds.points}
     title = "TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items())
-    title += "; det.: deterministic; eff., math: PyTorch's" + ("; pred.: of the simulated V100's" if predicted else "")
-    _console.print(title, soft_wrap=True)
+    _console.print(title)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     columns = ["seqlen, headdim", "fwd", "eff.", "math", *(["pred."] if predicted else [])]
     columns += ["bwd", "det.", "eff.", "math", *(["pred."] if predicted else [])]
@@ -205,6 +204,7 @@ def _show_speeds(speeds: Speeds) -> None:
                 row.append(f"{point.of_prediction:.0%}" if point and point.of_prediction else "-")
         table.add_row(*row)
     _console.print(table)
+    _console.print("det.: deterministic; eff., math: PyTorch's own" + ("; pred.: share of the simulated V100's" if predicted else ""))
     for trouble in speeds.troubles[:_MOST_FAILURES]:
         _console.print(f"[red]failed[/red]: {trouble}", soft_wrap=True)
     ratios = [r for p in speeds.points if (r := p.of_prediction)]
