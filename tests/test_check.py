@@ -315,8 +315,11 @@ def test_what_raises_is_put_down_and_the_rest_goes_on(monkeypatch):
     monkeypatch.setattr(fast, "card_figures", lambda target: fail())
     monkeypatch.setattr(fast, "_pytorch", fail)
     speeds = fast.measure(CPU, time.monotonic() + 60, True, lambda at: None)
-    assert speeds.troubles[0] == "the card's figures: RuntimeError: the launch failed"
-    assert all(p.ms[VOLTA_FA] > 0 and "math" in p.missing for p in speeds.points)
+    assert speeds.troubles == ["the card's figures: RuntimeError: the launch failed"]
+    assert all(p.ms[VOLTA_FA] > 0 and p.missing["math"] == "the launch failed" for p in speeds.points)
+    monkeypatch.setattr(fast, "_ours", fail)
+    speeds = fast.measure(CPU, time.monotonic() + 60, True, lambda at: None)
+    assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in speeds.troubles
 
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_75", "sm_90"])
@@ -360,6 +363,15 @@ def test_the_remedy_for_a_torch_without_volta(release, expected, monkeypatch):
     monkeypatch.setattr(torch, "__version__", release)
     assert expected in machine.remedy("sm_70") and "cu126" in machine.remedy("sm_70")
     assert "cu126" not in machine.remedy("sm_121")
+
+
+def test_says_why_there_is_no_gpu(monkeypatch):
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver on your system.\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    assert machine.describe(CPU)["no_gpu"] == "Found no NVIDIA driver on your system."
 
 
 def test_a_torch_that_cannot_run_is_the_first_thing_said(monkeypatch, tmp_path, capsys):

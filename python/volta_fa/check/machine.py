@@ -43,6 +43,8 @@ def describe(target: Target) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "families": target.families,
     }
+    if target.kind == "cpu" and torch.cuda.device_count() == 0:
+        facts["no_gpu"] = _why_no_gpu()
     if target.kind == "cuda":
         properties = torch.cuda.get_device_properties(target.device)
         facts["card"] = {
@@ -54,6 +56,14 @@ def describe(target: Target) -> dict[str, Any]:
             **query(target.device),
         }
     return facts
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "torch finds no CUDA device"
 
 
 def query(device: torch.device) -> dict[str, Any]:

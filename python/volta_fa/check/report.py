@@ -66,6 +66,8 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("device", "a simulated V100: sm_70 machine code on this machine's CPU"))
     else:
         rows.append(("device", "the CPU: ATen operations, no kernels"))
+        if "no_gpu" in facts:
+            rows.append(("GPU", f"none: {facts['no_gpu']}"))
     built_for = " ".join(facts["torch_architectures"]) or "no GPU"
     rows.append(("torch", f"{versions['torch']} (CUDA {versions['cuda'] or 'none'}; for {built_for}), Python {versions['python']}"))
     rows.append(("library", f"volta_fa {versions['volta_fa']}, {facts['library']}"))
