@@ -365,6 +365,19 @@ def test_the_remedy_for_a_torch_without_volta(release, expected, monkeypatch):
     assert "cu126" not in machine.remedy("sm_121")
 
 
+def test_a_torch_without_code_for_the_card(monkeypatch):
+    def no_image(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors ...")
+
+    monkeypatch.setattr(torch, "zeros", no_image)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    said = machine.torch_trouble(Target("cuda", torch.device("cpu")))
+    assert "Tesla V100" in said and "it is sm_70, and torch was built for sm_75 sm_90" in said
+    assert "no kernel image is available" in said and "pip install" in said and "\n" not in said
+    assert machine.torch_trouble(CPU) is None
+
+
 def test_says_why_there_is_no_gpu(monkeypatch):
     def no_driver():
         raise RuntimeError("Found no NVIDIA driver on your system.\nMore.")
