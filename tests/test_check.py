@@ -218,18 +218,24 @@ def test_merging_is_checked(monkeypatch):
     assert not right.check_kernel(SIMULATOR, variant, 0).passed
 
 
-def test_helpers_are_absolved_where_the_main_kernels_are_wrong():
-    def verdict(name, pass_, complaints, runs_with):
-        return Verdict(name, "f", pass_, 1, runs_with, list(complaints))
+def test_blame_is_shared():
+    def verdict(name, pass_, complaint, runs_with):
+        return Verdict(name, "f", pass_, 1, runs_with, [complaint] if complaint else [])
 
-    main_, other = verdict("main", "Backward", ["dq: wrong"], ["finish"]), verdict("other", "Backward", [], ["finish"])
-    finish = verdict("finish", "BackwardFinish", ["dq: wrong"], ["main"])
-    right.absolve_helpers([main_, other, finish])
-    assert finish.passed and not main_.passed
-    # nothing that ran with it is right: it may be its fault
-    finish = verdict("finish", "BackwardFinish", ["dq: wrong"], ["main"])
-    right.absolve_helpers([main_, finish])
-    assert not finish.passed
+    def shared(*complaints):
+        """Who is wrong in the end, of three kernels that run with one that finishes, which is asked with the first of them."""
+        mains = [verdict(name, "Backward", complaint, ["finish"]) for name, complaint in zip("abc", complaints)]
+        found = [*mains, verdict("finish", "BackwardFinish", "dq: wrong", ["a"])]
+        right.share_blame(found)
+        return [v.kernel for v in found if not v.passed]
+
+    assert shared("dq: wrong", "", "") == ["a"]
+    assert shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
+    # nothing that ran with it is right
+    assert shared("dq: wrong", "dq: wrong", "dq: wrong") == ["finish"]
+    assert shared("dq: wrong", "dk: wrong", "dq: wrong") == ["b", "finish"]
+    # it is wrong by itself
+    assert shared("", "", "") == ["finish"]
 
 
 def test_verdicts_travel():

@@ -86,7 +86,7 @@ def run_check(settings: Settings) -> Findings:
                 findings.verdicts.append(verdict)
                 progress.advance(verdict.kernel)
             findings.unchecked = [v["name"] for v in variants[len(findings.verdicts) :]]
-            right.absolve_helpers(findings.verdicts)
+            right.share_blame(findings.verdicts)
             findings.seconds["right"] = time.monotonic() - begin
             progress.begin("fast", fast.steps(target, settings.quick))
             findings.speeds = fast.measure(target, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)

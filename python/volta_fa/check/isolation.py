@@ -4,6 +4,7 @@ CUDA context with it. It is named then, and a new process goes on with the next.
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -76,6 +77,8 @@ def _receive(connection: Connection, seconds: float) -> Any:
 
 def _work(connection: Connection, target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, check: Check) -> None:
     """The other process."""
+    # autograd's thread has no context before its first GEMM: PyTorch makes it, and says so
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     target.synchronize()
     connection.send(_READY)
     for variant in variants:

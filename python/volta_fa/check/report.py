@@ -157,6 +157,8 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
     if len(failed) > _MOST_FAILURES:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    for note in sorted({v.note for v in findings.verdicts if v.note}):
+        _console.print(f"{', '.join(v.kernel for v in findings.verdicts if v.note == note)}: {note}", soft_wrap=True)
     if not all(v.poisoned for v in findings.verdicts):
         _console.print("memory was not filled with NaN before each call: PyTorch's allocator does not hand out what was just freed")
     if failed and not findings.settings.tune and findings.settings.target.kind == "cuda":

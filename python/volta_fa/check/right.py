@@ -41,6 +41,7 @@ class Verdict:
     complaints: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
     poisoned: bool = True  # its results' memory was full of NaN each time
+    note: str = ""
 
     @property
     def passed(self) -> bool:
@@ -233,15 +234,27 @@ def _check_merge(verdict: Verdict, target: Target, seed: int) -> None:
                 verdict.complaints.append(f"{name}: two runs differ ({place}, seed {seed})")
 
 
-def absolve_helpers(verdicts: Sequence[Verdict]) -> None:
-    """Kernels that prepare and finish a backward pass take part in many: what one of those passes with cannot be wrong. So where
-    the errors are the main kernels', theirs are struck out."""
+def share_blame(verdicts: Sequence[Verdict]) -> None:
+    """Kernels that prepare and finish a backward pass take part in many, so a wrong result may be theirs or the main kernel's. What one
+    of those passes with is right: then the complaints about it are struck out. What none passes with is wrong: then those about the
+    others are, as far as they are about what it computes."""
     for helper in verdicts:
-        if helper.pass_ in ("BackwardPrepare", "BackwardFinish") and helper.complaints:
-            others = [v for v in verdicts if helper.kernel in v.runs_with and v.problems]
-            blamed = [v for v in verdicts if v.kernel in helper.runs_with and not v.passed]
-            if blamed and any(v.passed for v in others):
-                names = ", ".join(v.kernel for v in blamed)
-                helper.complaints = []
-                helper.worst = Worst()
-                helper.runs_with.append(f"(absolved: {names} failed)")
+        if helper.pass_ not in _HELPERS or helper.passed:
+            continue
+        others = [v for v in verdicts if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
+        failed = [v for v in others if not v.passed]
+        if any(v.passed for v in others) and any(v.kernel in helper.runs_with for v in failed):
+            names = ", ".join(v.kernel for v in failed if v.kernel in helper.runs_with)
+            _absolve(helper, f"failed with {names} alone, which failed with others too")
+        elif len(failed) > 1 and failed == others:
+            for verdict in failed:
+                if all(text.startswith(_HELPERS[helper.pass_]) for text in verdict.complaints):
+                    _absolve(verdict, f"not judged: {helper.kernel} failed")
+
+
+#: What of a complaint says that it may be a helper's: the result's name.
+_HELPERS = {"BackwardPrepare": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardFinish": ("dq: ",)}
+
+
+def _absolve(verdict: Verdict, why: str) -> None:
+    verdict.complaints, verdict.worst, verdict.note = [], Worst(), why
