@@ -157,51 +157,66 @@ fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
+/// Whether a kernel computes this shape, with what is needed, and fits the device.
+fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
+    v.headdim as i64 >= shape.headdim
+        && v.headdim_v as i64 >= shape.headdim_v
+        && v.needs.covers(needs)
+        && v.shared_bytes <= d.shared_bytes_per_block
+}
+
+/// The cheapest of those that hold the shape and did not fail.
+fn cheapest(
+    of: impl Iterator<Item = &'static Variant>,
+    shape: &Shape,
+    needs: Needs,
+    d: &DeviceLimits,
+    avoid: Option<&Tuning>,
+) -> Option<&'static Variant> {
+    of.filter(|v| holds(v, shape, needs, d) && !avoid.is_some_and(|t| t.has_failed(v))).min_by_key(|v| cost(v, needs))
+}
+
 /// A kernel of each pass of a set.
 type Chosen<const N: usize> = [(&'static Variant, Reason); N];
 
 /// Kernels for these passes, all of one family: the first that has one for each that holds the problem. The card's tuning has the first
 /// word about them, where what it says is possible; else it is the cheapest. A kernel that failed there is none.
 fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, needs: Needs, d: &DeviceLimits) -> Result<Chosen<N>> {
-    let families = families(kernels, d)?;
+    let mut families = families(kernels, d)?;
+    let asked = passes.map(|pass| (pass, needs.intersection(pass.facts().needs)));
+    let holds = |v: &Variant, needs| holds(v, shape, needs, d);
     let failed = |v: &Variant| d.tuning.is_some_and(|t| t.has_failed(v));
-    let holds = |v: &Variant| {
-        v.needs.covers(needs.intersection(v.pass.facts().needs))
-            && v.headdim as i64 >= shape.headdim
-            && v.headdim_v as i64 >= shape.headdim_v
-            && v.shared_bytes <= d.shared_bytes_per_block
+    let cheapest = |family, (pass, needs), avoid| cheapest(kernels.of(family, pass), shape, needs, d, avoid);
+    // what the device would prefer without a tuning
+    let first = families.first().map(|(f, _)| f.name);
+    let tuned = |t: &'static Tuning, family: &Family, (pass, needs): (Pass, Needs)| {
+        t.kernels(pass, shape, needs).find(|v| v.family.name == family.name && holds(v, needs) && !failed(v))
     };
-    let runs = |v: &Variant| families.iter().any(|(f, _)| f.name == v.family.name);
-    let tuned =
-        |pass: Pass| d.tuning.into_iter().flat_map(move |t| t.kernels(pass, shape, needs)).filter(|v| runs(v) && holds(v) && !failed(v));
-    let preferred = passes.iter().find_map(|&pass| tuned(pass).next()).map(|v| v.family.name);
-    let by_preference = families.iter().filter(|(f, _)| Some(f.name) == preferred);
-    let by_preference = by_preference.chain(families.iter().filter(|(f, _)| Some(f.name) != preferred));
+    if let Some(t) = d.tuning {
+        families.sort_by_cached_key(|(f, _)| asked.iter().all(|&of| tuned(t, f, of).is_none()));
+    }
     let mut stands_in = false;
-    for (family, _) in by_preference {
-        let candidates = |pass: Pass| kernels.of(family, pass).filter(|v| holds(v));
-        let cheapest = |pass: Pass, found: &mut dyn Iterator<Item = &'static Variant>| {
-            found.min_by_key(|v| cost(v, needs.intersection(pass.facts().needs)))
-        };
-        let found = passes.map(|pass| {
-            if let Some(v) = tuned(pass).find(|v| v.family.name == family.name) {
+    for (family, _) in &families {
+        let found = asked.map(|of| {
+            let usual = if Some(family.name) == first { Reason::Cheapest } else { Reason::LaterFamily };
+            let Some(t) = d.tuning else { return Some((cheapest(family, of, None)?, usual)) };
+            if let Some(v) = tuned(t, family, of) {
                 return Some((v, Reason::Tuned));
             }
-            let v = cheapest(pass, &mut candidates(pass).filter(|v| !failed(v)))?;
-            let reason = match d.tuning {
-                Some(_) if stands_in || cheapest(pass, &mut candidates(pass)) != Some(v) => Reason::FailedAvoided,
-                _ if family.name != families[0].0.name => Reason::LaterFamily,
-                _ => Reason::Cheapest,
-            };
-            Some((v, reason))
+            let v = cheapest(family, of, d.tuning)?;
+            let is_usual = !stands_in && cheapest(family, of, None) == Some(v);
+            Some((v, if is_usual { usual } else { Reason::FailedAvoided }))
         });
         if found.iter().all(Option::is_some) {
             return Ok(found.map(|chosen| chosen.expect("all of them are there")));
         }
-        stands_in |= passes.iter().all(|&pass| candidates(pass).next().is_some());
+        stands_in |= asked.iter().all(|&(pass, needs)| kernels.of(family, pass).any(|v| holds(v, needs)));
     }
-    let failed: Vec<_> = passes.iter().flat_map(|&pass| kernels.variants().filter(move |v| v.pass == pass)).collect();
-    let failed: Vec<_> = failed.into_iter().filter(|v| runs(v) && holds(v) && d.tuning.is_some_and(|t| t.has_failed(v))).collect();
+    let would_do = |&(pass, needs): &(Pass, Needs)| {
+        let of_pass = families.iter().flat_map(move |(family, _)| kernels.of(family, pass));
+        of_pass.filter(|v| failed(v) && holds(v, needs)).map(|v| v.name).collect::<Vec<_>>()
+    };
+    let failed = asked.iter().flat_map(would_do).collect::<Vec<_>>();
     Err(Error::unsupported(match kernels.families().map(|f| f.sm).min() {
         Some(oldest) if families.is_empty() => format!(
             "this GPU has compute capability {}.{}; volta_fa's kernels need {}.{} or newer",
@@ -219,10 +234,9 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
                 _ => format!(" for headdim {} and headdim_v {}", shape.headdim, shape.headdim_v),
             };
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
-            let failed: Vec<_> = failed.iter().map(|v| v.name).collect();
             let failed = match failed.as_slice() {
                 [] => String::new(),
-                names => format!(" but what failed on it in `python -m volta_fa check`: {}", names.join(", ")),
+                names => format!("; what would do failed on this GPU (`python -m volta_fa check`): {}", names.join(", ")),
             };
             format!(
                 "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}{failed}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from typing import Any
 
@@ -22,6 +23,9 @@ def info() -> dict[str, Any]:
         cuda_driver: whether this machine has a CUDA driver.
         devices: for each CUDA device its name, compute capability, kernel family (the preferred one of those that it runs; None:
             it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
+        tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
+            the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
+            that failed, and overridden: whether the process was given another tuning instead. docs/tuning.md has more.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), source, headdims, tile
             sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
@@ -38,6 +42,7 @@ def info() -> dict[str, Any]:
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "tuning": _tunings(build["simulator"]),
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }
@@ -72,3 +77,17 @@ def _device(index: int) -> dict[str, Any]:
         "family": preferred["name"],
         "native": preferred["native"],
     }
+
+
+def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
+    devices = [(f"cuda:{index}", index) for index in range(torch.cuda.device_count())]
+    if has_simulator and os.environ.get("VOLTA_FA_SIMULATE", "0") not in ("", "0"):
+        devices.append(("simulator", -1))
+    return [{"of": name, **_tuning(index)} for name, index in devices]
+
+
+def _tuning(index: int) -> dict[str, Any]:
+    try:
+        return json.loads(torch.ops.volta_fa._tuning(index))
+    except RuntimeError as error:  # the library finds no driver: the report says so
+        return {"outcome": "unknown", "why": str(error).splitlines()[0]}

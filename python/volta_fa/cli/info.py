@@ -45,6 +45,8 @@ def _print_tables(facts: dict[str, Any]) -> None:
         f"library      {facts['library']}\n"
         f"CUDA driver  {driver}\n"
         f"simulator    {simulator}",
+        *(f"tuning       {_tuning_line(tuning)}" for tuning in facts["tuning"]),
+        sep="\n",
         soft_wrap=True,
     )
     for title, rows in (
@@ -54,6 +56,17 @@ def _print_tables(facts: dict[str, Any]) -> None:
     ):
         if rows:
             console.print(_table(title, rows))
+
+
+def _tuning_line(tuning: dict[str, Any]) -> str:
+    found = {
+        "read": f"{tuning.get('choices')} choices, failed kernels: {', '.join(tuning.get('failed', ())) or 'none'}",
+        "missing": "none",
+        "off": "switched off (VOLTA_FA_TUNING=0)",
+    }.get(tuning["outcome"], f"{tuning['outcome']}: {tuning.get('why')}")
+    overridden = ", overridden in this process" if tuning.get("overridden") else ""
+    path = f" ({tuning['path']})" if tuning.get("path") else ""
+    return f"{tuning['of']}: {found}{overridden}{path}"
 
 
 def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:

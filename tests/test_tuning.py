@@ -1,0 +1,359 @@
+"""Tunings, forced ones and files, and the log of plans. What a tuning may say, and what plans make of it, is in tests/plan.rs."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import volta_fa
+from conftest import HAS_CUDA, INFO, Case, check, on, run_process
+from volta_fa import cli
+
+SIMULATOR = -1
+needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library was built without the simulator")
+
+
+@pytest.fixture
+def force():
+    """Makes plans take these failed kernels and choices, until the test ends."""
+
+    def force(failed=(), choices=()):
+        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "failed": list(failed), "choices": list(choices)}))
+
+    yield force
+    torch.ops.volta_fa._set_tuning("")
+
+
+def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
+    """What the plan has for a shape on the device that a backend runs on."""
+    return json.loads(torch.ops.volta_fa._plan(batch, seqlen, seqlen, nheads, nheads, headdim, headdim, False, device=device, **options))
+
+
+def device_of(backend) -> int:
+    return SIMULATOR if backend.machine == "sim" else 0
+
+
+# ---- forced ----------------------------------------------------------------------------------------------------
+
+FORCED = [
+    ("Forward", "volta_fwd_64x64", False),
+    ("Forward", "volta_fwd_64x64_small", False),
+    ("Forward", "volta_fwd_128x128", False),
+    ("Forward", "volta_fwd_general_96x96", False),
+    ("Backward", "volta_bwd_128", False),
+    ("Backward", "volta_bwd_ragged_64", False),
+    ("BackwardPrepare", "volta_bwd_ragged_prepare", False),
+    ("BackwardFinish", "volta_bwd_ragged_finish", False),
+    ("BackwardKeys", "volta_bwd_general_keys_64", True),
+    ("BackwardQueries", "volta_bwd_queries_96", True),
+]
+
+
+@pytest.mark.parametrize("pass_, variant, deterministic", FORCED, ids=[v for _, v, _ in FORCED])
+@on("sim", "cuda")
+def test_a_forced_kernel_runs_and_is_right(backend, force, pass_, variant, deterministic):
+    place = {"Forward": ["forward"], "BackwardPrepare": ["backward", "prepare"], "BackwardFinish": ["backward", "finish"]}
+    place |= {"Backward": ["backward", "main"], "BackwardKeys": ["backward", "main"], "BackwardQueries": ["backward", "finish"]}
+
+    def planned():
+        found = plan(device_of(backend), deterministic=deterministic)
+        for key in place[pass_]:
+            found = found[key]
+        return found["name"], found["reason"]
+
+    own = planned()
+    force(choices=[{"pass": pass_, "variant": variant}])
+    assert planned() == (variant, "tuned")
+    tensors, options = Case(141, 141, batch=1).problem(backend)
+    check(backend, *tensors, **options, deterministic=deterministic)
+    torch.ops.volta_fa._set_tuning("")
+    assert planned() == own != (variant, "tuned")
+
+
+def gradients(backend, problem, **options):
+    (q, k, v, dout), given = problem
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, **given)
+    wants_bias = "attn_bias" in given
+    return torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, **given, **options, attn_bias_requires_grad=wants_bias)
+
+
+@pytest.mark.parametrize("bias", ["", "qk:fp32"])
+@on("sim", "sim-bf16", "cuda")
+def test_a_tuning_may_take_atomics_away(backend, force, bias):
+    """The gradients of the deterministic mode then, to the bit; but for those of a broadcast bias, which entries still share."""
+    problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
+    expected = gradients(backend, problem, deterministic=True)
+    force(choices=[{"pass": "Backward", "deterministic": True}])
+    found = plan(device_of(backend))
+    assert (found["mode"]["deterministic"], found["backward"]["deterministic"]) == (False, True)
+    assert found["backward"]["main"]["reason"] == "tuned: faster without atomics"
+    for a, b in zip(expected[:3], gradients(backend, problem)[:3]):
+        assert torch.equal(a, b)
+    check(backend, *tensors, **options)
+
+
+@on("sim", "cuda")
+def test_a_failed_kernel_is_replaced_or_named(backend, force):
+    problem = tensors, options = Case(70, 90).problem(backend)
+    own = plan(device_of(backend), 70)["backward"]["main"]["name"]
+    with_atomics = [v["name"] for v in INFO["variants"] if v["pass"] == "Backward"]
+    force(failed=[own])
+    found = plan(device_of(backend), 70)["backward"]["main"]
+    assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] != own
+    check(backend, *tensors, **options)
+    force(failed=with_atomics)
+    assert plan(device_of(backend), 70)["backward"]["deterministic"]
+    gradients(backend, problem)
+    force(failed=[v["name"] for v in INFO["variants"] if v["pass"] != "Forward"])
+    with pytest.raises(NotImplementedError, match=f"volta_fa::bwd: .*failed on this GPU .*`python -m volta_fa check`.*{own}"):
+        gradients(backend, problem)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("nonsense", "tuning: got expected ident"),
+        ('{"format": 2}', "tuning: format: got 2, expected 1"),
+        ('{"format": 1, "failed": ["nosuch"]}', "tuning: failed: got `nosuch`, expected a kernel of this build"),
+    ],
+)
+def test_what_is_not_a_tuning_is_refused_and_changes_nothing(force, text, message):
+    force(choices=[{"pass": "Forward", "variant": "volta_fwd_128x128"}])
+    limits = json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False))
+    with pytest.raises(ValueError, match=f"volta_fa::_set_tuning: {re.escape(message)}"):
+        torch.ops.volta_fa._set_tuning(text)
+    assert json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False)) == limits
+    assert limits["forward"]["name"] == "volta_fwd_128x128"
+
+
+def test_devices_that_plans_do_not_know():
+    with pytest.raises(ValueError, match="device: got -2, expected the number of a CUDA device, or -1: the simulator"):
+        plan(-2)
+    if not HAS_CUDA:
+        with pytest.raises(RuntimeError, match="no CUDA driver"):
+            torch.ops.volta_fa._tuning(0)
+
+
+@on("sim")
+def test_plans_say_what_was_asked(backend):
+    assert plan(SIMULATOR, needs="alibi,bf16_gradients", deterministic=True)["mode"] == {
+        "is_causal": False,
+        "deterministic": True,
+        "bf16_gradients": True,
+        "needs": ["bf16_gradients", "alibi"],
+    }
+    # as the ops do: kernels read whole groups of 8
+    assert plan(SIMULATOR, headdim=57) == plan(SIMULATOR, headdim=64)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+CARD = {"device": "simulated V100", "driver": "simulator", "volta_fa": volta_fa.__version__}
+CHOICE = {"pass": "Forward", "variant": "volta_fwd_128x128"}
+GOOD = {"format": 1, **CARD, "failed": ["volta_bwd_64"], "choices": [CHOICE], "note": "a test"}
+NAME = f"simulated_V100-simulator-{volta_fa.__version__}.json"
+
+# Two calls, two plans, and what is known of the file then.
+PROGRAM = """
+import json, torch, volta_fa
+op = torch.ops.volta_fa
+q = torch.randn(1, 50, 2, 64, dtype=torch.float16)
+exact = torch.nn.functional.scaled_dot_product_attention(*[q.float().transpose(1, 2)] * 3).transpose(1, 2)
+for _ in range(2):
+    assert (op.fwd(q, q, q)[0] - exact).abs().max() < 2e-3
+    planned = json.loads(op._plan(1, 50, 50, 2, 2, 64, 64, False, device=-1))
+[tuning] = volta_fa.info()["tuning"]
+print(json.dumps([planned["forward"]["name"], planned["backward"]["main"]["name"], tuning]))
+"""
+
+
+def run_with(folder, **environment):
+    """(forward's kernel, backward's, what info says of the file, stderr)"""
+    settings = {"VOLTA_FA_SIMULATE": "1", "VOLTA_FA_TUNING": "", "XDG_DATA_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    result = run_process(PROGRAM, **{**settings, **environment})
+    return *json.loads(result.stdout), result.stderr
+
+
+def user_file(folder, text):
+    file = folder / "volta_fa" / "tuning" / NAME
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+OWN = ("volta_fwd_64x64_small", "volta_bwd_64")
+TUNED = ("volta_fwd_128x128", "volta_bwd_96")
+
+
+@needs_simulator
+def test_the_file_of_a_card_is_read(tmp_path):
+    forward, backward, tuning, stderr = run_with(tmp_path)
+    assert ((forward, backward), tuning["outcome"], stderr) == (OWN, "missing", "")
+    file = user_file(tmp_path, json.dumps(GOOD))
+    assert tuning["path"] == str(file)
+    forward, backward, tuning, stderr = run_with(tmp_path)
+    assert ((forward, backward), stderr) == (TUNED, "")
+    assert tuning == {
+        "of": "simulator",
+        **CARD,
+        "path": str(file),
+        "outcome": "read",
+        "why": None,
+        "choices": 1,
+        "failed": ["volta_bwd_64"],
+        "overridden": False,
+    }
+
+
+@needs_simulator
+def test_the_environment_says_which_file(tmp_path):
+    user_file(tmp_path, json.dumps(GOOD))
+    forward, backward, tuning, stderr = run_with(tmp_path, VOLTA_FA_TUNING="0")
+    assert ((forward, backward), tuning["outcome"], stderr) == (OWN, "off", "")
+    # a relative XDG_DATA_HOME does not count
+    forward, _, tuning, _ = run_with(".", HOME=str(tmp_path / "home"))
+    assert tuning["path"] == str(tmp_path / "home/.local/share/volta_fa/tuning" / NAME)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**GOOD, "failed": [], "choices": [{"pass": "Forward", "variant": "volta_fwd_96x96"}]}))
+    forward, backward, tuning, stderr = run_with(tmp_path, VOLTA_FA_TUNING=str(other))
+    assert (forward, backward, tuning["path"], stderr) == ("volta_fwd_96x96", OWN[1], str(other), "")
+    forward, _, tuning, stderr = run_with(tmp_path, VOLTA_FA_TUNING=str(tmp_path / "nosuch"))
+    assert (forward, tuning["why"]) == (OWN[0], "there is no such file") and stderr.count("is ignored: there is no such file") == 1
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "tuning: got EOF"),
+        (json.dumps({**GOOD, "device": "Tesla V100-SXM2-16GB"}), "tuning: device: got `Tesla V100-SXM2-16GB`, expected `simulated V100`"),
+        (json.dumps({**GOOD, "driver": "580.1"}), "tuning: driver: got `580.1`, expected `simulator`"),
+        (json.dumps({**GOOD, "volta_fa": "0.0.1"}), "tuning: volta_fa: got `0.0.1`"),
+        (json.dumps({**GOOD, "failed": ["nosuch"]}), "tuning: failed: got `nosuch`"),
+        (json.dumps({**GOOD, "note": "x" * (1 << 20)}), "tuning: got more than 1048576 bytes"),
+    ],
+    ids=["no JSON", "device", "driver", "version", "kernel", "size"],
+)
+@needs_simulator
+def test_a_file_that_does_not_fit_is_ignored_with_one_warning(tmp_path, text, why):
+    file = user_file(tmp_path, text)
+    forward, backward, tuning, stderr = run_with(tmp_path)
+    assert (forward, backward) == OWN
+    assert tuning["outcome"] == "ignored" and tuning["why"].startswith(why)
+    [line] = stderr.splitlines()
+    assert line.startswith(f"volta_fa: the tuning {file} is ignored: {why}") and "check --tune" in line and "VOLTA_FA_TUNING=0" in line
+
+
+@needs_simulator
+def test_choices_that_the_card_cannot_take_are_ignored_with_one_warning(tmp_path):
+    turing = [v["name"] for v in INFO["variants"] if v["family"] == "turing" and v["pass"] == "Forward"]
+    user_file(tmp_path, json.dumps({**GOOD, "choices": [*({"pass": "Forward", "variant": name} for name in turing), CHOICE]}))
+    forward, backward, tuning, stderr = run_with(tmp_path)
+    assert ((forward, backward), tuning["choices"]) == (TUNED, 1)
+    [line] = stderr.splitlines()
+    assert all(f"{name}: this GPU does not run the family turing" in line for name in turing)
+
+
+def test_info_says_what_became_of_the_file(monkeypatch, capsys, force):
+    found = {"of": "cuda:0", **CARD, "path": "/p.json", "why": None, "choices": 3, "failed": [], "overridden": False}
+    facts = {**volta_fa.info(), "devices": []}
+    for outcome, more, expected in [
+        ("read", {}, "cuda:0: 3 choices, failed kernels: none (/p.json)"),
+        (
+            "read",
+            {"failed": ["a", "b"], "overridden": True},
+            "cuda:0: 3 choices, failed kernels: a, b, overridden in this process (/p.json)",
+        ),
+        ("missing", {}, "cuda:0: none (/p.json)"),
+        ("off", {}, "cuda:0: switched off (VOLTA_FA_TUNING=0) (/p.json)"),
+        ("ignored", {"why": "tuning: bad"}, "cuda:0: ignored: tuning: bad (/p.json)"),
+    ]:
+        monkeypatch.setattr(cli.info, "info", lambda o=outcome, m=more: {**facts, "tuning": [{**found, "outcome": o, **m}]})
+        assert cli.main(["info"]) == 0
+        assert f"tuning       {expected}\n" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    force()
+    if INFO["simulator"]:
+        assert volta_fa.info()["tuning"][-1]["overridden"]
+
+
+def test_a_machine_without_a_driver_has_no_tuning(monkeypatch, capsys):
+    if HAS_CUDA:
+        pytest.skip("this machine has a driver")
+    for name, value in (("device_count", 1), ("get_device_capability", (7, 0)), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    [tuning] = volta_fa.info()["tuning"]
+    assert tuning["outcome"] == "unknown" and "no CUDA driver" in tuning["why"]
+    assert cli.main(["info"]) == 0
+    assert "tuning       cuda:0: unknown: volta_fa::_tuning: no CUDA driver" in capsys.readouterr().out
+
+
+# ---- the log of plans ------------------------------------------------------------------------------------------
+
+CALLS = """
+import json, torch, volta_fa
+op = torch.ops.volta_fa
+q = torch.randn(2, 50, 2, 64, dtype=torch.float16)
+for _ in range(2):
+    out, lse, _ = op.fwd(q, q, q, is_causal=True)
+    op.bwd(out, q, q, q, out, lse, is_causal=True)
+    op.bwd(out, q, q, q, out, lse, is_causal=True, deterministic=True)
+    op.fwd(q, q, q, window_left=3, softcap=2.0)
+    op.merge_attention_states(out, lse, out, lse)
+op._set_tuning(json.dumps({"format": 1, "choices": [{"pass": "Forward", "variant": "volta_fwd_128x128"}]}))
+op.fwd(q, q, q, is_causal=True)
+"""
+
+
+@needs_simulator
+def test_each_plan_is_logged_once():
+    lines = run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
+    shape = "batch 2, seqlen 50 x 50, 2 heads on 2, headdim 64 / 64"
+    plain = "(the cheapest that covers it)"
+    kernels = {
+        f"forward, {shape}, causal": "volta_fwd_64x64_small on 1 x 2 x 2 blocks (smaller blocks, since all run at once)",
+        f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64 on 1 x 2 x 2",
+        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64 on ",
+        f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_general_64x64 on 1 x 2 x 2 blocks {plain}",
+        "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
+    }
+    *logged, tuned = lines
+    assert len(logged) == len(kernels)
+    for line, (problem, kernel) in zip(logged, kernels.items()):
+        assert line.startswith(f"volta_fa: {problem}: {kernel}"), line
+    assert tuned == f"volta_fa: forward, {shape}, causal: volta_fwd_128x128 on 1 x 2 x 2 blocks (tuned)"
+
+
+@needs_simulator
+def test_the_log_ends():
+    code = """
+    import torch, volta_fa
+    for seqlen in range(1, 1010):
+        q = torch.randn(1, seqlen, 1, 8, dtype=torch.float16)
+        torch.ops.volta_fa.fwd(q, q[:, :1], q[:, :1])
+    """
+    lines = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
+    assert len(lines) == 1000 and lines[-1].endswith("(further plans are not logged)") and "seqlen 1000 x 1," in lines[-1]
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+@needs_simulator
+def test_no_log_unless_asked(value):
+    assert run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG=value).stderr == ""
+
+
+@needs_simulator
+def test_a_wrong_log_variable_is_named():
+    code = """
+    import torch, volta_fa
+    q = torch.randn(1, 4, 1, 8, dtype=torch.float16)
+    for _ in range(2):
+        try:
+            torch.ops.volta_fa.fwd(q, q, q)
+        except ValueError as error:
+            print(error)
+    """
+    text = run_process(code, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="yes").stdout
+    assert text.count("volta_fa::fwd: VOLTA_FA_LOG: got `yes`, expected 0 or 1") == 2
