@@ -42,6 +42,8 @@ def describe(target: Target) -> dict[str, Any]:
         "torch_architectures": torch.cuda.get_arch_list(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "families": target.families,
+        # (without its path, which has the user's name in it)
+        "tuning": [{name: value for name, value in tuning.items() if name != "path"} for tuning in build["tuning"]],
     }
     if target.kind == "cpu" and torch.cuda.device_count() == 0:
         facts["no_gpu"] = _why_no_gpu()
