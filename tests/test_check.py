@@ -460,7 +460,8 @@ def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
 def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path):
     need("sim")
     timed(monkeypatch, lambda a: 1.0)
-    about = {"volta_fa": "0", "device": "a card", "driver": "1", "path": str(tmp_path / "card.json"), "failed": ["volta_bwd_64"]}
+    about = {"volta_fa": "0", "device": "a card", "driver": "1", "path": str(tmp_path / "card.json")}
+    about |= {"outcome": "read", "failed": ["volta_bwd_64"]}
 
     class Ops:
         _tuning = staticmethod(lambda number: json.dumps(about))
@@ -475,5 +476,8 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
     assert json.loads((tmp_path / "card.json").read_text())["failed"] == tuned.failed
     assert not any(at.startswith("Forward") and "headdim 64" in at for at in seen)  # nothing to compare with
     assert "plans will not take volta_bwd_64, volta_fwd_64x64_small" in tuned.summary
+    about["outcome"] = "off"
+    assert "VOLTA_FA_TUNING=0" in tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append).trouble
+    about["outcome"] = "missing"
     late = tune.tune(SIMULATOR, [], time.monotonic() - 1, seen.append)
     assert late.measured == 0 and late.left_out > 0 and "lack of time" in late.summary

@@ -153,6 +153,9 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
 def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: Callable[[str], None]) -> Tuned:
     """Measure until `deadline`, and write the card's file."""
     about = json.loads(torch.ops.volta_fa._tuning(target.number))
+    if about["outcome"] == "off":
+        # what failed before would be forgotten
+        return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
     # what failed once on this card stays out, whatever it did this time
     tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if not v.passed)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
