@@ -313,18 +313,42 @@ def test_points_and_their_share_of_the_prediction(capsys):
 
 def test_no_time_left(monkeypatch):
     monkeypatch.setattr(fast, "card_figures", lambda target: {})
-    speeds = fast.measure(CPU, time.monotonic() - 1, True, lambda at: None)
+    speeds = fast.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
+
+
+def test_what_failed_does_not_run_again(monkeypatch):
+    """Neither where speed is measured, nor where a tuning is: it may never end."""
+    need("sim")
+    seen = []
+
+    def planned(point, target, name):
+        shape = (1, point.seqlen, point.seqlen, point.nheads, point.nheads, point.headdim, point.headdim, point.causal)
+        seen.append(json.loads(torch.ops.volta_fa._plan(*shape, device=-1))["forward"]["name"])
+        return lambda: None
+
+    monkeypatch.setattr(fast, "_ours", planned)
+    monkeypatch.setattr(fast, "card_figures", lambda target: {})
+    monkeypatch.setattr(fast, "HEADS", {"forward": 200})
+    for failed in ("volta_fwd_64x64", "volta_fwd_64x64_small"):
+        seen.clear()
+        fast.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
+        assert seen and failed not in seen
+    takes = tune.Class("Backward", 64, 32, 512, 40, False)
+    alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
+    of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]
+    assert tune._own(SIMULATOR, takes, alternatives, ["volta_bwd_64"]) == 0
+    assert tune._own(SIMULATOR, takes, alternatives, of_headdim) is None  # deterministic ones are all that is left
 
 
 def test_what_raises_is_put_down_and_the_rest_goes_on(monkeypatch):
     monkeypatch.setattr(fast, "card_figures", lambda target: fail())
     monkeypatch.setattr(fast, "_pytorch", fail)
-    speeds = fast.measure(CPU, time.monotonic() + 60, True, lambda at: None)
+    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
     assert speeds.troubles == ["the card's figures: RuntimeError: the launch failed"]
     assert all(p.ms[VOLTA_FA] > 0 and p.missing["math"] == "the launch failed" for p in speeds.points)
     monkeypatch.setattr(fast, "_ours", fail)
-    speeds = fast.measure(CPU, time.monotonic() + 60, True, lambda at: None)
+    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
     assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in speeds.troubles
 
 
@@ -431,12 +455,12 @@ def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
     need("sim")
     timed(monkeypatch, lambda a: 0.97 if a.deterministic else 1.0)
     listed = tune.classes(SIMULATOR, INFO["variants"], ())
-    assert not any(tune.compare(SIMULATOR, class_, alternatives) for class_, alternatives in listed)
+    assert not any(tune.compare(SIMULATOR, class_, alternatives, ()) for class_, alternatives in listed)
 
     timed(monkeypatch, lambda a: 0.5 if a.deterministic or (a.variant and a.variant["name"] == "volta_fwd_64x64_small") else 1.0)
     about = {"volta_fa": "0", "device": "a card", "driver": "1"}
     tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_96x96_small"])
-    tuned.choices = [found for class_, alternatives in listed if (found := tune.compare(SIMULATOR, class_, alternatives))]
+    tuned.choices = [found for class_, alternatives in listed if (found := tune.compare(SIMULATOR, class_, alternatives, ()))]
     tune._write(tuned, about)
     text = Path(tuned.path).read_text()
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["card.json"]

@@ -26,7 +26,7 @@ from ..errors import CommandError
 from ..inspection import info
 from . import fast, isolation, machine, report, right, tune
 from .fast import Speeds
-from .kernels import Target, wanted
+from .kernels import Target, of_families, wanted
 from .right import Verdict
 from .tune import Tuned
 
@@ -56,6 +56,7 @@ class Findings:
     trouble: str | None = None  # this torch cannot run on the card
     verdicts: list[Verdict] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # kernels that time did not suffice for
+    unfit: list[str] = field(default_factory=list)  # that need more shared memory than the card has
     speeds: Speeds = field(default_factory=Speeds)
     tuned: Tuned | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -73,7 +74,9 @@ def run_check(settings: Settings) -> Findings:
     variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
     if not variants:
         raise CommandError(f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info` lists them)")
+    target.make_current()
     findings = Findings(settings, trouble=machine.torch_trouble(target))
+    findings.unfit = [v["name"] for v in of_families(target, info()["variants"]) if v["shared_bytes"] > target.shared_bytes]
     if findings.trouble:
         report.say_trouble(findings.trouble)
     findings.machine = machine.describe(target)
@@ -89,7 +92,8 @@ def run_check(settings: Settings) -> Findings:
             right.share_blame(findings.verdicts)
             findings.seconds["right"] = time.monotonic() - begin
             progress.begin("fast", fast.steps(target, settings.quick))
-            findings.speeds = fast.measure(target, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
+            doubtful = [*findings.unchecked, *(v.kernel for v in findings.verdicts if not v.passed)] if target.has_kernels else []
+            findings.speeds = fast.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
             findings.seconds["fast"] = time.monotonic() - begin - findings.seconds["right"]
             if settings.tune:
                 progress.begin("tune", tune.steps(target))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,9 @@ def steps(target: Target, quick: bool) -> int:
     return 0 if target.kind == "simulator" else 1 + len(HEADS) * len(shapes(target, quick))
 
 
-def measure(target: Target, deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
-    """All figures until `deadline`, a time of time.monotonic(). `advance` is called before each step."""
+def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
+    """All figures until `deadline`, a time of time.monotonic(), without kernels that failed: they may never end. `advance` is called
+    before each step."""
     speeds = Speeds()
     if target.kind == "simulator":
         speeds.note = "not timed: what the simulator takes says nothing about a card (`python -m benchmarks.volta` predicts one)"
@@ -114,7 +115,8 @@ def measure(target: Target, deadline: float, quick: bool, advance: Callable[[str
             point.predicted = _predicted(speeds.predictions, point)
             speeds.points.append(point)
             advance(f"{direction}, seqlen {seqlen}, headdim {headdim}")
-            _measure_point(speeds, target, point, deadline)
+            with target.running(failed=failed):
+                _measure_point(speeds, target, point, deadline)
     return speeds
 
 

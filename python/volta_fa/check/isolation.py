@@ -79,6 +79,7 @@ def _work(connection: Connection, target: Target, variants: Sequence[dict[str, A
     """The other process."""
     # autograd's thread has no context before its first GEMM: PyTorch makes it, and says so
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+    target.make_current()
     target.synchronize()
     connection.send(_READY)
     for variant in variants:

@@ -78,16 +78,21 @@ class Target:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     @contextmanager
-    def running(self, variant: dict[str, Any] | None = None) -> Iterator[None]:
-        """Calls of the op run here, on this kernel where it holds the problem. Tuning files have no say."""
+    def running(self, variant: dict[str, Any] | None = None, failed: Sequence[str] = ()) -> Iterator[None]:
+        """Calls of the op run here, on this kernel where it holds the problem, and on none that failed. Tuning files have no say."""
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
         simulate = "1" if self.kind == "simulator" else None
-        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))
+        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
             with environment(**{SIMULATE_VARIABLE: simulate}):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")
+
+    def make_current(self) -> None:
+        """CUDA events and the driver's launches are of the current device."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
         """Wait for the device; an error of a kernel shows up here at the latest."""
@@ -116,8 +121,13 @@ def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str,
             for kind in ("Forward", "Backward")
             for dtype in (torch.float32, torch.float16, torch.bfloat16)
         ]
-    families = [family["name"] for family in target.families]
-    return [v for v in variants if v["family"] in families and v["shared_bytes"] <= target.shared_bytes]
+    return [v for v in of_families(target, variants) if v["shared_bytes"] <= target.shared_bytes]
+
+
+def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the families that this device runs; some may need more shared memory than it has."""
+    names = [family["name"] for family in target.families]
+    return [v for v in variants if v["family"] in names]
 
 
 def problems(variant: dict[str, Any]) -> list[Problem]:

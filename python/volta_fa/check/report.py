@@ -157,6 +157,8 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
     if len(failed) > _MOST_FAILURES:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    if findings.unfit:
+        _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
     for note in sorted({v.note for v in findings.verdicts if v.note}):
         _console.print(f"{', '.join(v.kernel for v in findings.verdicts if v.note == note)}: {note}", soft_wrap=True)
     if not all(v.poisoned for v in findings.verdicts):
@@ -259,6 +261,7 @@ def data(findings: Findings) -> dict[str, Any]:
         "machine": findings.machine,
         "right": [verdict.data() for verdict in findings.verdicts],
         "not_checked": findings.unchecked,
+        "unfit": findings.unfit,
         "fast": {
             "card": speeds.card,
             "points": [point.data() for point in speeds.points],

@@ -59,7 +59,7 @@ class Tuned:
             best = max(self.choices, key=lambda c: c["note"]["times_as_fast"])
             parts.append(f"(at most {best['note']['times_as_fast']:.2f} times as fast: {best['note']['measured_at']})")
         if self.left_out:
-            parts.append(f"; {self.left_out} were left out for lack of time")
+            parts.append(f"; {self.left_out} were left out for lack of time, memory or kernels")
         if self.failed:
             parts.append(f"; plans will not take {', '.join(self.failed)}, which failed")
         return " ".join(parts).replace(" ;", ";") + f"\nwritten to {self.path}"
@@ -164,8 +164,11 @@ def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: 
             tuned.left_out += 1
             continue
         try:
-            choice = compare(target, class_, alternatives)
+            choice = compare(target, class_, alternatives, tuned.failed)
         except torch.cuda.OutOfMemoryError:
+            tuned.left_out += 1
+            continue
+        except NotImplementedError:  # all that could run it failed
             tuned.left_out += 1
             continue
         except Exception as error:
@@ -183,16 +186,17 @@ def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: 
     return tuned
 
 
-def compare(target: Target, class_: Class, alternatives: Sequence[Alternative]) -> dict[str, Any] | None:
-    """A tuning's choice, where something else than the plan's own is clearly faster."""
-    own = _own(target, class_, alternatives)
+def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> dict[str, Any] | None:
+    """A tuning's choice, where something else than the plan's own is clearly faster. Kernels that failed do not run."""
+    own = _own(target, class_, alternatives, failed)
     if own is None:
         return None
-    works = [_work(target, class_, alternative) for alternative in alternatives]
+    with target.running(failed=failed):
+        works = [_work(target, class_, alternative) for alternative in alternatives]
     times: list[list[float]] = [[] for _ in alternatives]
     for _ in range(_ROUNDS):
         for alternative, work, of in zip(alternatives, works, times):
-            with target.running(alternative.variant):
+            with target.running(alternative.variant, failed):
                 of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
     gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
     best = max(range(len(gains)), key=gains.__getitem__)
@@ -207,15 +211,15 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative]) 
     return {**class_.bounds, **alternatives[best].takes, "note": note}
 
 
-def _own(target: Target, class_: Class, alternatives: Sequence[Alternative]) -> int | None:
+def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
     """Which of them the plan takes by itself; None: another."""
-    if class_.pass_ == "Backward":
-        return 0
     shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
-    with target.running():
-        planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))["forward"]["name"]
+    with target.running(failed=failed):
+        planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
+    if class_.pass_ == "Backward":
+        return None if planned["backward"]["deterministic"] else 0
     names = [a.variant["name"] if a.variant else "" for a in alternatives]
-    return names.index(planned) if planned in names else None
+    return names.index(planned["forward"]["name"]) if planned["forward"]["name"] in names else None
 
 
 def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
@@ -223,8 +227,7 @@ def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
     q, k, v, dout = (torch.randn(shape, device=target.device, dtype=torch.float16) for _ in range(4))
     if class_.pass_ == "Forward":
         return lambda: torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
-    with target.running():
-        out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
     return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=class_.causal, deterministic=alternative.deterministic)
 
 
