@@ -128,15 +128,11 @@ def steps(target: Target) -> int:
 
 
 def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
-    """All that are measured, each with what it may get."""
+    """All that are measured, each with what it may get; those that take longer at the end."""
     families = [family["name"] for family in target.families]
     plain = [v for v in variants if v["family"] in families and not v["needs"] and v["name"] not in failed]
     plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
     found: list[tuple[Class, list[Alternative]]] = []
-    headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})
-    modes = [Alternative({}), Alternative({"deterministic": True}, deterministic=True)]
-    for seqlen, (above, headdim), causal in itertools.product(_BACKWARD_SEQLENS, zip([0, *headdims], headdims), (False, True)):
-        found.append((Class("Backward", headdim, above, seqlen, _BACKWARD_HEADS, causal), modes))
     forward = [v for v in plain if v["pass"] == "Forward" and v["headdim"] == v["headdim_v"]]
     for family in families[:1]:
         widths = sorted({v["headdim"] for v in forward if v["family"] == family})
@@ -147,6 +143,10 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
             kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
             for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
                 found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
+    headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})
+    modes = [Alternative({}), Alternative({"deterministic": True}, deterministic=True)]
+    for seqlen, (above, headdim), causal in itertools.product(_BACKWARD_SEQLENS, zip([0, *headdims], headdims), (False, True)):
+        found.append((Class("Backward", headdim, above, seqlen, _BACKWARD_HEADS, causal), modes))
     return found
 
 
