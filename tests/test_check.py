@@ -162,6 +162,22 @@ def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypat
     assert "cpu_Forward_float16 failed" in page and "Not all is right" in page and "and more" not in page
 
 
+def test_a_key_too_many_is_noticed(monkeypatch):
+    forward = problems.Inputs.forward
+
+    def wrong(self, generator=None):
+        wider = {"is_causal": False, "window_right": 1} if self.problem.is_causal else {}
+        return forward(dataclasses.replace(self, options={**self.options, **wider}), generator)
+
+    monkeypatch.setattr(problems.Inputs, "forward", wrong)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    causal = [str(p) for p in kernels.problems({"family": "cpu", "pass": "Forward", "dtype": torch.float16}) if p.is_causal]
+    assert len(causal) >= 3
+    for problem in causal:
+        assert any(problem in text for text in verdict.complaints), problem
+    assert all("is_causal" in text for text in verdict.complaints)
+
+
 def test_queries_without_a_key_have_exact_zeros(monkeypatch):
     def tiny(out, lse, rng_state, call):
         out.view(-1)[0] += 1e-7  # the first query of 77 sees none of 33 keys
