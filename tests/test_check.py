@@ -106,7 +106,7 @@ def test_a_kernel_that_the_plan_does_not_take_fails():
     need("sim")
     variant = next(v for v in SIMULATED if v["name"] == "volta_fwd_64x64")
     verdict = right.check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, 0, quick=True)
-    assert not verdict.passed and verdict.complaints[0].startswith("the plan takes volta_fwd_128x128")
+    assert not verdict.passed and verdict.doubts[0].startswith("the plan takes volta_fwd_128x128") and not verdict.complaints
 
 
 # ---- right: what is found ----------------------------------------------------------------------------------------
@@ -146,6 +146,17 @@ WRONG = {
     "two runs that differ": (differ_in_a_bit, "out: 1 of "),
     "a launch that raises": (fail, "RuntimeError: the launch failed ("),
 }
+
+
+def test_lack_of_memory_is_no_kernels_fault(monkeypatch, tmp_path, capsys):
+    def no_memory(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    corrupted(monkeypatch, no_memory)
+    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
+    assert status == 1 and data["right"][0]["complaints"] == [] and "out of memory" in data["right"][0]["doubts"][0]
+    assert "cpu_Forward_float16 could not be checked: CUDA out of memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
@@ -213,7 +224,30 @@ def test_a_wrong_reference_is_noticed(monkeypatch):
 
     monkeypatch.setattr(problems.rule, "attend", wrong)
     verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0, quick=True)
-    assert "out of the CPU backend in float64 is" in verdict.complaints[0]
+    assert not verdict.passed and not verdict.complaints  # it is not the kernel's fault
+    assert "out of the CPU backend in float64 is" in verdict.doubts[0]
+
+
+def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
+    """(The card's and the CPU's tensors are the same ones here: every first call is the card's.)"""
+    calls = []
+
+    def lacking(name):
+        on_cpu = getattr(problems.rule, name)
+
+        def work(*arguments, **options):
+            calls.append(name)
+            if arguments[0].dtype == torch.bfloat16 and len(calls) % 2:
+                raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+            if arguments[0].dtype != torch.bfloat16:
+                calls.pop()
+            return on_cpu(*arguments, **options)
+
+        monkeypatch.setattr(problems.rule, name, work)
+
+    lacking("eager_gradients")
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.bfloat16}, 0, quick=True)
+    assert verdict.passed and len(calls) == 2, verdict
 
 
 def test_merging_is_checked(monkeypatch):
@@ -255,7 +289,7 @@ def test_blame_is_shared():
 
 
 def test_verdicts_travel():
-    verdict = Verdict("a", "f", "Forward", 2, ["b"], ["c"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
+    verdict = Verdict("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
     data = json.loads(json.dumps(verdict.data(), allow_nan=False))
     assert Verdict.from_data(data) == verdict
 

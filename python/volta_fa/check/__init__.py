@@ -92,7 +92,7 @@ def run_check(settings: Settings) -> Findings:
             right.share_blame(findings.verdicts)
             findings.seconds["right"] = time.monotonic() - begin
             progress.begin("fast", fast.steps(target, settings.quick))
-            doubtful = [*findings.unchecked, *(v.kernel for v in findings.verdicts if not v.passed)] if target.has_kernels else []
+            doubtful = [*findings.unchecked, *(v.kernel for v in findings.verdicts if v.complaints)] if target.has_kernels else []
             findings.speeds = fast.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
             findings.seconds["fast"] = time.monotonic() - begin - findings.seconds["right"]
             if settings.tune:

@@ -192,8 +192,8 @@ def _measure_point(speeds: Speeds, target: Target, point: Point, deadline: float
 
 
 def _math_bytes(point: Point) -> int:
-    """About what the scores take: PyTorch's own operations keep them in fp32, several at a time."""
-    matrices = 3 if point.direction == "forward" else 6
+    """What the scores take at least: PyTorch's own operations keep them in fp32, several at a time."""
+    matrices = 2 if point.direction == "forward" else 4
     return matrices * 4 * point.nheads * point.seqlen**2
 
 

@@ -147,7 +147,7 @@ def _show_verdicts(findings: Findings) -> None:
         of = f"{worst.result}, {worst.kind}" if worst.result else "-"
         table.add_row(name, f"{passed} of {len(verdicts)}", _percent(worst.share), of)
     _console.print(table)
-    failed = [v for v in findings.verdicts if not v.passed]
+    failed = [v for v in findings.verdicts if v.complaints]
     for verdict in failed[:_MOST_FAILURES]:
         worst = verdict.worst
         text = verdict.complaints[0]
@@ -157,6 +157,11 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
     if len(failed) > _MOST_FAILURES:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    doubtful = [v for v in findings.verdicts if v.doubts]
+    for verdict in doubtful[:_MOST_FAILURES]:
+        _console.print(f"[red]{verdict.kernel} could not be checked[/red]: {verdict.doubts[0]}", soft_wrap=True)
+    if len(doubtful) > _MOST_FAILURES:
+        _console.print(f"[red]and {len(doubtful) - _MOST_FAILURES} others[/red]: the JSON file names them")
     if findings.unfit:
         _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
     for note in sorted({v.note for v in findings.verdicts if v.note}):

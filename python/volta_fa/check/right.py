@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import rule
 from .kernels import Target, problems
-from .problems import Expected, Inputs, Problem, expect_backward, expect_forward
+from .problems import Expected, Inputs, Problem, WrongReference, expect_backward, expect_forward
 
 
 @dataclass
@@ -38,15 +38,18 @@ class Verdict:
     pass_: str
     problems: int = 0
     runs_with: list[str] = field(default_factory=list)
+    #: what the kernel did wrong
     complaints: list[str] = field(default_factory=list)
+    #: why a problem could not be checked, which is not its fault
+    doubts: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
     poisoned: bool = True  # its results' memory was full of NaN each time
     note: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was wrong."""
-        return not self.complaints
+        """Whether all was checked and nothing was wrong."""
+        return not self.complaints and not self.doubts
 
     def data(self) -> dict[str, Any]:
         """As JSON has it: infinite errors as text."""
@@ -99,6 +102,8 @@ def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Calla
     try:
         work()
         target.synchronize()
+    except (WrongReference, torch.cuda.OutOfMemoryError) as error:
+        verdict.doubts.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
         verdict.complaints.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
@@ -111,7 +116,7 @@ def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Calla
 def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], problem: Problem, seed: int) -> None:
     planned = target.planned(problem, variant)
     if target.has_kernels and variant["name"] not in planned:
-        verdict.complaints.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+        verdict.doubts.append(f"the plan takes {', '.join(planned)} instead ({problem})")
         return
     verdict.runs_with = sorted({*verdict.runs_with, *planned} - {variant["name"]})
     inputs = Inputs.draw(problem, seed, target.device)
@@ -239,10 +244,10 @@ def share_blame(verdicts: Sequence[Verdict]) -> None:
     of those passes with is right: then the complaints about it are struck out. What none passes with is wrong: then those about the
     others are, as far as they are about what it computes."""
     for helper in verdicts:
-        if helper.pass_ not in _HELPERS or helper.passed:
+        if helper.pass_ not in _HELPERS or not helper.complaints:
             continue
         others = [v for v in verdicts if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
-        failed = [v for v in others if not v.passed]
+        failed = [v for v in others if v.complaints]
         if any(v.passed for v in others) and any(v.kernel in helper.runs_with for v in failed):
             names = ", ".join(v.kernel for v in failed if v.kernel in helper.runs_with)
             _absolve(helper, f"failed with {names} alone, which failed with others too")

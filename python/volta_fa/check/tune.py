@@ -157,7 +157,7 @@ def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: 
         # what failed before would be forgotten
         return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
     # what failed once on this card stays out, whatever it did this time
-    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if not v.passed)}))
+    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if v.complaints)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
         advance(str(class_))
         if time.monotonic() > deadline:
