@@ -326,6 +326,12 @@ def test_what_takes_its_process_along_is_named_and_the_rest_goes_on(monkeypatch)
     ]
 
 
+def test_where_no_process_starts_no_kernel_is_to_blame(monkeypatch):
+    monkeypatch.setattr(isolation, "START", 0.0)
+    [verdict] = isolation.check_isolated(CPU, [{"name": n, "family": "f", "pass": "Forward"} for n in "ab"], 0, True, lambda: False)
+    assert verdict.doubts == ["no process had a CUDA context within 0 s"] and not verdict.complaints
+
+
 def test_what_time_does_not_suffice_for_is_not_right(monkeypatch, tmp_path):
     assert list(isolation.check_isolated(CPU, [{"name": "a"}], 0, True, lambda: True)) == []
     monkeypatch.setattr(

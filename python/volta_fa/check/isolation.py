@@ -50,14 +50,14 @@ def check_isolated(
                     lost += 1
                     break
         except (EOFError, TimeoutError, OSError) as error:
-            what = f"no answer in {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else "the process that launched it died"
-            if not started:
-                what = (
-                    f"no process with a CUDA context within {START:.0f} s" if isinstance(error, TimeoutError) else "no process could start"
-                )
+            timeout, variant = isinstance(error, TimeoutError), variants[position]
+            verdict = Verdict(variant["name"], variant["family"], variant["pass"], problems=1)
+            if started:
+                verdict.complaints = [f"no answer in {PATIENCE:.0f} s" if timeout else "the process that launched it died"]
+            else:
+                verdict.doubts = [f"no process had a CUDA context within {START:.0f} s" if timeout else "no process could start"]
                 lost = MOST_LOST
-            variant = variants[position]
-            yield Verdict(variant["name"], variant["family"], variant["pass"], problems=1, complaints=[what])
+            yield verdict
             position += 1
             lost += 1
         finally:
