@@ -1,42 +1,38 @@
-"""What the ops must compute, written as plainly as possible, and how far a result may be from it.
+"""What the ops must compute, written as plainly as possible.
 
 Nothing here is shared with the library: the whole score matrix in fp64, the mask straight from its rule,
-gradients from their formulas.
+gradients from their formulas. How far a result may be from it is the rule of `python -m volta_fa check`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
-def visible(seqlen_q: int, seqlen_k: int, is_causal=False, window_left=-1, window_right=-1, device="cpu") -> Tensor:
-    """(seqlen_q, seqlen_k) bool: query i sees key j where i+o-left <= j <= i+o+right, o = seqlen_k - seqlen_q."""
-    i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
-    j = torch.arange(seqlen_k, device=device)[None, :]
-    if is_causal:
-        window_right = 0
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if window_left >= 0:
-        seen &= j >= i - window_left
-    if window_right >= 0:
-        seen &= j <= i + window_right
-    return seen
+def _load_rule():
+    """By its path: importing the package would load its library, and tests may be of another one."""
+    path = Path(__file__).resolve().parent.parent / "python/volta_fa/check/rule.py"
+    spec = importlib.util.spec_from_file_location("volta_fa_check_rule", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
-def _heads_first(t: Tensor, nheads: int) -> Tensor:
-    """(batch, seqlen, nheads_k, headdim) to (batch, nheads, seqlen, headdim), key heads repeated for their queries."""
-    return t.repeat_interleave(nheads // t.shape[2], dim=2).transpose(1, 2)
-
-
-def _sum_groups(t: Tensor, nheads_k: int) -> Tensor:
-    """The gradient of `_heads_first`'s repetition."""
-    batch, nheads, seqlen, headdim = t.shape
-    return t.reshape(batch, nheads_k, nheads // nheads_k, seqlen, headdim).sum(2).transpose(1, 2)
+rule = _load_rule()
+Budget, FORWARD_FACTOR, GRADIENT_FACTOR = rule.Budget, rule.FORWARD_FACTOR, rule.GRADIENT_FACTOR
+delta_noise, gradient_sums, lse_tolerance = rule.delta_noise, rule.gradient_sums, rule.lse_tolerance
+eager, eager_gradients, gradient_names = rule.eager, rule.eager_gradients, rule.gradient_names
+max_error, rms_error, visible = rule.max_error, rule.rms_error, rule.visible
+by_row, distance, heads_first, largest, sum_groups = rule.by_row, rule.distance, rule.heads_first, rule.largest, rule.sum_groups
 
 
 def philox(seed: int, offset: int, column: Tensor, row: Tensor, head: Tensor) -> Tensor:
@@ -169,17 +165,6 @@ class Forward:
     largest_score: float  # of those that are computed and those that count
 
 
-def _distance(seqlen_q: int, seqlen_k: int, device) -> Tensor:
-    """|i + o - j| of ALiBi."""
-    i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
-    return (i - torch.arange(seqlen_k, device=device)[None, :]).abs()
-
-
-def _by_row(sinks: Tensor, like: Tensor) -> Tensor:
-    """The sink of each row of `like`, (batch, nheads, seqlen_q, 1)."""
-    return sinks[None, :, None, None].expand(*like.shape[:3], 1)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -198,20 +183,20 @@ def forward(
     nheads = q.shape[2]
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
-    scores = torch.einsum("bhid,bhjd->bhij", _heads_first(q, nheads), _heads_first(k, nheads)) * scale
-    largest = _largest(scores)
+    scores = torch.einsum("bhid,bhjd->bhij", heads_first(q, nheads), heads_first(k, nheads)) * scale
+    largest_score = largest(scores)
     tanh = None
     if softcap > 0:
         tanh = torch.tanh(scores / softcap)
         scores = softcap * tanh
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[..., None, None] * _distance(q.shape[1], k.shape[1], q.device)
+        scores = scores - alibi_slopes.double()[..., None, None] * distance(q.shape[1], k.shape[1], q.device)
     if attn_bias is not None and attn_bias.dtype == torch.bool:
         seen = seen & attn_bias
     elif attn_bias is not None:
         scores = scores + attn_bias.double()
     scores = scores.masked_fill(~seen, -math.inf)
-    logits = scores if sinks is None else torch.cat([scores, _by_row(sinks.double(), scores)], -1)
+    logits = scores if sinks is None else torch.cat([scores, by_row(sinks.double(), scores)], -1)
     row_max = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:3], 1), -math.inf)
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     weights = torch.exp(logits - row_max)
@@ -220,18 +205,10 @@ def forward(
     probabilities = (weights / total.masked_fill(none, 1.0))[..., : k.shape[1]]
     # a bool tensor divided by a number would be fp32
     factors = 1.0 if kept is None else kept.double() / (1 - dropout_p)
-    out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, _heads_first(v, nheads))
+    out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, heads_first(v, nheads))
     lse = (row_max + total.log()).masked_fill(none, math.inf).squeeze(-1)
-    largest = max(largest, _largest(scores[probabilities > 1e-9]))
-    return Forward(out, lse, probabilities, factors, tanh, (scores == -math.inf).all(-1), largest)
-
-
-def gradient_names(attn_bias: Tensor | None = None, sinks: Tensor | None = None, **_) -> list[str]:
-    """What the backward passes of these options return."""
-    names = ["dq", "dk", "dv"]
-    if attn_bias is not None and attn_bias.dtype != torch.bool:
-        names.append("dattn_bias")
-    return names if sinks is None else [*names, "dsinks"]
+    largest_score = max(largest_score, largest(scores[probabilities > 1e-9]))
+    return Forward(out, lse, probabilities, factors, tanh, (scores == -math.inf).all(-1), largest_score)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **options):
@@ -241,7 +218,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
     nheads, nheads_k = q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     do = dout.double().transpose(1, 2)
-    qh, kh, vh = (_heads_first(t.double(), nheads) for t in (q, k, v))
+    qh, kh, vh = (heads_first(t.double(), nheads) for t in (q, k, v))
     p = f.probabilities
     dv = torch.einsum("bhij,bhid->bhjd", p * f.factors, do)
     dp = torch.einsum("bhid,bhjd->bhij", do, vh) * f.factors
@@ -251,179 +228,17 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
     if attn_bias is not None and attn_bias.dtype != torch.bool:
         extra.append(ds.sum_to_size(attn_bias.shape))
     if sinks is not None:
-        of_sinks = torch.exp(_by_row(sinks.double(), delta) - f.softmax_lse[..., None])
+        of_sinks = torch.exp(by_row(sinks.double(), delta) - f.softmax_lse[..., None])
         extra.append(-(of_sinks * delta).sum((0, 2, 3)))
     if softcap:
         ds = ds * (1 - f.tanh**2)
     dq = torch.einsum("bhij,bhjd->bihd", ds, kh) * scale
     dk = torch.einsum("bhij,bhid->bhjd", ds, qh) * scale
-    return dq, _sum_groups(dk, nheads_k), _sum_groups(dv, nheads_k), *extra
-
-
-def eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    kept: Tensor | None = None,
-    **mask,
-) -> Tensor:
-    """PyTorch's own eager attention of a dense problem, every step in the dtype of the inputs, or in fp32 from where an
-    fp32 tensor (slopes, a bias, sinks) comes in: the yardstick for rounding."""
-    nheads = q.shape[2]
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
-    scores = (_heads_first(q, nheads) * scale) @ _heads_first(k, nheads).transpose(-1, -2)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[..., None, None] * _distance(q.shape[1], k.shape[1], q.device)
-    if attn_bias is not None and attn_bias.dtype == torch.bool:
-        seen = seen & attn_bias
-    elif attn_bias is not None:
-        scores = scores + attn_bias
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, _by_row(sinks, scores)], -1)
-    # a row of -inf would be one of NaN, in the gradients too
-    none = (scores == -math.inf).all(-1, keepdim=True)
-    probabilities = scores.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
-    if kept is not None:
-        probabilities = probabilities * kept / (1 - dropout_p)
-    return (probabilities.to(v.dtype) @ _heads_first(v, nheads)).transpose(1, 2)
-
-
-def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options):
-    """The gradients of `gradient_names`, by autograd through `eager`."""
-    names = gradient_names(**options)
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in (("dq", q), ("dk", k), ("dv", v))}
-    options = dict(options)
-    for name in names[3:]:
-        leaves[name] = options[name[1:]] = options[name[1:]].detach().clone().requires_grad_()
-    with torch.enable_grad():
-        out = eager(leaves["dq"], leaves["dk"], leaves["dv"], **options)
-        found = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values())]
-
-
-def max_error(found: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference; equal infinities agree, a NaN on one side only is infinitely wrong."""
-    if found.numel() == 0:
-        return 0.0
-    found, expected = found.double(), expected.double()
-    difference = (found - expected).abs()
-    agree = (found == expected) | (found.isnan() & expected.isnan())
-    return difference.masked_fill(agree, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
-
-
-def rms_error(found: Tensor, expected: Tensor) -> float:
-    """Root of the mean square difference."""
-    if found.numel() == 0:
-        return 0.0
-    return (found.double() - expected.double()).square().mean().sqrt().nan_to_num(nan=math.inf).item()
-
-
-@dataclass
-class Budget:
-    """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same
-    dtype on the same inputs, by the largest error and by the root mean square. (One key of a thousand left out
-    hides below the largest rounding error of the first rows, not below the mean.)
-
-    Eager's error may be nearly zero by luck (one key: every probability is exactly 1), so no less is allowed than
-    what a perfect implementation has too: the rounding of its result, half a unit in the last place of each
-    element, and of the sums that lead to it, `sums`.
-    """
-
-    eager_error: float
-    eager_rms: float
-    factor: float
-    largest: float
-    rms: float
-    sums: float
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float) -> Budget:
-        zero = torch.zeros_like(ref)
-        return cls(max_error(eager, ref), rms_error(eager, ref), factor, _largest(ref), rms_error(ref, zero), sums, eager.dtype)
-
-    def _unavoidable(self, size: float) -> float:
-        return torch.finfo(self.dtype).eps / 2 * size + self.sums
-
-    @property
-    def allowed(self) -> float:
-        return max(self.factor * self.eager_error, self._unavoidable(self.largest))
-
-    @property
-    def allowed_rms(self) -> float:
-        return max(self.factor * self.eager_rms, self._unavoidable(self.rms))
-
-
-FORWARD_FACTOR = 2.0
-GRADIENT_FACTOR = 3.0
-
-
-def accumulation_eps(dtype: torch.dtype) -> float:
-    """Unit of rounding of the type that sums are kept in: fp64 for fp64, fp32 for all others."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-
-
-def _largest(t: Tensor) -> float:
-    return t.abs().max().item() if t.numel() else 0.0
-
-
-def _largest_row(t: Tensor) -> float:
-    return t.double().norm(dim=-1).max().item() if t.numel() else 0.0
+    return dq, sum_groups(dk, nheads_k), sum_groups(dv, nheads_k), *extra
 
 
 def forward_budget(ref: Forward, q: Tensor, k: Tensor, v: Tensor, **options) -> Budget:
-    # An error e of a score is a relative error e of its probability; scores are sums of rounded products.
-    sums = accumulation_eps(q.dtype) * (1 + ref.largest_score) * _largest(v) / (1 - options.get("dropout_p", 0.0))
-    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, sums)
-
-
-def gradient_sums(ref: Forward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[float]:
-    """What rounded sums alone may put on each of `gradient_names`."""
-    scale = options.get("softmax_scale")
-    scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
-    factor = 1 / (1 - options.get("dropout_p", 0.0))
-    eps = accumulation_eps(q.dtype) * (1 + ref.largest_score)
-    # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
-    dp = _largest_row(dout) * _largest_row(v) * factor
-    rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
-    sums = [eps * dp * _largest(k) * scale, eps * dp * _largest(q) * scale * rows, eps * _largest(dout) * rows * factor]
-    attn_bias, sinks = options.get("attn_bias"), options.get("sinks")
-    noise = delta_noise(ref, dout)
-    from_delta = noise * ref.probabilities
-    if ref.tanh is not None:
-        from_delta = from_delta * (1 - ref.tanh**2)
-    heads = [_heads_first(t.double(), q.shape[2]) for t in (q, k)]
-    sums[0] += _largest(torch.einsum("bhij,bhjd->bhid", from_delta, heads[1])) * scale
-    of_heads = torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2)
-    sums[1] += _largest(_sum_groups(of_heads, k.shape[2]).sqrt()) * scale
-    if attn_bias is not None and attn_bias.dtype != torch.bool:
-        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)
-        along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities
-        of_delta = (along_keys * noise).square().sum_to_size(attn_bias.shape).sqrt()
-        sums.append(eps * dp * math.sqrt(shared) + _largest(of_delta))
-    if sinks is not None:
-        of_sinks = torch.exp(_by_row(sinks.double(), noise) - ref.softmax_lse[..., None])
-        of_delta = (of_sinks * noise).square().sum((0, 2, 3)).sqrt()
-        sums.append(eps * dp * math.sqrt(q.shape[0] * q.shape[1]) + _largest(of_delta))
-    return sums
-
-
-def delta_noise(ref: Forward, dout: Tensor) -> Tensor:
-    """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of `out` makes of each row's delta, the
-    sum of dout * out. Backward gets no more than that `out`; eager keeps probabilities instead, so that it is exact where
-    one key has all the attention or a bias has one element for all keys of a row."""
-    rounding = ref.out.to(dout.dtype).double() - ref.out
-    return 4 * (dout.double() * rounding).norm(dim=-1).transpose(1, 2)[..., None]
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options))
 
 
 def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:
@@ -431,14 +246,3 @@ def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: 
     sums = gradient_sums(ref, dout, q, k, v, **options)
     found = eager_gradients(dout, q, k, v, **options)
     return [Budget.of(e, r, GRADIENT_FACTOR, s) for e, r, s in zip(found, refs, sums)]
-
-
-def lse_tolerance(ref: Forward, dtype: torch.dtype) -> float:
-    """softmax_lse is an fp32 sum of fp32 sums: a few roundings of its own size and of the scores'.
-
-    The kernels get it through the hardware's approximate ex2 and lg2 and a row maximum that may lag behind, a few
-    bits worse. An error of 2^-17 changes each probability of the backward pass by less than 1% of fp16's rounding.
-    """
-    roundings = 64 if dtype in (torch.float16, torch.bfloat16) else 8
-    finite = ref.softmax_lse[ref.softmax_lse.isfinite()]
-    return roundings * torch.finfo(torch.float32).eps * (1 + max(ref.largest_score, _largest(finite)))

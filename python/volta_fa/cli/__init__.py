@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ..errors import CommandError
 from ..version import __version__
-from . import demo, info
+from . import check, demo, info
 
-_COMMANDS = (demo, info)
+_COMMANDS = (demo, info, check)
 
 _DESCRIPTION = """\
 Exact attention, forward and backward, for NVIDIA Volta GPUs, as native PyTorch operators
@@ -24,6 +24,8 @@ examples:
   python -m volta_fa demo --quick        the same in a few seconds
   python -m volta_fa info                this build's kernels and this machine's devices
   python -m volta_fa info --json         the same for programs
+  python -m volta_fa check               is every kernel right on this card, and how fast is it?
+  python -m volta_fa check --tune        and make it faster where another kernel is
 
 environment:
   VOLTA_FA_SIMULATE=1   run float16 and bfloat16 CPU tensors through the sm_70 machine code in the

@@ -1,0 +1,116 @@
+"""First light: is this machine's card right, how fast is it, and what serves it best?
+
+machine.py      what this machine is
+kernels.py      what is checked, and the problems that each kernel gets
+problems.py     their tensors, and what the fp64 CPU backend says the results are
+rule.py         how far a result may be from that
+right.py        a kernel's verdict
+isolation.py    a GPU's kernels in a process that may be lost
+fast.py         the card's figures, attention's times
+atomics.py      the card's rate of atomic adds
+timing.py       how a time is taken
+tune.py         what was measured, as a tuning that plans read
+report.py       the page, the plot, the JSON
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ..errors import CommandError
+from ..inspection import info
+from . import fast, isolation, machine, report, right, tune
+from .fast import Speeds
+from .kernels import Target, of_families, wanted
+from .right import Verdict
+from .tune import Tuned
+
+#: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has.
+LIMIT = 170.0
+_RIGHT_UNTIL, _FAST_UNTIL = 0.55, 0.85
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for."""
+
+    target: Target
+    output: Path
+    seed: int = 0
+    quick: bool = False
+    tune: bool = False
+    kernels: str = "*"
+
+
+@dataclass
+class Findings:
+    """All that came out."""
+
+    settings: Settings
+    machine: dict[str, Any] = field(default_factory=dict)
+    trouble: str | None = None  # this torch cannot run on the card
+    verdicts: list[Verdict] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # kernels that time did not suffice for
+    unfit: list[str] = field(default_factory=list)  # that need more shared memory than the card has
+    speeds: Speeds = field(default_factory=Speeds)
+    tuned: Tuned | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def all_right(self) -> bool:
+        """Whether every kernel was checked and passed, and nothing else went wrong."""
+        complete = bool(self.verdicts) and not self.unchecked and all(v.passed for v in self.verdicts)
+        return complete and self.trouble is None and not self.speeds.troubles and not (self.tuned and self.tuned.trouble)
+
+
+def run_check(settings: Settings) -> Findings:
+    """Check, print, and write the plot and the JSON into the output folder."""
+    target, begin = settings.target, time.monotonic()
+    variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
+    if not variants:
+        raise CommandError(f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info` lists them)")
+    target.make_current()
+    findings = Findings(settings, trouble=machine.torch_trouble(target))
+    findings.unfit = [v["name"] for v in of_families(target, info()["variants"]) if v["shared_bytes"] > target.shared_bytes]
+    if findings.trouble:
+        report.say_trouble(findings.trouble)
+    findings.machine = machine.describe(target)
+    report.introduce(findings.machine)
+    if findings.trouble is None:
+        limit = LIMIT if target.kind == "cuda" else float("inf")
+        with report.Progress() as progress:
+            progress.begin("right", len(variants))
+            for verdict in _verdicts(settings, variants, begin + _RIGHT_UNTIL * limit):
+                findings.verdicts.append(verdict)
+                progress.advance(verdict.kernel)
+            findings.unchecked = [v["name"] for v in variants[len(findings.verdicts) :]]
+            right.share_blame(findings.verdicts)
+            findings.seconds["right"] = time.monotonic() - begin
+            progress.begin("fast", fast.steps(target, settings.quick))
+            doubtful = [*findings.unchecked, *(v.kernel for v in findings.verdicts if v.complaints)] if target.has_kernels else []
+            findings.speeds = fast.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
+            findings.seconds["fast"] = time.monotonic() - begin - findings.seconds["right"]
+            if settings.tune:
+                progress.begin("tune", tune.steps(target))
+                findings.tuned = tune.tune(target, findings.verdicts, begin + limit, progress.advance)
+                findings.seconds["tune"] = time.monotonic() - begin - sum(findings.seconds.values())
+    findings.seconds["all"] = time.monotonic() - begin
+    report.show(findings)
+    report.write(findings)
+    return findings
+
+
+def _verdicts(settings: Settings, variants: list[dict[str, Any]], deadline: float) -> Iterator[Verdict]:
+    def out_of_time() -> bool:
+        return time.monotonic() > deadline
+
+    if settings.target.kind == "cuda":
+        yield from isolation.check_isolated(settings.target, variants, settings.seed, settings.quick, out_of_time)
+    else:
+        for variant in variants:
+            yield right.check_kernel(settings.target, variant, settings.seed, settings.quick)

@@ -1,0 +1,129 @@
+"""The card's rate of fp32 atomic adds to memory: what sums dq in the backward pass.
+
+PyTorch has no operation that does nothing else, so this is a kernel of our own, in PTX, which every driver since CUDA 9 compiles for
+every card since Volta. It is launched through the driver, on PyTorch's context and stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from statistics import median
+from typing import Any
+
+import torch
+
+_THREADS = 256
+_BLOCKS_PER_SM = 8  # as many threads as an SM of Volta holds
+#: Adds of a thread in one launch, by a loop of which each round has eight.
+_ROUNDS = 64
+_ADDS_PER_ROUND = 8
+#: Floats that are added to: 1 MiB, which stays in every card's L2, over all its slices.
+_FLOATS = 2**18
+
+# Every thread adds 1 to eight places a round. A warp's 32 places lie either one after the other, 128 bytes, or as the backward kernels'
+# do: eight floats, 32 bytes, in each of four rows, which are `row` floats apart. A round's eight places are `hop` bytes apart, and the
+# next round begins where this one ended; all of it wraps around at the end of the memory, whose size is a power of two.
+_PTX = """\
+.version 6.0
+.target sm_70
+.address_size 64
+.visible .entry volta_fa_atomic_adds(.param .u64 memory, .param .u32 row, .param .u32 hop, .param .u32 mask, .param .u32 rounds)
+{
+    .reg .b32 %r<16>;
+    .reg .b64 %d<4>;
+    .reg .f32 %f<2>;
+    .reg .pred %p;
+    ld.param.u64 %d0, [memory];
+    cvta.to.global.u64 %d0, %d0;
+    ld.param.u32 %r0, [row];
+    ld.param.u32 %r1, [hop];
+    ld.param.u32 %r2, [mask];
+    ld.param.u32 %r3, [rounds];
+    mov.u32 %r4, %tid.x;
+    mov.u32 %r5, %ctaid.x;
+    mov.u32 %r6, %ntid.x;
+    // the warp's number, from which its first place follows: 32 floats each
+    mad.lo.u32 %r7, %r5, %r6, %r4;
+    shr.u32 %r7, %r7, 5;
+    mul.lo.u32 %r7, %r7, 128;
+    // the lane's place: floats lane % 8 of row lane / 8
+    and.b32 %r8, %r4, 7;
+    and.b32 %r9, %r4, 31;
+    shr.u32 %r9, %r9, 3;
+    mad.lo.u32 %r8, %r9, %r0, %r8;
+    shl.b32 %r8, %r8, 2;
+    add.u32 %r7, %r7, %r8;
+    mov.f32 %f0, 0f3F800000;
+again:
+__ADDS__
+    sub.u32 %r3, %r3, 1;
+    setp.ne.u32 %p, %r3, 0;
+    @%p bra again;
+    ret;
+}
+""".replace(
+    "__ADDS__",
+    "\n".join(
+        [
+            "    and.b32 %r10, %r7, %r2;\n"
+            "    cvt.u64.u32 %d1, %r10;\n"
+            "    add.u64 %d1, %d0, %d1;\n"
+            "    red.global.add.f32 [%d1], %f0;\n"
+            "    add.u32 %r7, %r7, %r1;"
+        ]
+        * _ADDS_PER_ROUND
+    ),
+)
+
+
+def rates(device: torch.device, sms: int) -> dict[str, float]:
+    """Adds a second, in units of 10^9, to whole lines of 128 bytes and to rows of 32 bytes as the backward kernels make them.
+
+    Raises RuntimeError where the driver refuses, or where the sums are wrong."""
+    return {"lines": _rate(device, sms, row=8), "rows": _rate(device, sms, row=128)}
+
+
+def _rate(device: torch.device, sms: int, row: int) -> float:
+    """`row`: floats from one row of eight to the next: 8 makes a line of them."""
+    with torch.cuda.device(device):
+        memory = torch.zeros(_FLOATS, device=device)
+        launch = _Kernel(_PTX, "volta_fa_atomic_adds")
+        blocks = sms * _BLOCKS_PER_SM
+        # a warp's next place is far from its last, and what the warps beside it add to lies beside it
+        hop = 4 * _FLOATS // _ADDS_PER_ROUND + 4 * 1024
+        arguments = (ctypes.c_uint64(memory.data_ptr()), *(ctypes.c_uint32(n) for n in (row, hop, 4 * _FLOATS - 1, _ROUNDS)))
+        adds = blocks * _THREADS * _ROUNDS * _ADDS_PER_ROUND
+        times = []
+        for run in range(12):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            launch(blocks, _THREADS, arguments)
+            end.record()
+            end.synchronize()
+            if run >= 2:  # the first compiles and fills caches
+                times.append(start.elapsed_time(end))
+        if memory.double().sum().item() != 12.0 * adds:
+            raise RuntimeError("atomic adds were lost")
+        return adds / median(times) / 1e6
+
+
+class _Kernel:
+    """A kernel of a PTX text, through the driver. Its module stays loaded as long as the process."""
+
+    def __init__(self, ptx: str, name: str):
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream().synchronize()  # PyTorch makes its context current
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), ptx.encode() + b"\0"))
+        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+
+    def __call__(self, blocks: int, threads: int, arguments: tuple[Any, ...]) -> None:
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._check(self._driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"the CUDA driver said: {(text.value or b'').decode() or status}")

@@ -1,0 +1,129 @@
+"""What this machine is: the driver, the card, its clocks, torch and what torch was built for, and the library."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+from ..inspection import info
+from .kernels import Target
+
+#: nvidia-smi's fields, and what they are called here.
+_FIELDS = {
+    "driver_version": "driver",
+    "vbios_version": "vbios",
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "sm_clock_max_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "clocks.max.mem": "memory_clock_max_mhz",
+    "power.draw": "power_draw_w",
+    "power.limit": "power_limit_w",
+    "power.max_limit": "power_limit_max_w",
+    "temperature.gpu": "temperature_c",
+    "ecc.mode.current": "ecc",
+    "mig.mode.current": "mig",
+    "clocks_throttle_reasons.active": "throttle_reasons",
+}
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """Everything about the machine, as plain data."""
+    build = info()
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "target": target.kind,
+        "versions": build["versions"],
+        "library": build["library"],
+        "torch_architectures": torch.cuda.get_arch_list(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "families": target.families,
+        # (without its path, which has the user's name in it)
+        "tuning": [{name: value for name, value in tuning.items() if name != "path"} for tuning in build["tuning"]],
+    }
+    if target.kind == "cpu" and torch.cuda.device_count() == 0:
+        facts["no_gpu"] = _why_no_gpu()
+    if target.kind == "cuda":
+        properties = torch.cuda.get_device_properties(target.device)
+        facts["card"] = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "sms": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "shared_bytes_per_block": target.shared_bytes,
+            **query(target.device),
+        }
+    return facts
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "torch finds no CUDA device"
+
+
+def query(device: torch.device) -> dict[str, Any]:
+    """What nvidia-smi knows of the card right now; {"nvidia_smi": why not} where it says nothing."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    # CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER number devices in their own ways
+    return ask(f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid or str(device.index or 0))
+
+
+def ask(which: str) -> dict[str, Any]:
+    """The same of a card as nvidia-smi names it."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "-i", which]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"nvidia_smi": f"did not run: {error}"}
+    rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+    if done.returncode != 0 or len(rows) != 1 or len(rows[0]) != len(_FIELDS):
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return {"nvidia_smi": f"said: {said[0] if said else 'nothing'}"}
+    return {name: _number(value) for name, value in zip(_FIELDS.values(), rows[0])}
+
+
+def _number(text: str) -> float | str | None:
+    if text.startswith("["):  # [N/A], [Not Supported]
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def torch_trouble(target: Target) -> str | None:
+    """Why this torch cannot compute on the card, and what to do; None where it can. Tried, since its list of architectures does not
+    tell what the driver makes of PTX."""
+    if target.kind != "cuda":
+        return None
+    try:
+        torch.zeros(1, device=target.device).add_(1).item()
+        return None
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+    major, minor = target.capability
+    sm, built_for = f"sm_{major}{minor}", " ".join(torch.cuda.get_arch_list())
+    name = torch.cuda.get_device_name(target.device)
+    return f"torch {torch.__version__} cannot run on this {name}: it is {sm}, and torch was built for {built_for} ({why}). {remedy(sm)}"
+
+
+def remedy(sm: str) -> str:
+    """Which torch to install for a card that this one leaves out."""
+    if sm not in ("sm_70", "sm_72"):
+        return "Install a torch whose torch.cuda.get_arch_list() has it."
+    # the last release whose builds for CUDA 12.6 exist, and have Volta's code
+    last = (2, 14)
+    release = torch.__version__.split("+")[0]
+    known = tuple(int(part) for part in release.split(".")[:2])
+    release = release if known <= last else ".".join(map(str, last))
+    return (
+        f"For Volta run `pip install 'torch=={release}' --index-url https://download.pytorch.org/whl/cu126`: "
+        "PyTorch's builds for CUDA 12.8 up to 2.10 and for 12.6 up to 2.14 have it."
+    )

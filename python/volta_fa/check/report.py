@@ -1,0 +1,327 @@
+"""What the person sees: progress, one page, a plot, and the JSON to attach to an issue."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from . import fast
+from .fast import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
+from .right import Verdict
+
+if TYPE_CHECKING:
+    from . import Findings
+
+#: Of the JSON.
+FORMAT = 1
+_console = Console(highlight=False)
+
+_PASSES = {
+    "Forward": "forward",
+    "BackwardPrepare": "backward, prepare",
+    "Backward": "backward, atomics",
+    "BackwardKeys": "deterministic, dk and dv",
+    "BackwardQueries": "deterministic, dq",
+    "BackwardFinish": "backward, finish",
+    "Merge": "merge",
+}
+
+
+def say_trouble(text: str) -> None:
+    """The first thing said."""
+    _console.print(f"[red]{text}[/red]", "", soft_wrap=True)
+
+
+def introduce(facts: dict[str, Any]) -> None:
+    """The machine."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _machine_rows(facts):
+        table.add_row(name, value)
+    _console.print(table)
+
+
+def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    versions, card = facts["versions"], facts.get("card")
+    rows = []
+    if card:
+        rows.append(("card", f"{card['name']} (sm_{card['capability'].replace('.', '')}), {card['sms']} SMs, {card['memory_gib']} GiB"))
+        if "nvidia_smi" in card:
+            rows.append(("clocks", f"unknown: nvidia-smi {card['nvidia_smi']}"))
+        else:
+            clocks = f"SM {_of(card, 'sm_clock_mhz')} MHz, memory {_of(card, 'memory_clock_mhz')} MHz"
+            power = f"{_text(card['power_limit_w'])} of {_text(card['power_limit_max_w'])} W allowed"
+            rows.append(("driver", f"{_text(card['driver'])}; {clocks}; {power}; ECC {_text(card['ecc'])}"))
+    elif facts["target"] == "simulator":
+        rows.append(("device", "a simulated V100: sm_70 machine code on this machine's CPU"))
+    else:
+        rows.append(("device", "the CPU: ATen operations, no kernels"))
+        if "no_gpu" in facts:
+            rows.append(("GPU", f"none: {facts['no_gpu']}"))
+    built_for = " ".join(facts["torch_architectures"]) or "no GPU"
+    rows.append(("torch", f"{versions['torch']} (CUDA {versions['cuda'] or 'none'}; for {built_for}), Python {versions['python']}"))
+    rows.append(("library", f"volta_fa {versions['volta_fa']}, {facts['library']}"))
+    for number, family in enumerate(facts["families"]):
+        how = "its machine code" if family["native"] else "PTX, compiled by the driver"
+        then = "kernels" if number == 0 else "and then"
+        rows.append((then, f"family {family['name']}, {how}"))
+    if facts["families"] and not any(family["native"] for family in facts["families"]):
+        rows.append(("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]"))
+    return rows
+
+
+def _text(value: Any) -> str:
+    return "unknown" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _of(card: dict[str, Any], name: str) -> str:
+    return f"{_text(card[name])} of {_text(card[name.replace('_mhz', '_max_mhz')])}"
+
+
+class Progress:
+    """One bar for each part."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description:<6}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[at]}"),
+        )
+        self._bar = Bar(*columns, console=_console, transient=True)
+
+    def __enter__(self) -> Progress:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, traceback)
+
+    def begin(self, name: str, steps: int) -> None:
+        """A part, of so many steps."""
+        self._task = self._bar.add_task(name, total=steps, at="")
+
+    def advance(self, at: str) -> None:
+        """One step further."""
+        self._bar.update(self._task, advance=1, at=at)
+
+
+def show(findings: Findings) -> None:
+    """The page, but for the machine."""
+    if findings.trouble is None:
+        _show_verdicts(findings)
+        _show_speeds(findings.speeds)
+        if findings.tuned:
+            _console.print(findings.tuned.summary, soft_wrap=True)
+    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in findings.seconds.items())
+    verdict = "[green]All is right.[/green]" if findings.all_right else "[red]Not all is right.[/red]"
+    _console.print(f"\n{verdict} ({seconds})", soft_wrap=True)
+
+
+_MOST_FAILURES = 12
+
+
+def _show_verdicts(findings: Findings) -> None:
+    by_pass: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for verdict in findings.verdicts:
+        by_pass[verdict.family, verdict.pass_].append(verdict)
+    _console.print("\nRight: errors as a share of what is allowed")
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for name in ("kernels", "right", "worst", "of"):
+        table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
+    for (family, pass_), verdicts in by_pass.items():
+        worst = max((v.worst for v in verdicts), key=lambda w: w.share)
+        passed = sum(v.passed for v in verdicts)
+        name = f"{family} {_PASSES[pass_]}"
+        of = f"{worst.result}, {worst.kind}" if worst.result else "-"
+        table.add_row(name, f"{passed} of {len(verdicts)}", _percent(worst.share), of)
+    _console.print(table)
+    failed = [v for v in findings.verdicts if v.complaints]
+    for verdict in failed[:_MOST_FAILURES]:
+        worst = verdict.worst
+        text = verdict.complaints[0]
+        if worst.share > 1:
+            text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
+        more = f"; {len(verdict.complaints)} complaints in all" if len(verdict.complaints) > 1 else ""
+        _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
+    if len(failed) > _MOST_FAILURES:
+        _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    doubtful = [v for v in findings.verdicts if v.doubts]
+    for verdict in doubtful[:_MOST_FAILURES]:
+        _console.print(f"[red]{verdict.kernel} could not be checked[/red]: {verdict.doubts[0]}", soft_wrap=True)
+    if len(doubtful) > _MOST_FAILURES:
+        _console.print(f"[red]and {len(doubtful) - _MOST_FAILURES} others[/red]: the JSON file names them")
+    if findings.unfit:
+        _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
+    for note in sorted({v.note for v in findings.verdicts if v.note}):
+        _console.print(f"{', '.join(v.kernel for v in findings.verdicts if v.note == note)}: {note}", soft_wrap=True)
+    if not all(v.poisoned for v in findings.verdicts):
+        _console.print("memory was not filled with NaN before each call: PyTorch's allocator does not hand out what was just freed")
+    if failed and not findings.settings.tune and findings.settings.target.kind == "cuda":
+        _console.print("with --tune, plans on this card will not take them any more")
+    if findings.unchecked:
+        _console.print(f"[red]not checked[/red], for lack of time: {', '.join(findings.unchecked)}", soft_wrap=True)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share < 10 else f"{share:.0f} x" if math.isfinite(share) else "infinite"
+
+
+#: Of the page; the plot and the JSON have all.
+_SHOWN = (512, 2048, 8192)
+
+
+def _show_speeds(speeds: Speeds) -> None:
+    if speeds.note:
+        _console.print(f"\nFast: {speeds.note}", soft_wrap=True)
+        return
+    card = speeds.card
+    if card:
+        figures = [
+            f"GEMM ({card['gemm']}) {card.get('gemm_tflops', math.nan):.1f} TFLOP/s",
+            f"copy {card.get('copy_gb_s', math.nan):.0f} GB/s",
+        ]
+        if "atomic_adds_lines_g_s" in card:
+            lines, rows = card["atomic_adds_lines_g_s"], card["atomic_adds_rows_g_s"]
+            figures.append(f"fp32 atomic adds {lines:.0f} G/s in lines of 128 bytes, {rows:.0f} G/s in rows of 32")
+        _console.print("\nFast: " + "; ".join(figures), soft_wrap=True)
+    shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
+    predicted = speeds.predictions is not None
+    heads = {p.direction: p.nheads for p in speeds.points}
+    title = "TFLOP/s" + "".join(f", {n} heads {direction}" for direction, n in heads.items())
+    _console.print(title)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    columns = ["seqlen, headdim", "fwd", "eff.", "math", *(["pred."] if predicted else [])]
+    columns += ["bwd", "det.", "eff.", "math", *(["pred."] if predicted else [])]
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for (seqlen, headdim, causal), pair in _pairs(shown).items():
+        row = [f"{seqlen}, {headdim}" + (", causal" if causal else "")]
+        for direction, names in (("forward", (VOLTA_FA, EFFICIENT, MATH)), ("backward", (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH))):
+            point = pair.get(direction)
+            row += [_speed(point, name) for name in names]
+            if predicted:
+                row.append(f"{point.of_prediction:.0%}" if point and point.of_prediction else "-")
+        table.add_row(*row)
+    _console.print(table)
+    _console.print("det.: deterministic; eff., math: PyTorch's own" + ("; pred.: share of the simulated V100's" if predicted else ""))
+    for trouble in speeds.troubles[:_MOST_FAILURES]:
+        _console.print(f"[red]failed[/red]: {trouble}", soft_wrap=True)
+    ratios = [r for p in speeds.points if (r := p.of_prediction)]
+    if ratios:
+        _console.print(f"of what was predicted: median {median(ratios):.0%}, from {min(ratios):.0%} to {max(ratios):.0%}")
+    late = sum(why == fast.OUT_OF_TIME for p in speeds.points for why in p.missing.values())
+    if late:
+        _console.print(f"{late} figures were left out for lack of time")
+
+
+def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Point]]:
+    found: dict[tuple[int, int, bool], dict[str, Point]] = defaultdict(dict)
+    for point in sorted(points, key=lambda p: (p.headdim, p.causal, p.seqlen)):
+        found[point.seqlen, point.headdim, point.causal][point.direction] = point
+    return found
+
+
+def _speed(point: Point | None, name: str) -> str:
+    if point is None:
+        return "-"
+    found = point.tflops(name)
+    if found is not None:
+        return f"{found:.1f}" if found >= 1 else f"{found:.2g}"
+    return "memory" if point.missing.get(name) == fast.OUT_OF_MEMORY else "-"
+
+
+def write(findings: Findings) -> None:
+    """The JSON, and the plot where there is something to draw."""
+    output = findings.settings.output
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "volta_fa-check.json"
+    path.write_text(json.dumps(data(findings), indent=1, allow_nan=False) + "\n")
+    _console.print(f"to attach to an issue: {path}", soft_wrap=True)
+    if any(point.ms for point in findings.speeds.points):
+        _console.print(f"plot: {plot(findings, output / 'volta_fa-check.png')}", soft_wrap=True)
+
+
+def data(findings: Findings) -> dict[str, Any]:
+    """As JSON has it."""
+    settings, speeds = findings.settings, findings.speeds
+    predictions = {k: v for k, v in speeds.predictions.items() if k != "points"} if speeds.predictions else None
+    return {
+        "format": FORMAT,
+        "all_right": findings.all_right,
+        "settings": {"seed": settings.seed, "quick": settings.quick, "tune": settings.tune, "kernels": settings.kernels},
+        "seconds": {name: round(value, 1) for name, value in findings.seconds.items()},
+        "trouble": findings.trouble,
+        "machine": findings.machine,
+        "right": [verdict.data() for verdict in findings.verdicts],
+        "not_checked": findings.unchecked,
+        "unfit": findings.unfit,
+        "fast": {
+            "card": speeds.card,
+            "points": [point.data() for point in speeds.points],
+            "predictions": predictions,
+            "troubles": speeds.troubles,
+            "note": speeds.note,
+        },
+        "tune": findings.tuned.data() if findings.tuned else None,
+    }
+
+
+_COLOURS = {VOLTA_FA: "#c0392b", DETERMINISTIC: "#e67e22", EFFICIENT: "#2c6fbb", MATH: "#333333", "predicted": "#8c8c8c"}
+
+
+def plot(findings: Findings, path: Path) -> Path:
+    """TFLOP/s over seqlen: a row for each direction and mask, a column for each headdim; the band is what was predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    points = findings.speeds.points
+    headdims = sorted({p.headdim for p in points})
+    seqlens = sorted({p.seqlen for p in points})
+    kinds = [(direction, causal) for direction in fast.HEADS for causal in (False, True)]
+    size = (4.2 * max(len(headdims), 2), 10)
+    figure, axes = pyplot.subplots(len(kinds), len(headdims), figsize=size, layout="constrained", squeeze=False, sharex=True)
+    for row, (direction, causal) in zip(axes, kinds):
+        for axis, headdim in zip(row, headdims):
+            of_axis = [p for p in points if (p.direction, p.causal, p.headdim) == (direction, causal, headdim)]
+            curve = sorted(of_axis, key=lambda p: p.seqlen)
+            for name in (MATH, EFFICIENT, DETERMINISTIC, VOLTA_FA):
+                timed = [(p.seqlen, p.tflops(name)) for p in curve if name in p.ms]
+                if timed:
+                    axis.plot(*zip(*timed), "o-", color=_COLOURS[name], label=name, markersize=3)
+            band = [(p.seqlen, *p.predicted) for p in curve if p.predicted]
+            if band:
+                n, low, high = zip(*band)
+                axis.fill_between(n, low, high, color=_COLOURS["predicted"], alpha=0.35, label="predicted for a V100")
+                axis.plot(n, low, "--", color=_COLOURS["predicted"], linewidth=1)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(seqlens, [str(n) for n in seqlens])
+            axis.set_ylim(bottom=0)
+            axis.grid(True, color="#dddddd", linewidth=0.6)
+            axis.set_title(f"{direction}{', causal' if causal else ''}, headdim {headdim}", fontsize=9)
+        row[0].set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("seqlen")
+    facts = findings.machine
+    name = facts["card"]["name"] if "card" in facts else "CPU"
+    figure.suptitle(
+        f"volta_fa {facts['versions']['volta_fa']} on {name}, torch {facts['versions']['torch']}, {facts['date'][:10]}", fontsize=11
+    )
+    unique = {text: handle for axis in axes.flat for handle, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return path

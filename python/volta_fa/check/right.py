@@ -1,0 +1,265 @@
+"""Is every kernel right? Each runs small odd problems, twice, on poisoned memory, against the fp64 CPU backend."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import rule
+from .kernels import Target, problems
+from .problems import Expected, Inputs, Problem, WrongReference, expect_backward, expect_forward
+
+
+@dataclass
+class Worst:
+    """The result that came nearest to what is allowed, or went beyond it the most."""
+
+    share: float = 0.0  # error over what is allowed
+    result: str = ""
+    kind: str = ""  # largest or rms
+    error: float = 0.0
+    allowed: float = 0.0
+    problem: str = ""
+    seed: int = 0
+
+
+@dataclass
+class Verdict:
+    """What is known of a kernel."""
+
+    kernel: str
+    family: str
+    pass_: str
+    problems: int = 0
+    runs_with: list[str] = field(default_factory=list)
+    #: what the kernel did wrong
+    complaints: list[str] = field(default_factory=list)
+    #: why a problem could not be checked, which is not its fault
+    doubts: list[str] = field(default_factory=list)
+    worst: Worst = field(default_factory=Worst)
+    poisoned: bool = True  # its results' memory was full of NaN each time
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was checked and nothing was wrong."""
+        return not self.complaints and not self.doubts
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it: infinite errors as text."""
+        data = asdict(self)
+        data["pass"] = data.pop("pass_")
+        for name in ("share", "error"):
+            if not math.isfinite(data["worst"][name]):
+                data["worst"][name] = str(data["worst"][name])
+        return {**data, "passed": self.passed}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Verdict:
+        """The inverse of `data`."""
+        worst: dict[str, Any] = {n: float(value) if n in ("share", "error") else value for n, value in data["worst"].items()}
+        fields = {name: value for name, value in data.items() if name not in ("pass", "passed", "worst")}
+        return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
+
+
+#: Backward's results that each kind of kernel computes; those of the rest of its pass do not speak against it.
+_OF_PASS = {
+    "BackwardKeys": ("dk", "dv", "dattn_bias"),
+    "BackwardQueries": ("dq",),
+    "BackwardFinish": ("dq",),
+}
+
+
+class DeviceLost(Exception):
+    """A kernel took the CUDA context with it: this process can launch no other. Has the verdict so far."""
+
+    def __init__(self, verdict: Verdict):
+        super().__init__(verdict.complaints[-1])
+        self.verdict = verdict
+
+
+def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> Verdict:
+    """Run the kernel's problems. What fails is put down, whatever it is, and the next problem follows; but where the device is lost,
+    nothing more can follow in this process, which DeviceLost says."""
+    verdict = Verdict(variant["name"], variant["family"], variant["pass"])
+    if variant["pass"] == "Merge":
+        _guarded(verdict, target, "merging two states", seed, lambda: _check_merge(verdict, target, seed))
+        return verdict
+    for problem in problems(variant)[: 1 if quick else None]:
+        own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
+        _guarded(verdict, target, str(problem), own_seed, lambda: _check_problem(verdict, target, variant, problem, own_seed))
+    return verdict
+
+
+def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
+    verdict.problems += 1
+    try:
+        work()
+        target.synchronize()
+    except (WrongReference, torch.cuda.OutOfMemoryError) as error:
+        verdict.doubts.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        verdict.complaints.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+        try:
+            target.synchronize()
+        except Exception as lost:
+            raise DeviceLost(verdict) from lost
+
+
+def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], problem: Problem, seed: int) -> None:
+    planned = target.planned(problem, variant)
+    if target.has_kernels and variant["name"] not in planned:
+        verdict.doubts.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+        return
+    verdict.runs_with = sorted({*verdict.runs_with, *planned} - {variant["name"]})
+    inputs = Inputs.draw(problem, seed, target.device)
+    if verdict.pass_ == "Forward":
+        (out, lse, rng_state), again = _twice(verdict, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
+        expected = expect_forward(inputs, rng_state)
+        found = {"out": out, "softmax_lse": lse}
+        _same_bits(verdict, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
+        _judge(verdict, inputs, seed, found, expected)
+        return
+    rng_state = torch.tensor([seed, 7], device=target.device)
+    forward = expect_forward(inputs, rng_state)
+    expected = expect_backward(inputs, forward, rng_state)
+    # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
+    out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
+    runs = _twice(verdict, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
+    unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
+    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in runs)
+    ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
+    _same_bits(verdict, inputs, seed, *ordered)
+    for run in (first, second):
+        _judge(verdict, inputs, seed, run, expected)
+
+
+_Result = TypeVar("_Result")
+
+
+def _generator(target: Target, seed: int) -> torch.Generator:
+    return torch.Generator(target.device).manual_seed(seed)
+
+
+def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: Inputs, work: Callable[[], _Result]) -> list[_Result]:
+    found = []
+    for _ in range(2):
+        verdict.poisoned &= poison(target, inputs)
+        with target.running(variant):
+            found.append(work())
+            target.synchronize()
+    return found
+
+
+def poison(target: Target, inputs: Inputs) -> bool:
+    """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
+    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.) Returns whether such
+    memory is what comes next."""
+    if target.kind != "cuda":
+        return True
+    rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
+    given = [inputs.q, inputs.k, inputs.v, inputs.dout, *(t for t in inputs.options.values() if isinstance(t, Tensor))]
+    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles
+    sizes = [t.nbytes for t in given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    # all bits set are NaN in every floating-point type
+    held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
+    del held
+    probe = torch.empty(inputs.q.nbytes, dtype=torch.uint8, device=target.device)
+    return bool((probe == 255).all())
+
+
+def _same_bits(verdict: Verdict, inputs: Inputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    for name, a in first.items():
+        different = int((_bits(a) != _bits(second[name])).sum())
+        if different:
+            verdict.complaints.append(
+                f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})"
+            )
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def _judge(verdict: Verdict, inputs: Inputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
+    for name, tensor in found.items():
+        value, exact = tensor.cpu(), expected.values[name]
+        if name == "softmax_lse":
+            _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), expected.lse_tolerance)
+            continue
+        if name in ("out", "dq") and expected.keyless is not None and (value[expected.keyless] != 0).any():
+            verdict.complaints.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
+        budget = expected.budgets[name]
+        _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), budget.allowed)
+        _put_down(verdict, inputs, seed, name, "rms", rule.rms_error(value, exact), budget.allowed_rms)
+
+
+def _put_down(verdict: Verdict, inputs: Inputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
+    share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
+    if share > verdict.worst.share:
+        verdict.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
+    if share > 1:
+        verdict.complaints.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
+
+
+def _check_merge(verdict: Verdict, target: Target, seed: int) -> None:
+    """Merged states have no eager counterpart that rounds: a result may be two units in the last place off."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        states: list[Tensor] = []
+        for _ in range(2):
+            out, lse = torch.randn(2, 77, 3, 40, generator=generator), 3 * torch.randn(2, 3, 77, generator=generator)
+            lse.flatten()[:: 5 + len(states)] = math.inf  # rows without a key
+            states += [out.to(dtype), lse]
+        expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
+        on_device = [t.to(target.device) for t in states]
+        runs = []
+        for _ in range(2):
+            with target.running():
+                runs.append(torch.ops.volta_fa.merge_attention_states(*on_device))
+                target.synchronize()
+        eps = torch.finfo(dtype).eps
+        for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
+            allowed = (2 * eps if name == "out" else 2**-21) * (1 + rule.largest(exact[exact.isfinite()]))
+            error = rule.max_error(value.cpu(), exact)
+            share = error / allowed
+            place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
+            if share > verdict.worst.share:
+                verdict.worst = Worst(share, name, "largest", error, allowed, place, seed)
+            if share > 1:
+                verdict.complaints.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+            if not torch.equal(_bits(value), _bits(again)):
+                verdict.complaints.append(f"{name}: two runs differ ({place}, seed {seed})")
+
+
+def share_blame(verdicts: Sequence[Verdict]) -> None:
+    """Kernels that prepare and finish a backward pass take part in many, so a wrong result may be theirs or the main kernel's. What one
+    of those passes with is right: then the complaints about it are struck out. What none passes with is wrong: then those about the
+    others are, as far as they are about what it computes."""
+    for helper in verdicts:
+        if helper.pass_ not in _HELPERS or not helper.complaints:
+            continue
+        others = [v for v in verdicts if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
+        failed = [v for v in others if v.complaints]
+        if any(v.passed for v in others) and any(v.kernel in helper.runs_with for v in failed):
+            names = ", ".join(v.kernel for v in failed if v.kernel in helper.runs_with)
+            _absolve(helper, f"failed with {names} alone, which failed with others too")
+        elif len(failed) > 1 and failed == others:
+            for verdict in failed:
+                if all(text.startswith(_HELPERS[helper.pass_]) for text in verdict.complaints):
+                    _absolve(verdict, f"not judged: {helper.kernel} failed")
+
+
+#: What of a complaint says that it may be a helper's: the result's name.
+_HELPERS = {"BackwardPrepare": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardFinish": ("dq: ",)}
+
+
+def _absolve(verdict: Verdict, why: str) -> None:
+    verdict.complaints, verdict.worst, verdict.note = [], Worst(), why

@@ -1,0 +1,248 @@
+"""What serves this card better than the plan's own choice, as a tuning file that plans read (docs/tuning.md).
+
+Two questions, for plain problems: are gradients faster without atomics, by the deterministic kernels, and are smaller or larger blocks
+faster in the forward pass? Each class of shapes is measured at one shape; only what is clearly faster there, each time, is written down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..inspection import info
+from .kernels import Target
+from .right import Verdict
+from .timing import Work, median_ms
+
+#: By so much another choice must be faster, in each of the rounds. Repeated medians of one kernel differ by less.
+MARGIN = 0.05
+_ROUNDS = 3
+#: Seconds of a figure, and calls between two events: a launch costs the CPU about 10 us, which must not be what is measured.
+_OF_A_FIGURE, _CALLS = 0.01, 8
+#: As src/tuning.rs has it.
+MOST_CHOICES = 256
+
+_BACKWARD_SEQLENS = (512, 1024, 2048, 4096)
+_BACKWARD_HEADS = 40
+_FORWARD_SEQLENS = (256, 512, 1024, 2048)
+_FORWARD_HEADS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass
+class Tuned:
+    """What was found and written."""
+
+    path: str | None = None
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    #: classes that were measured, and those for which time did not suffice
+    measured: int = 0
+    left_out: int = 0
+    trouble: str = ""
+
+    @property
+    def summary(self) -> str:
+        """For the page."""
+        if self.trouble:
+            return f"\n[red]Tune: {self.trouble}[/red]"
+        parts = [f"\nTune: of {self.measured} classes of shapes, another choice is more than {MARGIN:.0%} faster for {len(self.choices)}"]
+        if self.choices:
+            best = max(self.choices, key=lambda c: c["note"]["times_as_fast"])
+            parts.append(f"(at most {best['note']['times_as_fast']:.2f} times as fast: {best['note']['measured_at']})")
+        if self.left_out:
+            parts.append(f"; {self.left_out} were left out for lack of time, memory or kernels")
+        if self.failed:
+            parts.append(f"; plans will not take {', '.join(self.failed)}, which failed")
+        return " ".join(parts).replace(" ;", ";") + f"\nwritten to {self.path}"
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "path": self.path,
+            "margin": MARGIN,
+            "measured": self.measured,
+            "left_out": self.left_out,
+            "failed": self.failed,
+            "choices": self.choices,
+            "trouble": self.trouble,
+        }
+
+
+@dataclass(frozen=True)
+class Class:
+    """Shapes that are taken to be alike, and the one of them that is measured."""
+
+    pass_: str
+    headdim: int
+    above: int  # the headdim of the next narrower kernel
+    seqlen: int
+    nheads: int
+    causal: bool
+
+    def __str__(self) -> str:
+        heads = f"{self.nheads} heads, seqlen {self.seqlen}, headdim {self.headdim}"
+        return f"{self.pass_}, {heads}{', causal' if self.causal else ''}"
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """As a tuning's choice has them: half way, in powers of two, to the shapes beside it. More rows than were measured only matter
+        to the forward pass, where they decide which blocks fill the card."""
+        half = math.sqrt(2)
+        seqlens = [math.ceil(self.seqlen / half), math.floor(self.seqlen * half)]
+        rows = self.seqlen * self.nheads
+        most = math.floor(rows * half) if self.pass_ == "Forward" else 2**53
+        headdims = [self.above + 1, self.headdim]
+        return {
+            "pass": self.pass_,
+            "headdim": headdims,
+            "headdim_v": headdims,
+            "seqlen_q": seqlens,
+            "seqlen_k": seqlens,
+            "rows": [math.ceil(rows / half), most],
+            "is_causal": self.causal,
+            "needs": [],
+        }
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a class may get: kernels to force, and what a tuning says for it."""
+
+    takes: dict[str, Any]
+    variant: dict[str, Any] | None = None
+    deterministic: bool = False
+
+
+def steps(target: Target) -> int:
+    """Of `tune`."""
+    return len(classes(target, info()["variants"], ()))
+
+
+def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence[str]) -> list[tuple[Class, list[Alternative]]]:
+    """All that are measured, each with what it may get; those that take longer at the end."""
+    families = [family["name"] for family in target.families]
+    plain = [v for v in variants if v["family"] in families and not v["needs"] and v["name"] not in failed]
+    plain = [v for v in plain if v["shared_bytes"] <= target.shared_bytes]
+    found: list[tuple[Class, list[Alternative]]] = []
+    forward = [v for v in plain if v["pass"] == "Forward" and v["headdim"] == v["headdim_v"]]
+    for family in families[:1]:
+        widths = sorted({v["headdim"] for v in forward if v["family"] == family})
+        for above, headdim in zip([0, *widths], widths):
+            blocks = [v for v in forward if v["family"] == family and v["headdim"] == headdim]
+            if len(blocks) < 2:
+                continue
+            kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
+            for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
+                found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
+    headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})
+    modes = [Alternative({}), Alternative({"deterministic": True}, deterministic=True)]
+    for seqlen, (above, headdim), causal in itertools.product(_BACKWARD_SEQLENS, zip([0, *headdims], headdims), (False, True)):
+        found.append((Class("Backward", headdim, above, seqlen, _BACKWARD_HEADS, causal), modes))
+    return found
+
+
+def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: Callable[[str], None]) -> Tuned:
+    """Measure until `deadline`, and write the card's file."""
+    about = json.loads(torch.ops.volta_fa._tuning(target.number))
+    if about["outcome"] == "off":
+        # what failed before would be forgotten
+        return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
+    # what failed once on this card stays out, whatever it did this time
+    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if v.complaints)}))
+    for class_, alternatives in classes(target, info()["variants"], tuned.failed):
+        advance(str(class_))
+        if time.monotonic() > deadline:
+            tuned.left_out += 1
+            continue
+        try:
+            choice = compare(target, class_, alternatives, tuned.failed)
+        except torch.cuda.OutOfMemoryError:
+            tuned.left_out += 1
+            continue
+        except NotImplementedError:  # all that could run it failed
+            tuned.left_out += 1
+            continue
+        except Exception as error:
+            tuned.trouble = f"{class_}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            return tuned
+        tuned.measured += 1
+        if choice:
+            tuned.choices.append(choice)
+    by_gain = sorted(tuned.choices, key=lambda c: -c["note"]["times_as_fast"])
+    tuned.choices = by_gain[:MOST_CHOICES]
+    try:
+        _write(tuned, about)
+    except (OSError, ValueError) as error:
+        tuned.trouble = f"the file was not written: {error}"
+    return tuned
+
+
+def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> dict[str, Any] | None:
+    """A tuning's choice, where something else than the plan's own is clearly faster. Kernels that failed do not run."""
+    own = _own(target, class_, alternatives, failed)
+    if own is None:
+        return None
+    with target.running(failed=failed):
+        works = [_work(target, class_, alternative) for alternative in alternatives]
+    times: list[list[float]] = [[] for _ in alternatives]
+    for _ in range(_ROUNDS):
+        for alternative, work, of in zip(alternatives, works, times):
+            with target.running(alternative.variant, failed):
+                of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
+    gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
+    best = max(range(len(gains)), key=gains.__getitem__)
+    if best == own or gains[best] <= 1 + MARGIN:
+        return None
+    note = {
+        "times_as_fast": round(gains[best], 3),
+        "measured_at": str(class_),
+        "ms": round(min(times[best]), 4),
+        "ms_of_the_plan": round(min(times[own]), 4),
+    }
+    return {**class_.bounds, **alternatives[best].takes, "note": note}
+
+
+def _own(target: Target, class_: Class, alternatives: Sequence[Alternative], failed: Sequence[str]) -> int | None:
+    """Which of them the plan takes by itself; None: another."""
+    shape = (1, class_.seqlen, class_.seqlen, class_.nheads, class_.nheads, class_.headdim, class_.headdim, class_.causal)
+    with target.running(failed=failed):
+        planned = json.loads(torch.ops.volta_fa._plan(*shape, device=target.number))
+    if class_.pass_ == "Backward":
+        return None if planned["backward"]["deterministic"] else 0
+    names = [a.variant["name"] if a.variant else "" for a in alternatives]
+    return names.index(planned["forward"]["name"]) if planned["forward"]["name"] in names else None
+
+
+def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
+    shape = (1, class_.seqlen, class_.nheads, class_.headdim)
+    q, k, v, dout = (torch.randn(shape, device=target.device, dtype=torch.float16) for _ in range(4))
+    if class_.pass_ == "Forward":
+        return lambda: torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
+    out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
+    return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=class_.causal, deterministic=alternative.deterministic)
+
+
+def _write(tuned: Tuned, about: dict[str, Any]) -> None:
+    if tuned.path is None:
+        raise OSError("there is no home folder; VOLTA_FA_TUNING=<path> names a file")
+    made_on = {name: about[name] for name in ("volta_fa", "device", "driver")}
+    note = {"made_by": "python -m volta_fa check --tune", "margin": MARGIN, "date": time.strftime("%Y-%m-%d")}
+    tuning = {"format": 1, **made_on, "failed": tuned.failed, "choices": tuned.choices, "note": note}
+    text = json.dumps(tuning, indent=1) + "\n"
+    torch.ops.volta_fa._set_tuning(text)  # a ValueError here is better than a warning at every start
+    torch.ops.volta_fa._set_tuning("")
+    path = Path(tuned.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # as a whole: another process may be reading it
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,78 @@
+"""`python -m volta_fa check`: is this card right, how fast is it, and what serves it best?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ..errors import CommandError
+from ..inspection import info, kernel_family
+from .rich_import import require_rich
+
+SUMMARY = "check every kernel on this machine's card, time it, tune it, and write a report to attach to an issue"
+DESCRIPTION = """\
+First light on a card: says what the machine is, runs every kernel of the card's families on small odd problems against the
+CPU backend in float64, times the card and attention beside PyTorch's own and beside what the simulator predicts for a V100,
+and writes a page to the screen, a plot and a JSON file. At most three minutes on a GPU.
+
+--tune writes what was found to be faster, and which kernels failed, to a file of yours that plans read from then on
+(docs/tuning.md).
+
+Exit status: 0 if all is right, 1 if something is not, 2 if the check cannot run here.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (a GPU if there is one, else the CPU), cuda:N, cpu, or simulator: the kernels on a simulated V100",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("check-output"), metavar="DIR", help="folder for the report (default: ./check-output)"
+    )
+    parser.add_argument("--quick", action="store_true", help="one problem a kernel, fewer shapes: half a minute")
+    parser.add_argument("--tune", action="store_true", help="write the tuning file of this card, driver and version")
+    parser.add_argument("--seed", type=int, default=0, help="other inputs (default: 0)")
+    parser.add_argument("--kernels", default="*", metavar="PATTERN", help="check only kernels with such names, as 'volta_fwd_*'")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_rich("matplotlib")
+    name = _choose(arguments.device)
+    from ..check import Settings, run_check
+    from ..check.kernels import Target
+
+    target = Target.of(name)
+    if arguments.tune and not target.kind == "cuda":
+        raise CommandError(f"--tune: needs a GPU, and this check is of {arguments.device}")
+    settings = Settings(target, arguments.output, arguments.seed, arguments.quick, arguments.tune, arguments.kernels)
+    return 0 if run_check(settings).all_right else 1
+
+
+def _choose(name: str) -> str:
+    """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
+    count = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    if name == "cpu":
+        return name
+    if name == "simulator":
+        if not info()["simulator"]:
+            raise CommandError("--device simulator: this library was built without it: run `make build` in a checkout")
+        return name
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
+        raise CommandError(f"--device {name}: expected auto, cpu, simulator, cuda or cuda:N")
+    if not count:
+        raise CommandError(f"--device {name}: torch {torch.__version__} finds no CUDA device here; --device cpu works everywhere")
+    number = int(index or 0)
+    if number >= count:
+        raise CommandError(f"--device {name}: this machine has {count} CUDA device(s)")
+    device = torch.device("cuda", number)
+    if kernel_family(device) is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise CommandError(f"--device {name}: {torch.cuda.get_device_name(device)} is sm_{major}{minor}, volta_fa needs sm_70 or newer")
+    return f"cuda:{number}"

@@ -1,0 +1,563 @@
+"""`python -m volta_fa check`: does it run, does it pass what is right, and does it name what is wrong?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import predictions
+import volta_fa
+import volta_fa.check
+from conftest import INFO, need
+from volta_fa.check import atomics, fast, isolation, kernels, machine, problems, report, right, tune
+from volta_fa.check.fast import OUT_OF_TIME, VOLTA_FA, Point, Speeds
+from volta_fa.check.kernels import Target
+from volta_fa.check.right import DeviceLost, Verdict, Worst
+from volta_fa.cli import main
+
+CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
+SIMULATED = kernels.wanted(SIMULATOR, INFO["variants"])
+
+
+def check(tmp_path, *arguments):
+    """Exit status and the JSON's data."""
+    status = main(["check", "--output", str(tmp_path), *arguments])
+    return status, json.loads((tmp_path / "volta_fa-check.json").read_text())
+
+
+# ---- the whole command -------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu(tmp_path, capsys):
+    status, data = check(tmp_path, "--device", "cpu", "--seed", "3")
+    assert status == 0 and data["all_right"] and data["settings"]["seed"] == 3
+    assert len(data["right"]) == 6 and all(0 < v["worst"]["share"] < 1 for v in data["right"])
+    assert all(point["ms"]["volta_fa"] > 0 and point["ms"]["math"] > 0 for point in data["fast"]["points"])
+    assert data["fast"]["card"]["gemm_tflops"] > 0 and data["fast"]["card"]["copy_gb_s"] > 0
+    assert data["machine"]["library"] == volta_fa.info()["library"] and data["machine"]["families"] == []
+    assert (tmp_path / "volta_fa-check.png").stat().st_size > 10_000
+    page = capsys.readouterr().out
+    assert "All is right" in page and "the CPU: ATen operations" in page
+    assert page.count("\n") < 50  # one page
+
+
+def test_in_the_simulator(tmp_path, capsys):
+    need("sim")
+    status, data = check(tmp_path, "--device", "simulator", "--quick", "--kernels", "volta_*wd_*64*")
+    assert status == 0, capsys.readouterr().out
+    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] != "Merge"}
+    assert {v["kernel"] for v in data["right"]} == expected and len(expected) > 8
+    assert all(v["passed"] and v["problems"] == 1 and v["worst"]["share"] > 0 for v in data["right"])
+    assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(tmp_path, capsys):
+    status, data = check(tmp_path, "--device", "cuda", "--quick")
+    assert status == 0, capsys.readouterr().out
+    assert data["fast"]["card"]["atomic_adds_lines_g_s"] > data["fast"]["card"]["atomic_adds_rows_g_s"] > 0
+    assert data["not_checked"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--device", "tpu"], "expected auto, cpu, simulator, cuda or cuda:N"),
+        (["--device", "cuda:x"], "expected auto, cpu, simulator, cuda or cuda:N"),
+        (["--device", "cuda:99"], "CUDA device"),
+        (["--device", "cpu", "--tune"], "needs a GPU"),
+        (["--device", "cpu", "--kernels", "volta_*"], "matches no kernel"),
+    ],
+)
+def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path):
+    assert main(["check", "--output", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# ---- right: what is asked ----------------------------------------------------------------------------------------
+
+
+def test_each_kernel_gets_problems_that_it_runs():
+    """Asked of the plan: the kernel under test is what runs, and not another that would do as well."""
+    need("sim")
+    for variant in SIMULATED:
+        for problem in [] if variant["pass"] == "Merge" else kernels.problems(variant):
+            assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
+
+
+def test_problems_ask_for_all_that_a_kernel_covers():
+    for variant in SIMULATED:
+        if variant["pass"] != "Merge":
+            asked = {need for problem in kernels.problems(variant) for need in problem.needs}
+            assert set(variant["needs"]) <= asked, variant["name"]
+
+
+def test_a_kernel_that_the_plan_does_not_take_fails():
+    need("sim")
+    variant = next(v for v in SIMULATED if v["name"] == "volta_fwd_64x64")
+    verdict = right.check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, 0, quick=True)
+    assert not verdict.passed and verdict.doubts[0].startswith("the plan takes volta_fwd_128x128") and not verdict.complaints
+
+
+# ---- right: what is found ----------------------------------------------------------------------------------------
+
+
+def corrupted(monkeypatch, change):
+    """The op's forward pass is wrong, but for the fp64 reference."""
+    forward = problems.Inputs.forward
+    calls = []
+
+    def wrong(self, generator=None):
+        calls.append(self)
+        return change(*forward(self, generator), len(calls))
+
+    monkeypatch.setattr(problems.Inputs, "forward", wrong)
+
+
+def lose_element(out, lse, rng_state, call):
+    out.view(-1)[-1] = math.nan
+    return out, lse, rng_state
+
+
+def differ_in_a_bit(out, lse, rng_state, call):
+    if call % 2 == 0:
+        out.view(torch.int16).view(-1)[3] ^= 1
+    return out, lse, rng_state
+
+
+def fail(*_):
+    raise RuntimeError("the launch failed\nand more")
+
+
+WRONG = {
+    "2% too large": (lambda out, lse, rng, _: (out * 1.02, lse, rng), "out: "),
+    "an element that nobody wrote": (lose_element, "out: largest error inf"),
+    "a wrong softmax_lse": (lambda out, lse, rng, _: (out, lse + 0.01, rng), "softmax_lse: "),
+    "two runs that differ": (differ_in_a_bit, "out: 1 of "),
+    "a launch that raises": (fail, "RuntimeError: the launch failed ("),
+}
+
+
+def test_lack_of_memory_is_no_kernels_fault(monkeypatch, tmp_path, capsys):
+    def no_memory(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    corrupted(monkeypatch, no_memory)
+    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
+    assert status == 1 and data["right"][0]["complaints"] == [] and "out of memory" in data["right"][0]["doubts"][0]
+    assert "cpu_Forward_float16 could not be checked: CUDA out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypatch, tmp_path, capsys):
+    corrupted(monkeypatch, change)
+    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_*_float16", "--quick")
+    forward, backward = data["right"]
+    assert status == 1 and not data["all_right"]
+    assert not forward["passed"] and backward["passed"]
+    assert forward["complaints"][0].startswith(message), forward["complaints"]
+    assert "seed " in forward["complaints"][0] and "q141 k155 d40" in forward["complaints"][0]
+    page = capsys.readouterr().out
+    assert "cpu_Forward_float16 failed" in page and "Not all is right" in page and "and more" not in page
+
+
+def test_a_key_too_many_is_noticed(monkeypatch):
+    forward = problems.Inputs.forward
+
+    def wrong(self, generator=None):
+        wider = {"is_causal": False, "window_right": 1} if self.problem.is_causal else {}
+        return forward(dataclasses.replace(self, options={**self.options, **wider}), generator)
+
+    monkeypatch.setattr(problems.Inputs, "forward", wrong)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    causal = [str(p) for p in kernels.problems({"family": "cpu", "pass": "Forward", "dtype": torch.float16}) if p.is_causal]
+    assert len(causal) >= 3
+    for problem in causal:
+        assert any(problem in text for text in verdict.complaints), problem
+    assert all("is_causal" in text for text in verdict.complaints)
+
+
+def test_queries_without_a_key_have_exact_zeros(monkeypatch):
+    def tiny(out, lse, rng_state, call):
+        out.view(-1)[0] += 1e-7  # the first query of 77 sees none of 33 keys
+        return out, lse, rng_state
+
+    corrupted(monkeypatch, tiny)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    assert [text.split(" (")[0] for text in verdict.complaints] == ["out: not 0 where a query sees no key"]
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv", "dattn_bias", "dsinks"])
+def test_a_wrong_gradient_is_named(name, monkeypatch):
+    gradients = problems.Inputs.gradients
+
+    def wrong(self, *arguments):
+        found = gradients(self, *arguments)
+        if name in found and self.q.dtype == torch.float16:
+            found[name] = found[name] * 1.05
+        return found
+
+    monkeypatch.setattr(problems.Inputs, "gradients", wrong)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.float16}, 0)
+    assert verdict.complaints and all(text.startswith(f"{name}: ") for text in verdict.complaints)
+    assert verdict.worst.result == name and verdict.worst.share > 1
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch):
+    attend = problems.rule.attend
+
+    def wrong(q, *arguments, **options):
+        found = attend(q, *arguments, **options)
+        return dataclasses.replace(found, out=found.out * 1.001) if q.dtype == torch.float64 else found
+
+    monkeypatch.setattr(problems.rule, "attend", wrong)
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0, quick=True)
+    assert not verdict.passed and not verdict.complaints  # it is not the kernel's fault
+    assert "out of the CPU backend in float64 is" in verdict.doubts[0]
+
+
+def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
+    """(The card's and the CPU's tensors are the same ones here: every first call is the card's.)"""
+    calls = []
+
+    def lacking(name):
+        on_cpu = getattr(problems.rule, name)
+
+        def work(*arguments, **options):
+            calls.append(name)
+            if arguments[0].dtype == torch.bfloat16 and len(calls) % 2:
+                raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+            if arguments[0].dtype != torch.bfloat16:
+                calls.pop()
+            return on_cpu(*arguments, **options)
+
+        monkeypatch.setattr(problems.rule, name, work)
+
+    lacking("eager_gradients")
+    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.bfloat16}, 0, quick=True)
+    assert verdict.passed and len(calls) == 2, verdict
+
+
+def test_merging_is_checked(monkeypatch):
+    need("sim")
+    variant = next(v for v in SIMULATED if v["pass"] == "Merge")
+    assert right.check_kernel(SIMULATOR, variant, 0).passed
+    merge = torch.ops.volta_fa.merge_attention_states
+
+    def wrong(out_a, *rest):
+        out, lse = merge(out_a, *rest)
+        return (out if out_a.dtype == torch.float64 else out * 1.01), lse
+
+    class Ops:
+        merge_attention_states = staticmethod(wrong)
+        _set_tuning = staticmethod(torch.ops.volta_fa._set_tuning)
+
+    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    assert not right.check_kernel(SIMULATOR, variant, 0).passed
+
+
+def test_blame_is_shared():
+    def verdict(name, pass_, complaint, runs_with):
+        return Verdict(name, "f", pass_, 1, runs_with, [complaint] if complaint else [])
+
+    def shared(*complaints):
+        """Who is wrong in the end, of three kernels that run with one that finishes, which is asked with the first of them."""
+        mains = [verdict(name, "Backward", complaint, ["finish"]) for name, complaint in zip("abc", complaints)]
+        found = [*mains, verdict("finish", "BackwardFinish", "dq: wrong", ["a"])]
+        right.share_blame(found)
+        return [v.kernel for v in found if not v.passed]
+
+    assert shared("dq: wrong", "", "") == ["a"]
+    assert shared("dq: wrong", "dk: wrong", "") == ["a", "b"]
+    # nothing that ran with it is right
+    assert shared("dq: wrong", "dq: wrong", "dq: wrong") == ["finish"]
+    assert shared("dq: wrong", "dk: wrong", "dq: wrong") == ["b", "finish"]
+    # it is wrong by itself
+    assert shared("", "", "") == ["finish"]
+
+
+def test_verdicts_travel():
+    verdict = Verdict("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
+    data = json.loads(json.dumps(verdict.data(), allow_nan=False))
+    assert Verdict.from_data(data) == verdict
+
+
+# ---- a GPU that may be lost --------------------------------------------------------------------------------------
+
+
+def troubled(target, variant, seed, quick):
+    """What a kernel may do to its process. (In that other process.)"""
+    name = variant["name"]
+    verdict = Verdict(name, "f", "Forward", 1)
+    if name == "dies":
+        os._exit(3)
+    if name == "hangs":
+        time.sleep(60)
+    if name == "loses":
+        verdict.complaints.append("AcceleratorError: an illegal memory access")
+        raise DeviceLost(verdict)
+    return verdict
+
+
+def test_what_takes_its_process_along_is_named_and_the_rest_goes_on(monkeypatch):
+    monkeypatch.setattr(isolation, "PATIENCE", 3.0)
+    names = ["fine", "dies", "hangs", "loses", "fine"]
+    variants = [{"name": name, "family": "f", "pass": "Forward"} for name in names]
+    found = list(isolation.check_isolated(CPU, variants, 0, True, lambda: False, troubled))
+    assert [v.kernel for v in found] == names
+    assert [v.complaints for v in found] == [
+        [],
+        ["the process that launched it died"],
+        ["no answer in 3 s"],
+        ["AcceleratorError: an illegal memory access"],
+        [],
+    ]
+
+
+def test_where_no_process_starts_no_kernel_is_to_blame(monkeypatch):
+    monkeypatch.setattr(isolation, "START", 0.0)
+    [verdict] = isolation.check_isolated(CPU, [{"name": n, "family": "f", "pass": "Forward"} for n in "ab"], 0, True, lambda: False)
+    assert verdict.doubts == ["no process had a CUDA context within 0 s"] and not verdict.complaints
+
+
+def test_what_time_does_not_suffice_for_is_not_right(monkeypatch, tmp_path):
+    assert list(isolation.check_isolated(CPU, [{"name": "a"}], 0, True, lambda: True)) == []
+    monkeypatch.setattr(
+        volta_fa.check, "_verdicts", lambda settings, variants, deadline: iter([Verdict(variants[0]["name"], "f", "Forward", 1)])
+    )
+    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    status, data = check(tmp_path, "--device", "cpu")
+    assert status == 1 and len(data["not_checked"]) == 5
+
+
+# ---- fast --------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_those_of_the_documentation():
+    text = predictions.as_text(predictions.predictions(predictions.PAGE.read_text()))
+    assert predictions.PREDICTIONS.read_text() == text, "run `python tools/predictions.py`"
+    found = fast.load_predictions()
+    assert found["date"] and "simulated" in found["kind"] and found["made_by"].startswith("python -m benchmarks.volta")
+    for direction, nheads in fast.HEADS.items():
+        for headdim in (64, 128, 256):
+            assert fast._predicted(found, Point(direction, headdim, 512, False, nheads)), (direction, headdim)
+    assert fast._predicted(found, Point("forward", 64, 512, False, 8)) is None
+
+
+def test_points_and_their_share_of_the_prediction(capsys):
+    point = Point("backward", 128, 2048, True, 40, ms={VOLTA_FA: 2.0}, predicted=(50.0, 60.0))
+    assert point.flops == 10 * 40 * 2048**2 * 128 / 2
+    assert point.of_prediction == pytest.approx(point.flops / 2e-3 / 1e12 / 50)
+    missing = Point("forward", 128, 2048, True, 32, missing={"math": fast.OUT_OF_MEMORY, VOLTA_FA: OUT_OF_TIME})
+    report._show_speeds(Speeds(points=[point, missing], predictions={"points": []}))
+    page = capsys.readouterr().out
+    assert "2048, 128, causal" in page and "memory" in page and f"{point.of_prediction:.0%}" in page
+    assert "1 figures were left out" in page and max(map(len, page.splitlines())) <= 100
+
+
+def test_no_time_left(monkeypatch):
+    monkeypatch.setattr(fast, "card_figures", lambda target: {})
+    speeds = fast.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
+    assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
+
+
+def test_what_failed_does_not_run_again(monkeypatch):
+    """Neither where speed is measured, nor where a tuning is: it may never end."""
+    need("sim")
+    seen = []
+
+    def planned(point, target, name):
+        shape = (1, point.seqlen, point.seqlen, point.nheads, point.nheads, point.headdim, point.headdim, point.causal)
+        seen.append(json.loads(torch.ops.volta_fa._plan(*shape, device=-1))["forward"]["name"])
+        return lambda: None
+
+    monkeypatch.setattr(fast, "_ours", planned)
+    monkeypatch.setattr(fast, "card_figures", lambda target: {})
+    monkeypatch.setattr(fast, "HEADS", {"forward": 200})
+    for failed in ("volta_fwd_64x64", "volta_fwd_64x64_small"):
+        seen.clear()
+        fast.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
+        assert seen and failed not in seen
+    takes = tune.Class("Backward", 64, 32, 512, 40, False)
+    alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
+    of_headdim = [v["name"] for v in SIMULATED if v["pass"] == "Backward" and v["headdim"] >= 64]
+    assert tune._own(SIMULATOR, takes, alternatives, ["volta_bwd_64"]) == 0
+    assert tune._own(SIMULATOR, takes, alternatives, of_headdim) is None  # deterministic ones are all that is left
+
+
+def test_what_raises_is_put_down_and_the_rest_goes_on(monkeypatch):
+    monkeypatch.setattr(fast, "card_figures", lambda target: fail())
+    monkeypatch.setattr(fast, "_pytorch", fail)
+    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
+    assert speeds.troubles == ["the card's figures: RuntimeError: the launch failed"]
+    assert all(p.ms[VOLTA_FA] > 0 and p.missing["math"] == "the launch failed" for p in speeds.points)
+    monkeypatch.setattr(fast, "_ours", fail)
+    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
+    assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in speeds.troubles
+
+
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_75", "sm_90"])
+def test_the_kernel_that_adds_compiles(architecture, tmp_path):
+    pytest.importorskip("triton")
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    (tmp_path / "adds.ptx").write_text(atomics._PTX)
+    done = subprocess.run(
+        [ptxas, f"-arch={architecture}", tmp_path / "adds.ptx", "-o", tmp_path / "adds.cubin"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------
+
+
+def fake_nvidia_smi(tmp_path, monkeypatch, script):
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+def test_what_nvidia_smi_says(tmp_path, monkeypatch):
+    fake_nvidia_smi(
+        tmp_path, monkeypatch, "echo '535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, Enabled, [N/A], 0x0'"
+    )
+    found = machine.ask("0")
+    assert found["driver"] == "535.104.05" and found["sm_clock_max_mhz"] == 1530 and found["power_limit_w"] == 300
+    assert found["mig"] is None and found["throttle_reasons"] == "0x0"
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'No devices were found'; exit 6")
+    assert machine.ask("0") == {"nvidia_smi": "said: No devices were found"}
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert machine.ask("0")["nvidia_smi"].startswith("did not run: ")
+
+
+@pytest.mark.parametrize("release, expected", [("2.10.0+cu130", "'torch==2.10.0'"), ("2.15.1+cu132", "'torch==2.14'")])
+def test_the_remedy_for_a_torch_without_volta(release, expected, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", release)
+    assert expected in machine.remedy("sm_70") and "cu126" in machine.remedy("sm_70")
+    assert "cu126" not in machine.remedy("sm_121")
+
+
+def test_a_torch_without_code_for_the_card(monkeypatch):
+    def no_image(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors ...")
+
+    monkeypatch.setattr(torch, "zeros", no_image)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    said = machine.torch_trouble(Target("cuda", torch.device("cpu")))
+    assert "Tesla V100" in said and "it is sm_70, and torch was built for sm_75 sm_90" in said
+    assert "no kernel image is available" in said and "pip install" in said and "\n" not in said
+    assert machine.torch_trouble(CPU) is None
+
+
+def test_says_why_there_is_no_gpu(monkeypatch):
+    def no_driver():
+        raise RuntimeError("Found no NVIDIA driver on your system.\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    assert machine.describe(CPU)["no_gpu"] == "Found no NVIDIA driver on your system."
+
+
+def test_a_torch_that_cannot_run_is_the_first_thing_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "torch_trouble", lambda target: "torch has no code for this card: install another")
+    status, data = check(tmp_path, "--device", "cpu")
+    assert status == 1 and data["trouble"] and data["right"] == []
+    page = capsys.readouterr().out
+    assert page.startswith("torch has no code for this card: install another") and "Not all is right" in page
+
+
+# ---- tune --------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_apart():
+    """A shape is in one class of a pass at most, and the one that is measured for a class is in it."""
+    need("sim")
+    listed = [class_ for class_, _ in tune.classes(SIMULATOR, INFO["variants"], ())]
+    assert len(listed) <= tune.MOST_CHOICES
+
+    def has(class_, shape):
+        bounds = class_.bounds
+        numbers = {"headdim": shape.headdim, "headdim_v": shape.headdim, "seqlen_q": shape.seqlen, "seqlen_k": shape.seqlen}
+        numbers["rows"] = shape.seqlen * shape.nheads
+        inside = all(low <= numbers[name] <= high for name in numbers for low, high in [bounds[name]])
+        return inside and bounds["pass"] == shape.pass_ and bounds["is_causal"] == shape.causal
+
+    for shape in listed:
+        assert [c for c in listed if has(c, shape)] == [shape]
+
+
+def timed(monkeypatch, faster):
+    """Kernels and modes take 1 ms, but what `faster` says."""
+    monkeypatch.setattr(tune, "_work", lambda target, class_, alternative: alternative)
+    monkeypatch.setattr(tune, "median_ms", lambda alternative, *_, **__: faster(alternative))
+
+
+def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
+    need("sim")
+    timed(monkeypatch, lambda a: 0.97 if a.deterministic else 1.0)
+    listed = tune.classes(SIMULATOR, INFO["variants"], ())
+    assert not any(tune.compare(SIMULATOR, class_, alternatives, ()) for class_, alternatives in listed)
+
+    timed(monkeypatch, lambda a: 0.5 if a.deterministic or (a.variant and a.variant["name"] == "volta_fwd_64x64_small") else 1.0)
+    about = {"volta_fa": "0", "device": "a card", "driver": "1"}
+    tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_96x96_small"])
+    tuned.choices = [found for class_, alternatives in listed if (found := tune.compare(SIMULATOR, class_, alternatives, ()))]
+    tune._write(tuned, about)
+    text = Path(tuned.path).read_text()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["card.json"]
+
+    def planned(seqlen, nheads, headdim, causal=False):
+        plan = json.loads(torch.ops.volta_fa._plan(1, seqlen, seqlen, nheads, nheads, headdim, headdim, causal, device=-1))
+        return plan["forward"]["name"], plan["backward"]["deterministic"]
+
+    torch.ops.volta_fa._set_tuning('{"format": 1}')
+    try:
+        assert planned(2048, 40, 64) == ("volta_fwd_64x64", False) and planned(512, 2, 96)[0] == "volta_fwd_96x96_small"
+        torch.ops.volta_fa._set_tuning(text)
+        assert planned(2048, 40, 64) == ("volta_fwd_64x64_small", True)
+        assert planned(2047, 41, 56, causal=True) == ("volta_fwd_64x64_small", True)
+        assert planned(100_000, 40, 64) == ("volta_fwd_64x64", False)  # beyond what was measured
+        assert planned(512, 2, 96)[0] == "volta_fwd_96x96"  # the other failed
+    finally:
+        torch.ops.volta_fa._set_tuning("")
+
+
+def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path):
+    need("sim")
+    timed(monkeypatch, lambda a: 1.0)
+    about = {"volta_fa": "0", "device": "a card", "driver": "1", "path": str(tmp_path / "card.json")}
+    about |= {"outcome": "read", "failed": ["volta_bwd_64"]}
+
+    class Ops:
+        _tuning = staticmethod(lambda number: json.dumps(about))
+        _set_tuning, _plan, _families = (getattr(torch.ops.volta_fa, name) for name in ("_set_tuning", "_plan", "_families"))
+        _info = torch.ops.volta_fa._info
+
+    monkeypatch.setattr(torch.ops, "volta_fa", Ops)
+    failed = Verdict("volta_fwd_64x64_small", "volta", "Forward", 1, complaints=["wrong"])
+    seen = []
+    tuned = tune.tune(SIMULATOR, [failed, Verdict("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)
+    assert tuned.failed == ["volta_bwd_64", "volta_fwd_64x64_small"] and not tuned.trouble  # what failed before stays
+    assert json.loads((tmp_path / "card.json").read_text())["failed"] == tuned.failed
+    assert not any(at.startswith("Forward") and "headdim 64" in at for at in seen)  # nothing to compare with
+    assert "plans will not take volta_bwd_64, volta_fwd_64x64_small" in tuned.summary
+    about["outcome"] = "off"
+    assert "VOLTA_FA_TUNING=0" in tune.tune(SIMULATOR, [], time.monotonic() + 60, seen.append).trouble
+    about["outcome"] = "missing"
+    late = tune.tune(SIMULATOR, [], time.monotonic() - 1, seen.append)
+    assert late.measured == 0 and late.left_out > 0 and "lack of time" in late.summary
