@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import remedies
 from .library import library_path
 from .version import __version__
 
@@ -22,6 +23,7 @@ def info() -> dict[str, Any]:
         cuda_driver: whether this machine has a CUDA driver.
         devices: for each CUDA device its name, compute capability, kernel family (the preferred one of those that it runs; None:
             it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
+        problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), source, headdims, tile
             sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
@@ -38,6 +40,7 @@ def info() -> dict[str, Any]:
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "problems": remedies.problems(),
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from .. import remedies
 from ..errors import CommandError
 from ..inspection import kernel_family
-from ..version import TORCH_VERSION
 from .rich_import import require_rich
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
@@ -69,9 +69,6 @@ def _choose_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:
-        # PyTorch's default wheels of this release have no code for Volta
-        raise CommandError(
-            f"torch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): for Volta run "
-            f"`pip install torch=={TORCH_VERSION} --index-url https://download.pytorch.org/whl/cu126`, or use --device cpu"
-        ) from None
+        reason = "; ".join(remedies.problems()) or str(error).splitlines()[0]
+        raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere") from None
     return device

@@ -1,0 +1,56 @@
+"""`import volta_fa` costs little beyond `import torch`, and starts nothing."""
+
+import json
+
+import pytest
+
+from conftest import run_python
+
+LIMIT_MS = 50
+RUNS = 7
+# Imported by torch on most machines and releases, not on all: whoever imports volta_fa without them has to wait for them.
+TIMES = """
+    import sys, time
+    import torch
+    before = time.perf_counter()
+    import volta_fa
+    print(1e3 * (time.perf_counter() - before))
+"""
+
+
+@pytest.mark.alone
+def test_the_import_is_short_beside_that_of_torch():
+    """The least of several, since what else the machine does only adds; a share of torch's own, where the machine is a slow one."""
+    beyond = min(float(run_python(TIMES)) for _ in range(RUNS))
+    of_torch = min(
+        float(run_python("import time; before = time.perf_counter(); import torch; print(1e3 * (time.perf_counter() - before))"))
+        for _ in range(3)
+    )
+    assert beyond <= max(LIMIT_MS, 0.05 * of_torch), f"{beyond:.0f} ms beyond torch's {of_torch:.0f} ms"
+
+
+def test_the_import_starts_nothing():
+    """Neither CUDA nor a search for its driver: programs that fork, or choose their devices later, import it first."""
+    found = json.loads(
+        run_python("""
+            import json, sys, threading
+            import torch
+            def libraries():
+                with open("/proc/self/maps") as maps:
+                    return {line.split()[-1] for line in maps if ".so" in line}
+            before, modules = libraries(), set(sys.modules)
+            import volta_fa
+            print(json.dumps({
+                "started": torch.cuda.is_initialized(),
+                "opened": sorted(path for path in libraries() - before),
+                "threads": threading.active_count(),
+                "modules": sorted(name for name in set(sys.modules) - modules if not name.startswith("volta_fa")),
+            }))
+        """)
+    )
+    assert not found["started"] and found["threads"] == 1
+    ours = [path for path in found["opened"] if "/volta_fa/" in path]
+    assert ours and not [path for path in found["opened"] if "libcuda" in path or "libnv" in path], found["opened"]
+    # what torch leaves to those who ask for it, and takes long
+    heavy = {"torch._dynamo", "torch._inductor", "triton", "transformers", "numpy.testing", "sympy", "rich", "matplotlib"}
+    assert not heavy.intersection(found["modules"])
