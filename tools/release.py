@@ -1,0 +1,156 @@
+"""Makes the folder of a release from a built wheel and sdist: what users download, and what tells them that it is whole.
+
+    python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
+
+    volta_fa-*.whl, volta_fa-*.tar.gz
+    simple/            an index by PEP 503, for any static host: pip install --index-url .../simple/ --no-deps volta-fa
+    SHA256SUMS         of all files: sha256sum -c SHA256SUMS
+    Dockerfile         an image for V100
+    recipe.yaml        a recipe in conda-forge's form
+    RELEASE_NOTES.md   this version's part of CHANGELOG.md
+
+Stops, and leaves no folder, where auditwheel finds that the wheel does not run on what its name promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: torch's, which the wheel finds in the process that loads it.
+NOT_OURS = ("libtorch_cpu.so", "libc10.so")
+#: pip's limit on PyPI is higher; this one is the project's.
+LARGEST_WHEEL = 40 * 2**20
+#: The torch of the image: the last whose default builds have code for Volta.
+V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
+
+
+class Refusal(Exception):
+    """What keeps this from being released."""
+
+
+def metadata(wheel: Path) -> tuple[str, str]:
+    """The wheel's own version and the Pythons that it is for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = HeaderParser().parsestr(archive.read(name).decode())
+    return found["Version"], found["Requires-Python"]
+
+
+def audit(wheel: Path) -> str:
+    """auditwheel's verdict on the platform that the wheel's name promises; a Refusal where it is another."""
+    platform = wheel.stem.rsplit("-", 1)[1]
+    promised = glibc(platform)
+    if promised is None:
+        raise Refusal(f"{wheel.name} is for this machine only: `make wheel` builds one for manylinux")
+    ran = subprocess.run([sys.executable, "-m", "auditwheel", "show", "--json", wheel], capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise Refusal(f"auditwheel does not read {wheel.name}: {ran.stderr.strip()}")
+    found = json.loads(ran.stdout)
+    symbols, isa = found["sym_tag"], found["unsupported_isa"]
+    if glibc(symbols) is None or glibc(symbols) > promised or isa:
+        wants = "another instruction set" if isa else f"symbols of {symbols}: {found['versioned_symbols']}"
+        raise Refusal(f"auditwheel: {wheel.name} wants {wants}")
+    lacking = found["policy_upgrades"].get(platform, {})
+    foreign = sorted({*lacking.get("libs_to_eliminate", []), *lacking.get("blacklisted_symbols", {})} - set(NOT_OURS))
+    if foreign:
+        raise Refusal(f"auditwheel: {wheel.name} wants what {platform} does not have: {', '.join(foreign)}")
+    return f"auditwheel: {wheel.name} wants symbols of {symbols} and, of what {platform} does not have, {' and '.join(NOT_OURS)} alone"
+
+
+def glibc(platform: str) -> tuple[int, ...] | None:
+    """(2, 28) of manylinux_2_28_x86_64."""
+    match = re.match(r"manylinux_(\d+)_(\d+)_", platform)
+    return tuple(map(int, match.groups())) if match else None
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def notes(changelog: str, version: str) -> str:
+    """This version's section; as text of its own, whose lines are not broken for an editor."""
+    match = re.search(rf"^## {re.escape(version)}\b[^\n]*\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    if not match or not match[1].strip():
+        raise Refusal(f"CHANGELOG.md says nothing of {version}")
+    return f"# volta_fa {version}\n\n{match[1].strip()}\n"
+
+
+def page(links: list[str]) -> str:
+    body = "\n".join(f"    {link}<br/>" for link in links)
+    head = '<meta charset="utf-8"/><meta name="pypi:repository-version" content="1.0"/>'
+    return f"<!DOCTYPE html>\n<html>\n  <head>{head}</head>\n  <body>\n{body}\n  </body>\n</html>\n"
+
+
+def write_index(folder: Path, files: list[Path], requires_python: str) -> None:
+    """simple/volta-fa/, whose links lead back to the files: any server of static files will do, and file:// too."""
+    project = folder / "simple" / "volta-fa"
+    project.mkdir(parents=True)
+    (folder / "simple" / "index.html").write_text(page(['<a href="volta-fa/">volta-fa</a>']))
+    python = html.escape(requires_python, quote=True)
+    links = [f'<a href="../../{f.name}#sha256={sha256(f)}" data-requires-python="{python}">{f.name}</a>' for f in files]
+    (project / "index.html").write_text(page(links))
+
+
+def write_sums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    (folder / "SHA256SUMS").write_text("".join(f"{sha256(path)}  {path.relative_to(folder)}\n" for path in files))
+
+
+def fill(template: str, values: dict[str, str]) -> str:
+    return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
+
+
+def make(wheel: Path, sdist: Path, output: Path, changelog: str) -> str:
+    """The folder, as a whole or not at all. Returns auditwheel's verdict."""
+    version, requires_python = metadata(wheel)
+    if sdist.name != f"volta_fa-{version}.tar.gz":
+        raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")
+    if wheel.stat().st_size > LARGEST_WHEEL:
+        raise Refusal(f"{wheel.name} has {wheel.stat().st_size / 2**20:.1f} MiB, of {LARGEST_WHEEL // 2**20} at most")
+    verdict = audit(wheel)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        folder = Path(scratch) / "release"
+        folder.mkdir()
+        files = [Path(shutil.copy(path, folder)) for path in (wheel, sdist)]
+        write_index(folder, files, requires_python)
+        values = {"VERSION": version, "WHEEL": wheel.name, "SDIST": sdist.name, "SDIST_SHA256": sha256(sdist), **V100}
+        for template in (ROOT / "packaging").iterdir():
+            (folder / template.name).write_text(fill(template.read_text(), values))
+        (folder / "RELEASE_NOTES.md").write_text(notes(changelog, version))
+        write_sums(folder)
+        shutil.rmtree(output, ignore_errors=True)
+        folder.rename(output)
+    return verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("sdist", type=Path)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "release")
+    options = parser.parse_args()
+    try:
+        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text()))
+    except Refusal as refusal:
+        print(f"volta_fa: no release: {refusal}", file=sys.stderr)
+        return 1
+    for path in sorted(options.output.iterdir()):
+        print(f"{path}{'/' if path.is_dir() else f'  {path.stat().st_size / 2**20:.2f} MiB'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
