@@ -17,9 +17,12 @@ import pytest
 import torch
 
 import bootstrap
+import build_shims
 import check_build_env
+import torch_releases
 import volta_fa
-from volta_fa import cli, library, version
+from conftest import NEEDS_COMPILER
+from volta_fa import cli, library
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -47,21 +50,20 @@ def test_versions_agree():
     assert re.search(r"^version: (\S+)", read("CITATION.cff"), re.M)[1] == volta_fa.__version__
 
 
-def test_torch_is_pinned_once_and_the_same_everywhere():
-    pins = {
-        "version.py": version.TORCH_VERSION,
-        "check_build_env.py": check_build_env.TORCH_VERSION,
-        "requirements": requirements("build")["torch"],
-        "cargo": re.search(r'TORCH_VERSION: &str = "(.*)"', read("tools/build/python.rs"))[1],
-        "_info": json.loads(torch.ops.volta_fa._info())["torch"],
-    }
-    assert set(pins.values()) == {torch.__version__.split("+")[0]}, pins
-    assert set(re.findall(r'"torch==(.*?)"', read("pyproject.toml"))) == {version.TORCH_VERSION}
+def test_the_releases_of_torch_are_in_one_list():
+    """One patch release of each minor one, without a gap; what pip reads says the same."""
+    numbers = [tuple(map(int, release.split("."))) for release in torch_releases.RELEASES]
+    assert [number[:2] for number in numbers] == [(2, minor) for minor in range(numbers[0][1], numbers[-1][1] + 1)]
+    assert torch_releases.DEFAULT in torch_releases.RELEASES and torch_releases.minor(torch.__version__) in torch_releases.MINORS
+    project = read("pyproject.toml")
+    assert set(re.findall(r'"torch==(.*?)"', project)) == {torch_releases.DEFAULT}
+    assert f'dependencies = ["{torch_releases.REQUIREMENT}"]' in project
 
 
 def test_build_requirements_are_the_pinned_ones():
     block = re.search(r"^requires = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)[1]
-    assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == requirements("build") | requirements("nvrtc")
+    pins = requirements("build") | requirements("nvrtc") | {"torch": torch_releases.DEFAULT}
+    assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == pins
     assert dict(wheel.split("==") for wheel in check_build_env.NVRTC_WHEELS) == requirements("nvrtc")
     assert dict(package.split("==") for package in check_build_env.BUILD_PACKAGES).items() <= requirements("build").items()
     for wheel in check_build_env.NVRTC_WHEELS:
@@ -122,11 +124,56 @@ def test_the_library_alone_registers_the_operators():
     assert ran.stdout.strip() == "16.0", ran.stderr
 
 
-def test_the_library_needs_no_cuda():
-    needed = subprocess.run(["readelf", "-d", volta_fa.library_path()], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"NEEDED.*\[(.*)\]", needed)
-    assert "libtorch_cpu.so" in names
-    assert not [name for name in names if "cuda" in name or "nvrtc" in name or "python" in name], names
+def needed_by(path: Path) -> list[str]:
+    dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+
+
+def test_the_libraries_need_no_cuda_and_the_core_no_torch():
+    shim, core = needed_by(volta_fa.library_path()), needed_by(volta_fa.library_path().parents[1] / build_shims.CORE)
+    assert {"libtorch_cpu.so", "libc10.so", build_shims.CORE} <= set(shim)
+    assert not [name for name in shim + core if "cuda" in name or "nvrtc" in name or "python" in name], (shim, core)
+    assert not [name for name in core if "torch" in name or "c10" in name or "stdc++" in name], core
+
+
+@NEEDS_COMPILER
+def test_a_function_that_the_shim_lacks_fails_the_link_with_its_name(tmp_path):
+    """Not only when a call reaches it: the library of this test needs one that nobody has, and one that torch_ops/ does not export."""
+    (tmp_path / "core.c").write_text("void *at_nowhere(void), *at_here(void); void *core(void) { return at_nowhere() ? at_here() : 0; }")
+    (tmp_path / "shim.c").write_text("void *core(void); void *at_here(void) { return core; } void inner(void) {}")
+    compiler = ["gcc", "-shared", "-fPIC"]
+    subprocess.run([*compiler, tmp_path / "core.c", "-o", tmp_path / "libcore.so"], check=True)
+    needed = tmp_path / "needed"
+    lists = ["cmake", "-D", "NM=nm", "-D", f"CORE={tmp_path}/libcore.so", "-D", f"NEEDED={needed}", "-P", "torch_ops/needed_by_rust.cmake"]
+    subprocess.run(lists, check=True, cwd=REPOSITORY)
+    link = [
+        *compiler,
+        tmp_path / "shim.c",
+        "-o",
+        tmp_path / "shim.so",
+        tmp_path / "libcore.so",
+        f"@{needed}.txt",
+        f"-Wl,--version-script={needed}.map",
+    ]
+    failed = subprocess.run(link, capture_output=True, text=True)
+    assert failed.returncode != 0 and "at_nowhere" in failed.stderr and "at_here" not in failed.stderr
+    with open(tmp_path / "shim.c", "a") as shim:
+        shim.write("void *at_nowhere(void) { return 0; }")
+    subprocess.run(link, check=True)
+    exported = subprocess.run(["nm", "-D", "--defined-only", tmp_path / "shim.so"], capture_output=True, text=True, check=True).stdout
+    assert sorted(line.split()[-1] for line in exported.splitlines()) == ["at_here", "at_nowhere"]
+    assert re.search(r'"@\$\{needed\}\.txt"', read("torch_ops/CMakeLists.txt"))
+
+
+def test_the_streams_function_is_the_one_that_torch_exports():
+    """Before torch 2.11 calls on a GPU need it; tools/torch_matrix.py asks every release's libtorch_cuda."""
+    assert f'"{torch_releases.STREAM_FUNCTION}"' in read("torch_ops/stream.cpp")
+    assert f"TORCH_VERSION_MINOR >= {torch_releases.STREAM_SINCE.split('.')[1]}" in read("torch_ops/stream.cpp")
+    libtorch_cuda = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
+    if not libtorch_cuda.exists():
+        pytest.skip("this torch has no CUDA")
+    assert torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION)
+    assert not torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION + "s")
 
 
 #: How torch-sys writes the C types of torch_ops/tch.cpp.
@@ -166,25 +213,54 @@ def test_the_functions_under_tch_are_what_rust_declares():
         assert RUST_TYPES[result.strip()] == (found[2] and found[2].strip()), name
 
 
-def test_a_missing_library_says_how_to_build_it(tmp_path):
-    shutil.copytree(REPOSITORY / "python" / "volta_fa", tmp_path / "volta_fa", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
+def package_without_libraries(folder: Path) -> Path:
+    package = folder / "volta_fa"
+    shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "torch-*", "__pycache__"))
+    return package
+
+
+def put_library(package: Path, release: str) -> None:
+    (package / f"torch-{release}").mkdir()
+    (package / f"torch-{release}" / "libvolta_fa.so").write_bytes(b"not a library")
+
+
+def import_error(folder: Path) -> str:
+    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(folder))
     assert ran.returncode != 0
-    assert re.search(r"^ImportError: the native library .* has not been built: run `make build`", ran.stderr, re.M)
+    return re.search(r"^ImportError: (.*)\n\Z", ran.stderr, re.M)[1]
+
+
+def test_a_missing_library_says_how_to_build_it(tmp_path):
+    package_without_libraries(tmp_path)
+    assert re.search("the native library .* has not been built: run `make build`", import_error(tmp_path))
 
 
 def test_a_damaged_library_is_an_import_error(tmp_path):
-    package = tmp_path / "volta_fa"
-    shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (package / "libvolta_fa.so").write_bytes(b"not a library")
-    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
-    assert re.search(r"^ImportError: the native library .* does not load into torch", ran.stderr, re.M)
+    put_library(package_without_libraries(tmp_path), torch_releases.minor(torch.__version__))
+    assert re.search("the native library .* does not load into torch", import_error(tmp_path))
 
 
-def test_another_torch_is_an_import_error(monkeypatch):
-    monkeypatch.setattr(library.torch, "__version__", "2.12.0+cu130")
-    with pytest.raises(ImportError, match=r"needs torch 2\.11\.0, and torch 2\.12\.0\+cu130 is installed: .*pip install torch==2\.11\.0"):
-        library.load()
+@pytest.mark.parametrize("releases, said", [(["2.6"], "was built for torch 2.6, and torch "),
+                                            (["2.6", "2.5", "2.16"], "has libraries for torch 2.5 to 2.16, and torch ")])  # fmt: skip
+def test_another_torch_is_an_import_error(releases, said, tmp_path):
+    package = package_without_libraries(tmp_path)
+    for release in releases:
+        put_library(package, release)
+    own = torch_releases.minor(torch.__version__)
+    message = import_error(tmp_path)
+    assert said + torch.__version__ + " is installed: " in message
+    assert message.endswith(f"install one of these, or a volta_fa for torch {own}")
+    (tmp_path / "python").mkdir()
+    package.rename(tmp_path / "python/volta_fa")
+    (tmp_path / "Cargo.toml").touch()
+    assert import_error(tmp_path / "python").endswith(f"run `make build` in {tmp_path}")
+
+
+@pytest.mark.parametrize("version, release", [("2.7.0", "2.7"), ("2.10.0+cu128", "2.10"), ("2.16.0a0+gitabc", "2.16")])
+def test_the_library_is_the_one_for_this_torch(version, release, monkeypatch):
+    monkeypatch.setattr(library.torch, "__version__", version)
+    assert volta_fa.library_path() == Path(volta_fa.__file__).parent / f"torch-{release}" / "libvolta_fa.so"
+    assert torch_releases.minor(version) == release
 
 
 def test_the_package_says_every_argument():
@@ -293,12 +369,14 @@ def test_check_toolchain(tmp_path):
     assert check_build_env.problems(toolchain_only=True, environ=empty) == []
 
 
-@pytest.mark.parametrize("name, right", [("2.11.0", True), ("2.11.0+cu126", True), ("2.11.1", False), ("2.10.0+cu128", False)])
+@pytest.mark.parametrize(
+    "name, right", [("2.11.0", True), ("2.7.1+cu126", True), ("2.15.3", True), ("2.6.0+cu124", False), ("2.16.0", False), ("3.7.0", False)]
+)
 def test_check_torch(name, right, monkeypatch):
     monkeypatch.setattr(torch, "__version__", name)
     problem = check_build_env.check_torch()
     assert (problem is None) is right
-    assert right or (name in problem and "pip install torch==2.11.0" in problem)
+    assert right or (f"torch {name} is installed" in problem and "needs torch 2.7 to 2.15: run" in problem and "torch==2.11.0" in problem)
 
 
 def test_check_torch_that_is_missing_or_broken(monkeypatch):
@@ -313,14 +391,17 @@ def test_check_torch_that_is_missing_or_broken(monkeypatch):
     assert "does not load (libc10.so: gone)" in fails(ImportError("libc10.so: gone\nand much more"))
 
 
-@pytest.mark.parametrize("versions, said", [({"setuptools": "81.0.0", "setuptools-rust": "1.13.0"}, None),
-                                            ({"setuptools": "65.5.0", "setuptools-rust": "1.13.0"}, "setuptools 65.5.0 is installed"),
-                                            ({"setuptools": "81.0.0"}, "setuptools-rust is not installed")])  # fmt: skip
+@pytest.mark.parametrize("versions, said", [({}, None),
+                                            ({"setuptools": "65.5.0"}, "setuptools 65.5.0 is installed"),
+                                            ({"setuptools-rust": None}, "setuptools-rust is not installed"),
+                                            ({"ninja": None}, "ninja is not installed")])  # fmt: skip
 def test_check_build_packages(versions, said, monkeypatch):
+    installed = {**dict(package.split("==") for package in check_build_env.BUILD_PACKAGES), **versions}
+
     def version(name):
-        if name not in versions:
+        if installed[name] is None:
             raise metadata.PackageNotFoundError(name)
-        return versions[name]
+        return installed[name]
 
     monkeypatch.setattr(check_build_env.importlib.metadata, "version", version)
     problem = check_build_env.check_build_packages()

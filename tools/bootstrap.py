@@ -3,10 +3,10 @@
     python tools/bootstrap.py .venv
     python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise docs
 
-- If the Python that runs this has torch of the right version, that torch is used as it is: the new
-  environment sees its packages, and nothing is installed into it.
-- Else, on a machine with a Volta GPU, torch comes from PyTorch's CUDA 12.6 index: the default wheels of this
-  release have no code for sm_70.
+- If the Python that runs this has a torch that volta_fa supports (tools/torch_releases.py), that torch is used as it is: the
+  new environment sees its packages, and nothing is installed into it.
+- Else the default release is installed; on a machine with a Volta GPU from PyTorch's CUDA 12.6 index, since its default wheels
+  have no code for sm_70.
 - A torch for CUDA 12 requires its own older NVRTC. Ours, which compiles the kernels at build time only, then
   goes into a folder of its own in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
 - The oldest transformers that volta_fa supports goes into a folder of its own (`.venv/transformers-4.57`): the
@@ -23,7 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from check_build_env import TORCH_VERSION, check_python, check_torch
+import torch_releases
+from check_build_env import check_python, check_torch
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 #: PyTorch's own index of the last CUDA release whose wheels carry sm_70.
@@ -49,7 +50,7 @@ def gpu_capabilities() -> list[str]:
 
 def torch_arguments(capabilities: list[str]) -> list[str]:
     """pip's arguments for the torch that runs on these GPUs."""
-    arguments = [f"torch=={TORCH_VERSION}"]
+    arguments = [f"torch=={torch_releases.DEFAULT}"]
     if "7.0" in capabilities:
         arguments += ["--index-url", VOLTA_TORCH_INDEX]
     return arguments
