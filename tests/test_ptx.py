@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import INFO, LIBRARY, REPOSITORY
+from conftest import CORE, INFO, REPOSITORY
 
 # Of PTX, from the last without sm_70 to that of CUDA 10.2, whose drivers are of November 2019.
 VERSIONS = ["5.0", "6.0", "6.1", "6.2", "6.3", "6.4", "6.5"]
@@ -40,7 +40,7 @@ def embedded() -> dict[str, str]:
     compare = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = compare  # its dataclass looks itself up there
     spec.loader.exec_module(compare)
-    zstd, library = compare.Zstd(), LIBRARY.read_bytes()
+    zstd, library = compare.Zstd(), CORE.read_bytes()
     frames = (zstd.frame(library[m.start() : m.start() + 2**20]) for m in re.finditer(re.escape(compare.ZSTD_MAGIC), library))
     texts = [frame.rstrip(b"\0").decode() for frame in frames if frame and b"\n.address_size 64" in frame[:4096]]
     return {re.search(r"\.entry (\w+)", text)[1]: text for text in texts}

@@ -76,12 +76,13 @@ def close(found, expected, tolerance=1e-5) -> None:
 
 @contextmanager
 def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
+    message = None
     try:
         yield
     except kind as error:
-        assert re.search(pattern, str(error)), f"{error} does not match {pattern}"
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+        message = str(error)
+    assert message is not None, f"no {kind.__name__}"
+    assert re.search(pattern, message), f"{message} does not match {pattern}"
 
 
 # ---- the library and torch ---------------------------------------------------------------------------------------------
