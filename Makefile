@@ -25,7 +25,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...    for the demo or pytest: make run ARGS=--quick, make test ARGS='-k demo'"
-	@echo "  PYTHON=...  the Python 3.10 to 3.13 that .venv is made with"
+	@echo "  PYTHON=...  the Python 3.10 to 3.14 that .venv is made with"
 
 run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
