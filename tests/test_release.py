@@ -2,6 +2,8 @@
 
 import base64
 import hashlib
+import importlib.util
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,6 +12,7 @@ import zipfile
 import pytest
 
 import release
+from conftest import REPOSITORY
 
 NAME = "volta_fa-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
 METADATA = "Metadata-Version: 2.4\nName: volta-fa\nVersion: 0.1.0\nRequires-Python: >=3.10,<3.99\n"
@@ -111,6 +114,24 @@ def test_a_version_without_notes_is_refused(built, monkeypatch, tmp_path):
     with pytest.raises(release.Refusal, match="CHANGELOG.md says nothing of 0.1.0"):
         release.make(*built, tmp_path / "release", CHANGELOG.replace("0.1.0", "0.0.1"))
     assert not (tmp_path / "release").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("setuptools_rust") is None, reason="not the build environment (`make` has it)")
+def test_the_sdist_has_all_that_a_build_needs(tmp_path):
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    # in a copy: setuptools writes beside the sources
+    needed = ["csrc", "packaging", "python", "src", "tools", "torch_ops", "Cargo.toml", "Cargo.lock", "build.rs", "setup.py", "MANIFEST.in"]
+    for name in [*needed, "pyproject.toml", "README.md", "LICENSE", "rust-toolchain.toml"]:
+        source, copy = REPOSITORY / name, tmp_path / "sources" / name
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", "target", "torch-*"))
+        else:
+            shutil.copy(source, copy)
+    expected = {str(path.relative_to(tmp_path / "sources")) for path in (tmp_path / "sources").rglob("*") if path.is_file()}
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=tmp_path / "sources", check=True, capture_output=True)
+    with tarfile.open(tmp_path / "volta_fa-0.1.0.tar.gz") as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected - found - {"tools/volta-sim/.gitignore"} == set()
 
 
 def compiled(folder, name, *arguments):
