@@ -3,7 +3,7 @@
 VENV    := $(CURDIR)/.venv
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
-EXTRAS  := lint docs matrix release
+EXTRAS  := lint docs wheel matrix
 CARGO_FLAGS := --release --locked --features sim
 
 # cargo's build scripts find NVRTC, and the tests torch, through the environment's Python. NVRTC comes from .venv/cuda12
@@ -70,20 +70,21 @@ docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side i
 docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 	@dot -Tsvg $< -o $@
 
-wheel: $(READY) ## build the wheel to ship (without the simulator) into dist/
-	@$(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is supported, into dist/
+	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
+	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 # Of a wheel for these releases or all, or of the one that WHEEL names.
 MATRIX := target/torch-matrix
-matrix: $(VENV)/.matrix ## try the wheel with each torch release (RELEASES="2.10.0 2.15.0" for some)
+matrix: $(VENV)/.wheel $(VENV)/.matrix ## try the wheel with each torch release (RELEASES="2.10.0 2.15.0" for some)
 	@rm -rf $(MATRIX)/wheel
 	@test -n "$(WHEEL)" || { \
 	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES) | paste -sd,),all) && \
 	    $(IN_VENV) VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES="$$releases" \
 	        python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
-	@$(IN_VENV) python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
-release: wheel $(VENV)/.release ## build all that a release is made of into dist/release/
+release: wheel ## build all that a release is made of into dist/release/
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 

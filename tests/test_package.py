@@ -19,6 +19,8 @@ import torch
 import bootstrap
 import build_shims
 import check_build_env
+import check_wheel
+import portable_linker
 import torch_releases
 import volta_fa
 from conftest import NEEDS_COMPILER
@@ -140,32 +142,31 @@ def test_the_libraries_need_no_cuda_and_the_core_no_torch():
 
 
 @NEEDS_COMPILER
-def test_a_function_that_the_shim_lacks_fails_the_link_with_its_name(tmp_path):
-    """Not only when a call reaches it: the library of this test needs one that nobody has, and one that torch_ops/ does not export."""
-    (tmp_path / "core.c").write_text("void *at_nowhere(void), *at_here(void); void *core(void) { return at_nowhere() ? at_here() : 0; }")
-    (tmp_path / "shim.c").write_text("void *core(void); void *at_here(void) { return core; } void inner(void) {}")
-    compiler = ["gcc", "-shared", "-fPIC"]
-    subprocess.run([*compiler, tmp_path / "core.c", "-o", tmp_path / "libcore.so"], check=True)
-    needed = tmp_path / "needed"
-    lists = ["cmake", "-D", "NM=nm", "-D", f"CORE={tmp_path}/libcore.so", "-D", f"NEEDED={needed}", "-P", "torch_ops/needed_by_rust.cmake"]
-    subprocess.run(lists, check=True, cwd=REPOSITORY)
-    link = [
-        *compiler,
-        tmp_path / "shim.c",
-        "-o",
-        tmp_path / "shim.so",
-        tmp_path / "libcore.so",
-        f"@{needed}.txt",
-        f"-Wl,--version-script={needed}.map",
-    ]
-    failed = subprocess.run(link, capture_output=True, text=True)
-    assert failed.returncode != 0 and "at_nowhere" in failed.stderr and "at_here" not in failed.stderr
-    with open(tmp_path / "shim.c", "a") as shim:
-        shim.write("void *at_nowhere(void) { return 0; }")
-    subprocess.run(link, check=True)
-    exported = subprocess.run(["nm", "-D", "--defined-only", tmp_path / "shim.so"], capture_output=True, text=True, check=True).stdout
-    assert sorted(line.split()[-1] for line in exported.splitlines()) == ["at_here", "at_nowhere"]
-    assert re.search(r'"@\$\{needed\}\.txt"', read("torch_ops/CMakeLists.txt"))
+def test_a_function_that_the_shim_lacks_fails_the_build_with_its_name(tmp_path):
+    """And one that it has but does not export; else only importing the library would tell."""
+    core, shim, exports = tmp_path / "libcore.so", tmp_path / "shim.so", tmp_path / "exports.map"
+    (tmp_path / "core.c").write_text("void *at_there(void), *at_here(void); void *core(void) { return at_there() ? at_here() : 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "core.c", "-o", core], check=True)
+
+    def needed_by_rust(**settings) -> subprocess.CompletedProcess:
+        options = [f"-D{name}={value}" for name, value in {"NM": "nm", "CORE": core, **settings}.items()]
+        return subprocess.run(["cmake", *options, "-P", "torch_ops/needed_by_rust.cmake"], capture_output=True, text=True, cwd=REPOSITORY)
+
+    def built(source: str) -> subprocess.CompletedProcess:
+        (tmp_path / "shim.c").write_text(source)
+        subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "shim.c", "-o", shim, f"-Wl,--version-script={exports}"], check=True)
+        return needed_by_rust(SHIM=shim)
+
+    assert needed_by_rust(MAP=exports).returncode == 0
+    here, there = "void *at_here(void) { return 0; }", "void *at_there(void) { return 0; } void inner(void) {}"
+    for source in (here, f'{here} __attribute__((visibility("hidden"))) {there}'):
+        failed = built(source)
+        assert failed.returncode != 0 and "at_there" in failed.stderr and "at_here" not in failed.stderr
+        assert not shim.exists()
+    assert built(here + there).returncode == 0
+    exported = subprocess.run(["nm", "-D", "--defined-only", shim], capture_output=True, text=True, check=True).stdout
+    assert sorted(line.split()[-1] for line in exported.splitlines()) == ["at_here", "at_there"]
+    assert "needed_by_rust" in needed_by_rust(CORE=shim).stderr + needed_by_rust(CORE=tmp_path / "shim.c").stderr
 
 
 def test_the_streams_function_is_the_one_that_torch_exports():
@@ -590,7 +591,7 @@ def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     metadata.version("setuptools") != requirements("build")["setuptools"], reason="not the pinned build environment (`make` has it)"
 )
 def test_the_wheel(tmp_path):
-    """pip builds it without network; it serves any Python; it holds no simulator; it imports and computes."""
+    """pip builds it without network, for this torch; it serves any Python; it holds the simulator; it imports and computes."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, REPOSITORY], check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -599,12 +600,30 @@ def test_the_wheel(tmp_path):
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     installed = site / "volta_fa"
     assert (installed / "py.typed").exists()
-    assert sorted(path.name for path in installed.rglob("*.so")) == ["libvolta_fa.so"]
-    assert (installed / "libvolta_fa.so").stat().st_size <= 40 * 2**20
+    shim = f"torch-{torch_releases.minor(torch.__version__)}/libvolta_fa.so"
+    assert sorted(str(path.relative_to(installed)) for path in installed.rglob("*.so")) == [build_shims.CORE, shim]
+    assert wheel.stat().st_size <= check_wheel.LARGEST
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
         path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
     }
     code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
     code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
     ran = run_python("-c", code, PYTHONPATH=str(site))
-    assert ran.stdout.split() == ["16.0", "False", str(installed / "__init__.py")], ran.stderr
+    assert ran.stdout.split() == ["16.0", "True", str(installed / "__init__.py")], ran.stderr
+
+
+def test_the_portable_linker_takes_the_systems_cxx_library_and_leaves_the_rest():
+    """zig would link libraries of its own for these names, through which exceptions do not pass."""
+    given = ["-shared", "-lgcc_s", "-lc", "a b.o", "-lstdc++"]
+    found = portable_linker.arguments(given)
+    assert found[0::2] == [given[0], given[2], found[4]] and found[3] == given[3]
+    for path, name in ((Path(found[1]), "libgcc_s.so.1"), (Path(found[4]), "libstdc++.so.6")):
+        assert path.is_absolute() and path.name == name and path.exists()
+
+
+def test_versions_of_symbols_are_compared_with_what_old_systems_have():
+    old = ("GLIBC_2.28", "GLIBC_2.2.5", "GLIBCXX_3.4.21", "GLIBCXX_3.4.9", "CXXABI_1.3.9", "GCC_4.2.0")
+    new = ("GLIBC_2.29", "GLIBC_2.34", "GLIBCXX_3.4.22", "CXXABI_1.3.11", "GCC_12.0.0", "OTHER_1")
+    assert [check_wheel.is_old_enough(version) for version in (*old, *new)] == [True] * len(old) + [False] * len(new)
+    symbols = check_wheel.needed_versions(volta_fa.library_path())
+    assert {"GLIBC", "GLIBCXX", "CXXABI"} <= {name.split("_")[0] for name in symbols}

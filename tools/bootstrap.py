@@ -31,7 +31,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 OLD_TRANSFORMERS = "transformers-4.57"
 #: Commands of the Makefile that need more, which is installed when one of them is first asked for.
-EXTRAS = ("lint", "docs", "matrix", "release")
+EXTRAS = ("lint", "docs", "wheel", "matrix")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 

@@ -72,7 +72,7 @@ def _program(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def build(core: Path, package: Path, *, releases: str = "", linker: str = "") -> list[Path]:
     """The libraries of `package`, made or brought up to date: `core` and a shim for each release. `linker` as in the CMakeLists."""
     folders = torch_folders(releases)
-    work = target_folder() / ("shims-portable" if linker else "shims")
+    work = target_folder() / "shims"
     settings = {
         "VOLTA_FA_CORE": core,
         "VOLTA_FA_HEADERS": target_folder() / "volta-fa-headers",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
 BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0", "cmake==4.4.4", "ninja==1.13.2")
+ZIG = "ziglang==0.17.1"
 #: The first that reads pyproject.toml's licence expression.
 SETUPTOOLS_OLDEST = 77
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
@@ -99,11 +101,22 @@ def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def problems(*, toolchain_only: bool = False, environ: Mapping[str, str] = os.environ) -> list[str]:
+def check_zig() -> str | None:
+    if importlib.util.find_spec("ziglang"):
+        return None
+    return (
+        f"ziglang, with which VOLTA_FA_PORTABLE=1 links, is not installed for {sys.executable}: run `{sys.executable} -m pip install {ZIG}`"
+    )
+
+
+def problems(
+    *, toolchain_only: bool = False, active_torch: bool = True, portable: bool = False, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """What is missing, one line each; empty if the build can start."""
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
-        checks += [check_torch(), check_build_packages(), check_nvrtc(environ)]
+        checks += [check_torch() if active_torch else None, check_build_packages(), check_nvrtc(environ)]
+        checks += [check_zig() if portable else None]
     return [problem for problem in checks if problem]
 
 

@@ -33,11 +33,13 @@ CurrentStream* find_current_stream() {
 void* volta_fa::current_stream(const Tensor& t) {
     if (!t.is_cuda()) return nullptr;
     static CurrentStream* const current_stream = find_current_stream();
-    TORCH_CHECK(current_stream,
-                "volta_fa: this torch has no aoti_torch_get_current_cuda_stream in a libtorch_cuda.so, by which the current stream is "
-                "found before torch 2.11: install an official build of torch, or torch 2.11 or newer");
+    TORCH_CHECK(
+        current_stream,
+        "volta_fa: this torch has no aoti_torch_get_current_cuda_stream in a libtorch_cuda.so, by which the current stream is "
+        "found before torch 2.11: install an official build of torch, or torch 2.11 or newer");
     void* stream = nullptr;
-    TORCH_CHECK(current_stream(t.device().index(), &stream) == 0, "volta_fa: torch does not tell the current stream of ", t.device());
+    TORCH_CHECK(current_stream(t.device().index(), &stream) == 0, "volta_fa: torch does not tell the current stream of ",
+                t.device());
     return stream;
 }
 
