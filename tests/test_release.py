@@ -103,12 +103,6 @@ def test_what_is_refused(built, change, why, tmp_path):
     assert not (tmp_path / "release").exists()
 
 
-def test_a_wheel_that_is_too_large_is_refused(built, monkeypatch, tmp_path):
-    monkeypatch.setattr(release, "LARGEST_WHEEL", 100)
-    with pytest.raises(release.Refusal, match="at most"):
-        release.make(*built, tmp_path / "release", CHANGELOG)
-
-
 def test_a_version_without_notes_is_refused(built, monkeypatch, tmp_path):
     monkeypatch.setattr(release, "audit", lambda wheel: "right")
     with pytest.raises(release.Refusal, match="CHANGELOG.md says nothing of 0.1.0"):
@@ -151,8 +145,8 @@ def test_auditwheels_verdict(tmp_path):
     # of programs' beginning glibc has a newer version than that of manylinux_2_28, where this machine's is new enough
     newer = compiled(tmp_path, "b.so", "-Wl,--undefined=__libc_start_main")
     if b"GLIBC_2.34" in newer:
-        with pytest.raises(release.Refusal, match="symbols of manylinux_2_34_x86_64"):
+        with pytest.raises(release.Refusal, match="GLIBC_2.34|symbols of manylinux_2_34_x86_64"):
             release.audit(write_wheel(tmp_path / NAME, {"volta_fa/b.so": newer}))
     compiled(tmp_path, "libnobody.so", "-Wl,-soname,libnobody.so")
-    with pytest.raises(release.Refusal, match="does not have: libnobody.so"):
+    with pytest.raises(release.Refusal, match="needs libnobody.so|does not have: libnobody.so"):
         release.audit(write_wheel(tmp_path / NAME, {"volta_fa/c.so": compiled(tmp_path, "c.so", *linked, "-lnobody")}))

@@ -9,7 +9,7 @@
     recipe.yaml        a recipe in conda-forge's form
     RELEASE_NOTES.md   this version's part of CHANGELOG.md
 
-Stops, and leaves no folder, where auditwheel finds that the wheel does not run on what its name promises.
+Stops, and leaves no folder, where the wheel needs more of the system than its name promises (tools/check_wheel.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: torch's, which the wheel finds in the process that loads it.
 NOT_OURS = ("libtorch_cpu.so", "libc10.so")
-#: pip's limit on PyPI is higher; this one is the project's.
-LARGEST_WHEEL = 40 * 2**20
 #: The torch of the image: the last whose default builds have code for Volta.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
@@ -49,11 +47,14 @@ def metadata(wheel: Path) -> tuple[str, str]:
 
 
 def audit(wheel: Path) -> str:
-    """auditwheel's verdict on the platform that the wheel's name promises; a Refusal where it is another."""
+    """auditwheel's verdict on the platform that the wheel's name promises; a Refusal where it, or tools/check_wheel.py, finds another."""
     platform = wheel.stem.rsplit("-", 1)[1]
     promised = glibc(platform)
     if promised is None:
         raise Refusal(f"{wheel.name} is for this machine only: `make wheel` builds one for manylinux")
+    checked = subprocess.run([sys.executable, Path(__file__).with_name("check_wheel.py"), wheel], capture_output=True, text=True)
+    if checked.returncode != 0:
+        raise Refusal(checked.stderr.strip())
     ran = subprocess.run([sys.executable, "-m", "auditwheel", "show", "--json", wheel], capture_output=True, text=True)
     if ran.returncode != 0:
         raise Refusal(f"auditwheel does not read {wheel.name}: {ran.stderr.strip()}")
@@ -113,12 +114,10 @@ def fill(template: str, values: dict[str, str]) -> str:
 
 
 def make(wheel: Path, sdist: Path, output: Path, changelog: str) -> str:
-    """The folder, as a whole or not at all. Returns auditwheel's verdict."""
+    """The folder, as a whole or not at all. Returns what the wheel was found to be."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
         raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")
-    if wheel.stat().st_size > LARGEST_WHEEL:
-        raise Refusal(f"{wheel.name} has {wheel.stat().st_size / 2**20:.1f} MiB, of {LARGEST_WHEEL // 2**20} at most")
     verdict = audit(wheel)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
