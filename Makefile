@@ -79,9 +79,9 @@ MATRIX := target/torch-matrix
 matrix: $(VENV)/.wheel $(VENV)/.matrix ## try the wheel with each torch release (RELEASES="2.10.0 2.15.0" for some)
 	@rm -rf $(MATRIX)/wheel
 	@test -n "$(WHEEL)" || { \
-	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES) | paste -sd,),all) && \
-	    $(IN_VENV) VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES="$$releases" \
-	        python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
+	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
+	    VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$$(echo $$releases | tr ' ' ,) \
+	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
 release: wheel ## build all that a release is made of into dist/release/
