@@ -9,8 +9,8 @@ CARGO_FLAGS := --release --locked --features sim
 # cargo's build scripts find NVRTC, and the tests torch, through the environment's Python. NVRTC comes from .venv/cuda12
 # where tools/bootstrap.py had to put it there.
 IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
-# The disassembler that the simulator reads machine code with comes with torch's triton.
-NVDISASM = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('triton').origin).parent / 'backends/nvidia/bin/nvdisasm')")
+# The disassembler that the simulator reads machine code with, as tools/bootstrap.py found it.
+NVDISASM = $(VENV)/nvdisasm
 
 # Threads that wait sleep instead of spinning: on a machine that does anything else besides, or with fewer CPUs
 # than it shows, spinning makes small models many times slower.
@@ -73,6 +73,7 @@ docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is supported, into dist/
 	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
 	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
 
 # Of a wheel for these releases or all, or of the one that WHEEL names.
 MATRIX := target/torch-matrix

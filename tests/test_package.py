@@ -583,6 +583,33 @@ def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
 
 
+@pytest.mark.parametrize("release, ours", [("12.8", False), ("13.0", False), ("13.1", True), ("14.0", True), (None, True)])
+def test_the_simulator_gets_a_disassembler_that_knows_volta(release, ours, tmp_path, monkeypatch):
+    def program(folder: Path, release: str) -> None:
+        path = folder / "backends/nvidia/bin/nvdisasm"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+        path.chmod(0o755)
+
+    installed = []
+
+    def pip_install(self, *arguments):
+        installed.append(arguments[-1].read_text().strip())
+        program(arguments[1] / "triton", "12.8")
+
+    if release:
+        program(tmp_path / "theirs", release)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: str(tmp_path / "theirs") if release else "")
+    environment = bootstrap.Environment(tmp_path / "venv")
+    environment.folder.mkdir()
+    for _ in range(2):  # once is enough
+        bootstrap.install_nvdisasm(environment)
+    assert installed == (["triton==3.6.0"] if ours else [])
+    assert bootstrap.nvdisasm_release(environment.folder / "nvdisasm") <= bootstrap.NVDISASM_NEWEST
+    assert (environment.folder / "nvdisasm").resolve().is_relative_to(tmp_path / ("venv" if ours else "theirs"))
+
+
 # ---- the wheel -------------------------------------------------------------------------------------------------
 
 
@@ -625,5 +652,7 @@ def test_versions_of_symbols_are_compared_with_what_old_systems_have():
     old = ("GLIBC_2.28", "GLIBC_2.2.5", "GLIBCXX_3.4.21", "GLIBCXX_3.4.9", "CXXABI_1.3.9", "GCC_4.2.0")
     new = ("GLIBC_2.29", "GLIBC_2.34", "GLIBCXX_3.4.22", "CXXABI_1.3.11", "GCC_12.0.0", "OTHER_1")
     assert [check_wheel.is_old_enough(version) for version in (*old, *new)] == [True] * len(old) + [False] * len(new)
+    platforms = ("manylinux_2_28_x86_64", "manylinux_2_5_x86_64", "manylinux_2_34_x86_64", "linux_x86_64")
+    assert [check_wheel.no_newer_than(platform, portable_linker.PLATFORM) for platform in platforms] == [True, True, False, False]
     symbols = check_wheel.needed_versions(volta_fa.library_path())
     assert {"GLIBC", "GLIBCXX", "CXXABI"} <= {name.split("_")[0] for name in symbols}

@@ -7,6 +7,7 @@ Prints its size, what each library needs, and auditwheel's verdict; the exit sta
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -51,9 +52,15 @@ def problems_of(library: Path) -> list[str]:
 
 
 def auditwheel(wheel: Path) -> str:
-    """Its verdict on the symbols: the oldest platform that has them all."""
-    shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", wheel], capture_output=True, text=True)
-    return " ".join((shown.stdout + shown.stderr).split())
+    """The oldest platform that has every symbol. (Its other verdict minds that torch is none of the platform's libraries.)"""
+    command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["sym_tag"]
+
+
+def no_newer_than(platform: str, promised: str) -> bool:
+    """Of two names like manylinux_2_28_x86_64, whether the first asks for no more."""
+    glibc = [re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", name) for name in (platform, promised)]
+    return all(glibc) and [int(part) for part in glibc[0].groups()] <= [int(part) for part in glibc[1].groups()]
 
 
 def main(arguments: list[str]) -> int:
@@ -76,7 +83,9 @@ def main(arguments: list[str]) -> int:
             print(f"{name}: {library.stat().st_size / 2**20:.2f} MiB, needs {', '.join(newest.values())}")
             found += [f"{name} {problem}" for problem in problems_of(library)]
     verdict = auditwheel(wheel)
-    print(verdict)
+    print(f"auditwheel: every symbol is on {verdict}")
+    if not no_newer_than(verdict, portable_linker.PLATFORM):
+        found.append(f"auditwheel takes {wheel.name} for {verdict}")
     for problem in found:
         print(f"volta_fa: {problem}", file=sys.stderr)
     return 1 if found else 0
