@@ -90,16 +90,10 @@ def test_the_recipe_is_yaml(folder):
     assert recipe["source"]["sha256"] == release.sha256(folder / "volta_fa-0.1.0.tar.gz")
 
 
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        (lambda wheel, sdist: (wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz"))), "not of one version"),
-        (lambda wheel, sdist: (wheel.rename(wheel.with_name("volta_fa-0.1.0-py3-none-linux_x86_64.whl")), sdist), "this machine only"),
-    ],
-)
-def test_what_is_refused(built, change, why, tmp_path):
-    with pytest.raises(release.Refusal, match=why):
-        release.make(*change(*built), tmp_path / "release", CHANGELOG)
+def test_two_versions_are_refused(built, tmp_path):
+    wheel, sdist = built
+    with pytest.raises(release.Refusal, match="not of one version"):
+        release.make(wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz")), tmp_path / "release", CHANGELOG)
     assert not (tmp_path / "release").exists()
 
 
@@ -141,12 +135,14 @@ def test_auditwheels_verdict(tmp_path):
     compiled(tmp_path, "libtorch_cpu.so", "-Wl,-soname,libtorch_cpu.so")
     linked = (f"-L{tmp_path}", "-Wl,--no-as-needed")
     right = write_wheel(tmp_path / NAME, {"volta_fa/a.so": compiled(tmp_path, "a.so", *linked, "-ltorch_cpu")})
-    assert "wants symbols of manylinux_2_5_x86_64" in release.audit(right)
+    assert "auditwheel: every symbol is on manylinux_2_5_x86_64" in release.audit(right)
     # of programs' beginning glibc has a newer version than that of manylinux_2_28, where this machine's is new enough
     newer = compiled(tmp_path, "b.so", "-Wl,--undefined=__libc_start_main")
     if b"GLIBC_2.34" in newer:
-        with pytest.raises(release.Refusal, match="GLIBC_2.34|symbols of manylinux_2_34_x86_64"):
+        with pytest.raises(release.Refusal, match="auditwheel takes .* for manylinux_2_34_x86_64"):
             release.audit(write_wheel(tmp_path / NAME, {"volta_fa/b.so": newer}))
+    with pytest.raises(release.Refusal, match="is not of the platform manylinux_2_28_x86_64"):
+        release.audit(right.rename(right.with_name("volta_fa-0.1.0-py3-none-linux_x86_64.whl")))
     compiled(tmp_path, "libnobody.so", "-Wl,-soname,libnobody.so")
-    with pytest.raises(release.Refusal, match="needs libnobody.so|does not have: libnobody.so"):
+    with pytest.raises(release.Refusal, match="needs libnobody.so"):
         release.audit(write_wheel(tmp_path / NAME, {"volta_fa/c.so": compiled(tmp_path, "c.so", *linked, "-lnobody")}))
