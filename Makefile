@@ -3,6 +3,7 @@
 VENV    := $(CURDIR)/.venv
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
+EXTRAS  := lint docs wheel matrix
 CARGO_FLAGS := --release --locked --features sim
 
 # cargo's build scripts find NVRTC, and the tests torch, through the environment's Python. NVRTC comes from .venv/cuda12
@@ -16,15 +17,15 @@ NVDISASM = $(VENV)/nvdisasm
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build lint format docs wheel clean
+.PHONY: help run test build lint format docs wheel matrix release clean
 
 help: ## this list
 	@echo "volta_fa: exact attention for NVIDIA Volta GPUs, as PyTorch operators"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...    for the demo or pytest: make run ARGS=--quick, make test ARGS='-k demo'"
-	@echo "  PYTHON=...  the Python 3.10 to 3.13 that .venv is made with"
+	@echo "  PYTHON=...  the Python 3.10 to 3.14 that .venv is made with"
 
 run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
@@ -74,17 +75,31 @@ wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is suppor
 	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
 
+# Of a wheel for these releases or all, or of the one that WHEEL names.
+MATRIX := target/torch-matrix
+matrix: $(VENV)/.wheel $(VENV)/.matrix ## try the wheel with each torch release (RELEASES="2.10.0 2.15.0" for some)
+	@rm -rf $(MATRIX)/wheel
+	@test -n "$(WHEEL)" || { \
+	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
+	    VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$$(echo $$releases | tr ' ' ,) \
+	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
+
+release: wheel ## build all that a release is made of into dist/release/
+	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
+
 clean: ## remove everything built (.venv stays: delete it by hand)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # The environment, again whenever its requirements change.
-$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt %/wheel.txt,$(wildcard tools/requirements/*.txt))
+$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt),$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)"
 	@touch $@
 
-# What `make lint`, `make docs` and `make wheel` need besides, when one of them is first asked for.
-$(VENV)/.lint $(VENV)/.docs $(VENV)/.wheel: $(VENV)/.%: tools/requirements/%.txt $(READY)
+# What these commands need besides, when one of them is first asked for.
+$(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

@@ -56,6 +56,8 @@ def _load_library() -> Path:
 
 
 LIBRARY = _load_library()
+#: What has the kernels.
+CORE = LIBRARY.parents[1] / "libvolta_fa_core.so"
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
 

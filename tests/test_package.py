@@ -34,8 +34,11 @@ def read(name: str) -> str:
 
 
 def requirements(name: str) -> dict[str, str]:
-    """Package to version of one file of pins; whatever is not pinned exactly fails here."""
-    return dict(re.fullmatch(r"([\w-]+)==([\w.]+)", line).groups() for line in read(f"tools/requirements/{name}.txt").splitlines())
+    """Package to version of one file of pins, for each Python exactly one; whatever is not pinned exactly fails here."""
+    return dict(
+        re.fullmatch(r'([\w-]+)==([\w.]+)(?:; python_version (?:<|>=) "3\.\d+")?', line).groups()
+        for line in read(f"tools/requirements/{name}.txt").splitlines()
+    )
 
 
 def run_python(*arguments, **environ) -> subprocess.CompletedProcess:
@@ -352,11 +355,11 @@ def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkey
 # ---- what the build needs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found, right", [((3, 9), False), ((3, 10), True), ((3, 13), True), ((3, 14), False)])
+@pytest.mark.parametrize("found, right", [((3, 9), False), ((3, 10), True), ((3, 14), True), ((3, 15), False)])
 def test_check_python(found, right):
     problem = check_build_env.check_python(found)
     assert (problem is None) is right
-    assert right or "needs Python 3.10 to 3.13" in problem
+    assert right or "needs Python 3.10 to 3.14" in problem
 
 
 def test_check_toolchain(tmp_path):
@@ -461,7 +464,7 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "release", "clean"):
         assert f"make {target} " in make("help").stdout
 
 
@@ -488,7 +491,7 @@ def fake_python(folder: Path, name: str, version: str) -> Path:
 
 def test_find_python(tmp_path):
     path, active, ours = tmp_path / "bin", tmp_path / "active", tmp_path / "ours"
-    assert "no Python 3.10 to 3.13 found" in find_python(ours, PATH=str(path)).stderr
+    assert "no Python 3.10 to 3.14 found" in find_python(ours, PATH=str(path)).stderr
     fake_python(path, "python3", "3.9")
     fake_python(path, "python3.11", "3.11")
     (path / "python3.12").write_text("#!/bin/sh\necho a version manager without this version\nexit 127\n")
@@ -499,7 +502,7 @@ def test_find_python(tmp_path):
     assert find_python(ours, PATH=str(path), CONDA_PREFIX=str(active)).stdout.strip() == str(active / "bin/python")
     fake_python(ours / "bin", "python", "3.10")
     assert find_python(ours, PATH=str(path), VIRTUAL_ENV=str(active)).stdout.strip() == str(ours / "bin/python")
-    assert "is not a Python 3.10 to 3.13" in find_python(ours, PATH=str(path), PYTHON="python3").stderr
+    assert "is not a Python 3.10 to 3.14" in find_python(ours, PATH=str(path), PYTHON="python3").stderr
 
 
 def test_torch_for_volta_comes_from_the_index_that_has_it():

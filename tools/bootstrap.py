@@ -1,7 +1,7 @@
 """Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
-    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise docs and wheel
+    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise the other EXTRAS
 
 - If the Python that runs this has a torch that volta_fa supports (tools/torch_releases.py), that torch is used as it is: the
   new environment sees its packages, and nothing is installed into it.
@@ -35,6 +35,8 @@ VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 #: CUDA's last release whose nvdisasm knows sm_70.
 NVDISASM_NEWEST = (13, 0)
 OLD_TRANSFORMERS = "transformers-4.57"
+#: Commands of the Makefile that need more, which is installed when one of them is first asked for.
+EXTRAS = ("lint", "docs", "wheel", "matrix")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 
@@ -186,8 +188,8 @@ def make_cuda_home(home: Path, wheels: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[1:] not in ([], ["lint"], ["docs"], ["wheel"]):
-        print(f"usage: {Path(__file__).name} FOLDER [lint | docs | wheel]", file=sys.stderr)
+    if not arguments or arguments[1:] not in ([], *([extra] for extra in EXTRAS)):
+        print(f"usage: {Path(__file__).name} FOLDER [{' | '.join(EXTRAS)}]", file=sys.stderr)
         return 2
     if problem := check_python():
         print(f"volta_fa: {problem}", file=sys.stderr)

@@ -81,6 +81,10 @@ def build(core: Path, package: Path, *, releases: str = "", linker: str = "") ->
     }
     configure = [_program("cmake"), "-G", "Ninja", "-S", ROOT / "torch_ops", "-B", work, f"-DCMAKE_MAKE_PROGRAM={_program('ninja')}"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
+    # A target folder that checkouts share, as CARGO_TARGET_DIR can name one: CMake refuses what it has not configured itself.
+    cache = work / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT / 'torch_ops'}\n" not in cache.read_text():
+        shutil.rmtree(work)
     for command in (configure, [_program("cmake"), "--build", work]):
         ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if ran.returncode != 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch_releases
 
-PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
+PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
 #: The last CUDA release whose compiler knows sm_70.
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")

@@ -2,7 +2,7 @@
 
     python tools/compare_kernels.py BEFORE AFTER
 
-BEFORE and AFTER are built libraries (libvolta_fa.so), or folders of compiled kernels (target/volta-fa-kernels, of which the
+BEFORE and AFTER are built libraries (libvolta_fa_core.so), or folders of compiled kernels (target/volta-fa-kernels, of which the
 newest entry of each kernel counts). Exits with 0 where the same kernels have the same machine code, else with 1.
 
 Python's standard library and libzstd are enough for that. What differs is disassembled with nvdisasm, where VOLTA_SIM_NVDISASM

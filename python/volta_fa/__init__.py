@@ -93,6 +93,7 @@ from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
 from .library import library_path, load
 from .merge import merge_attention_states
+from .remedies import warn_when_cuda_starts
 from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .version import __version__
 
@@ -112,4 +113,5 @@ __all__ += _flash_attn.__all__
 
 load()
 _follow_the_library()
-del load, _follow_the_library
+warn_when_cuda_starts()
+del load, _follow_the_library, warn_when_cuda_starts

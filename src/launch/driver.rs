@@ -3,7 +3,7 @@
 //! libcuda is opened on first use; a machine without a driver loads this library all the same.
 
 use super::tuning::{self, DeviceTuning};
-use super::{only_family, KernelLaunch, Launcher};
+use super::{only_family, refusals, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
@@ -154,7 +154,7 @@ impl Driver {
         if let Some(f) = find() {
             return Ok(f);
         }
-        let f = load(variant, &state.limits)?;
+        let f = self.load(variant, &state.limits)?;
         functions.write().unwrap_or_else(|e| e.into_inner()).insert(key, f);
         Ok(f)
     }
@@ -173,28 +173,51 @@ fn driver_version() -> Result<String> {
     Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10))
 }
 
-fn load(variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
-    let image = kernels::image(variant);
-    let what = format!("loading {}", variant.name);
-    let code = match variant.family.code_for(limits.sm()) {
-        Some(Code::Cubin) => image.cubin()?,
-        Some(Code::Ptx) => image.ptx()?,
-        None => return Err(Error::runtime(format!("{what}: this is an sm_{} device", limits.sm()))),
-    };
-    // SAFETY: `code` is a whole cubin or NUL-terminated PTX; modules are never unloaded, so the function stays valid.
-    unsafe {
-        let module = check(&what, result::module::load_data(code.as_ptr().cast()))?;
+impl Driver {
+    fn load(&self, variant: &Variant, limits: &DeviceLimits) -> Result<Function> {
+        let what = format!("loading {}", variant.name);
+        let module = self.module(variant, limits, &what)?;
         let name = CString::new(variant.name).expect("kernel names have no NUL");
-        let f = check(&what, result::module::get_function(module, name))?;
-        check(
-            &what,
-            result::function::set_function_attribute(
-                f,
-                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                variant.shared_bytes as i32,
-            ),
-        )?;
-        Ok(Function(f))
+        // SAFETY: modules are never unloaded, so the function stays valid.
+        unsafe {
+            let f = check(&what, result::module::get_function(module, name))?;
+            check(
+                &what,
+                result::function::set_function_attribute(
+                    f,
+                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    variant.shared_bytes as i32,
+                ),
+            )?;
+            Ok(Function(f))
+        }
+    }
+
+    /// The variant's code, in the best form that the driver takes.
+    fn module(&self, variant: &Variant, limits: &DeviceLimits, what: &str) -> Result<sys::CUmodule> {
+        let image = kernels::image(variant);
+        let forms: &[Code] = match variant.family.code_for(limits.sm()) {
+            // a driver that is older than the compiler of the machine code may still compile the PTX
+            Some(Code::Cubin) => &[Code::Cubin, Code::Ptx],
+            Some(Code::Ptx) => &[Code::Ptx],
+            None => return Err(Error::runtime(format!("{what}: this is an sm_{} device", limits.sm()))),
+        };
+        let mut answers = vec![];
+        for &form in forms {
+            let code = match form {
+                Code::Cubin => image.cubin()?,
+                Code::Ptx => image.ptx()?,
+            };
+            // SAFETY: `code` is a whole cubin or NUL-terminated PTX.
+            match unsafe { result::module::load_data(code.as_ptr().cast()) } {
+                Err(e) if refusals::is_refusal(e.0) => answers.push((form, e.0)),
+                done => return check(what, done),
+            }
+        }
+        let card = result::device::get(self.device as i32).and_then(result::device::get_name);
+        let card = card.unwrap_or_else(|_| format!("cuda:{}", self.device));
+        let driver = driver_version().unwrap_or_else(|_| "of unknown version".into());
+        Err(Error::runtime(refusals::describe(variant.name, &card, limits.sm(), &driver, &answers)))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Compiles every kernel variant, in parallel and cached by content, and writes the Rust table that
 //! embeds them: `embedded.rs` in OUT_DIR, one `Image` a variant, in the order of the variant tables.
 
-use crate::nvrtc::{Binary, Compiler};
+use crate::nvrtc::{Binary, Compiler, PTX_VERSIONS};
 use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
@@ -50,10 +50,10 @@ fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBu
     Ok(entry)
 }
 
-/// Hash of all that decides the machine code: compiler, options, parameter header, sources.
+/// Hash of all that decides the machine code and the PTX: compiler, options, PTX versions, parameter header, sources.
 fn key(compiler: &Compiler, variant: &Variant) -> Result<String> {
     let mut hash = Sha256::new();
-    hash.update(format!("{:?} {:?}", compiler.version, Compiler::options(variant)));
+    hash.update(format!("{:?} {:?} {PTX_VERSIONS:?}", compiler.version, Compiler::options(variant)));
     hash.update(compiler.params_header());
     for file in include_closure(Path::new(variant.source))? {
         hash.update(file.to_string_lossy().as_bytes());

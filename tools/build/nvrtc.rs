@@ -14,6 +14,7 @@ type Program = *mut c_void;
 /// A compiled kernel.
 pub struct Binary {
     pub cubin: Vec<u8>,
+    /// of the lowest version that its instructions need
     pub ptx: Vec<u8>,
     /// per thread, as ptxas reports it
     pub registers: u32,
@@ -34,6 +35,62 @@ const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 /// Fixed-width types for the generated header: NVRTC has no standard headers.
 const PRELUDE: &str =
     "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\ntypedef unsigned long long uint64_t;\n";
+
+/// What of PTX is newer than its targets, and the PTX ISA that brought it (NVIDIA's "Release Notes" of the ISA): an opcode, and those of
+/// its modifiers that decide; without an opcode the modifier of any. Part of every variant's cache key.
+///
+/// A row that is missing gives PTX that no driver compiles: the tests let ptxas assemble what is embedded.
+pub const PTX_VERSIONS: &[(&str, (u32, u32))] = &[
+    ("activemask", (6, 2)),
+    ("red.noftz", (6, 2)),
+    ("nanosleep", (6, 3)),
+    ("mma.m8n8k4", (6, 4)),
+    ("mma.m16n8k8", (6, 5)),
+    ("ldmatrix", (6, 5)),
+    ("abs.f16", (6, 5)),
+    ("abs.f16x2", (6, 5)),
+    ("ex2.f16", (7, 0)),
+    ("ex2.f16x2", (7, 0)),
+    ("tanh", (7, 0)),
+    (".L1::no_allocate", (7, 4)),
+    (".L2::128B", (7, 4)),
+    ("bmsk", (7, 6)),
+    ("szext", (7, 6)),
+    ("movmatrix", (7, 8)),
+];
+
+/// The first PTX ISA that has the target.
+fn first_version_of(sm: u32) -> (u32, u32) {
+    match sm {
+        ..=72 => (6, 0),
+        75 => (6, 3),
+        _ => (7, 0),
+    }
+}
+
+/// The PTX with the lowest version that has all its instructions: a driver refuses versions that are newer than itself, whatever the
+/// instructions, and NVRTC writes its own.
+fn for_old_drivers(ptx: &str, sm: u32) -> Result<String> {
+    // which bytes of a vector load are used: a hint for tools, and as a directive newer than most drivers
+    let kept: Vec<&str> = ptx.lines().filter(|line| !line.trim_start().starts_with(".pragma \"used_bytes_mask")).collect();
+    let code = kept.iter().map(|line| line.split("//").next().unwrap_or(""));
+    let words = code.flat_map(|line| line.split(|c: char| !(c.is_ascii_alphanumeric() || "_.:".contains(c))));
+    let (major, minor) = words
+        .flat_map(|word| PTX_VERSIONS.iter().filter(move |(newer, _)| is_instance(word, newer)))
+        .map(|&(_, version)| version)
+        .fold(first_version_of(sm), std::cmp::max);
+    let version = kept.iter().position(|line| line.starts_with(".version ")).context("NVRTC's PTX names no version")?;
+    let lowest = format!(".version {major}.{minor}");
+    Ok(kept.iter().enumerate().map(|(i, line)| if i == version { &lowest } else { *line }).collect::<Vec<_>>().join("\n") + "\n")
+}
+
+/// Is `instruction`, as `mma.sync.aligned.m8n8k4.row.col`, one of those that a row of [`PTX_VERSIONS`] means?
+fn is_instance(instruction: &str, row: &str) -> bool {
+    let (opcode, modifiers) = row.split_once('.').unwrap_or((row, ""));
+    let mut words = instruction.split('.');
+    let found = words.next().unwrap_or("");
+    (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
+}
 
 /// The bits of `NEEDS`, as `kNeedLengths` and so on. Enumerators, since variables would leave their addresses in the cubin.
 fn needs() -> String {
@@ -156,6 +213,8 @@ impl Compiler {
             }
             let cubin = self.blob(program, b"nvrtcGetCUBINSize", b"nvrtcGetCUBIN")?;
             let ptx = self.blob(program, b"nvrtcGetPTXSize", b"nvrtcGetPTX")?;
+            let ptx = std::str::from_utf8(&ptx).context("NVRTC's PTX is no text")?.trim_end_matches('\0');
+            let ptx = for_old_drivers(ptx, variant.family.sm)?.into_bytes();
             destroy(&mut program);
             let registers = number_before(&log, " registers").with_context(|| format!("no register count in ptxas' log:\n{log}"))?;
             let spill_bytes =

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .. import remedies
 from ..errors import CommandError
 from ..inspection import kernel_family
 from .rich_import import require_rich
@@ -68,9 +69,6 @@ def _choose_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:
-        # PyTorch's default wheels from 2.11 on have no code for Volta, and from 2.15 on none of its wheels
-        raise CommandError(
-            f"torch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): for Volta run "
-            "`pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126`, or use --device cpu"
-        ) from None
+        reason = "; ".join(remedies.problems()) or str(error).splitlines()[0]
+        raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere") from None
     return device

@@ -49,6 +49,8 @@ def _print_tables(facts: dict[str, Any]) -> None:
         sep="\n",
         soft_wrap=True,
     )
+    for problem in facts["problems"]:
+        console.print(f"[bold]problem[/bold]      {problem}", soft_wrap=True)
     for title, rows in (
         ("Devices", facts["devices"]),
         ("Kernel families", facts["families"]),

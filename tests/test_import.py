@@ -1,0 +1,53 @@
+"""`import volta_fa` costs little beyond `import torch`, and starts nothing."""
+
+import json
+
+import pytest
+
+from conftest import run_python
+
+LIMIT_MS = 50
+RUNS = 5
+TIMES = """
+    import time
+    times = [time.perf_counter()]
+    import torch
+    times.append(time.perf_counter())
+    import volta_fa
+    times.append(time.perf_counter())
+    print(*(1e3 * (after - before) for before, after in zip(times, times[1:])))
+"""
+
+
+@pytest.mark.alone
+def test_the_import_is_short_beside_that_of_torch():
+    """The least of several, since what else the machine does only adds; a share of torch's own, where the machine is a slow one."""
+    of_torch, ours = map(min, zip(*(map(float, run_python(TIMES).split()) for _ in range(RUNS))))
+    assert ours <= max(LIMIT_MS, 0.05 * of_torch), f"{ours:.0f} ms beyond torch's {of_torch:.0f} ms"
+
+
+def test_the_import_starts_nothing():
+    """Neither CUDA nor a search for its driver: programs that fork, or choose their devices later, import it first."""
+    found = json.loads(
+        run_python("""
+            import json, sys, threading
+            import torch
+            def libraries():
+                with open("/proc/self/maps") as maps:
+                    return {line.split()[-1] for line in maps if ".so" in line}
+            before, modules = libraries(), set(sys.modules)
+            import volta_fa
+            print(json.dumps({
+                "started": torch.cuda.is_initialized(),
+                "opened": sorted(path for path in libraries() - before),
+                "threads": threading.active_count(),
+                "modules": sorted(name for name in set(sys.modules) - modules if not name.startswith("volta_fa")),
+            }))
+        """)
+    )
+    assert not found["started"] and found["threads"] == 1
+    ours = [path for path in found["opened"] if "/volta_fa/" in path]
+    assert ours and not [path for path in found["opened"] if "libcuda" in path or "libnv" in path], found["opened"]
+    # what torch leaves to those who ask for it, and takes long
+    heavy = {"torch._dynamo", "torch._inductor", "triton", "transformers", "numpy.testing", "sympy", "rich", "matplotlib"}
+    assert not heavy.intersection(found["modules"])

@@ -1,0 +1,148 @@
+"""tools/release.py: the folder that users download from, made of a small wheel and an sdist that stand for the real ones."""
+
+import base64
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+import release
+from conftest import REPOSITORY
+
+NAME = "volta_fa-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+METADATA = "Metadata-Version: 2.4\nName: volta-fa\nVersion: 0.1.0\nRequires-Python: >=3.10,<3.99\n"
+CHANGELOG = "# Changelog\n\n## 0.1.0 (unreleased)\n\nThe foundation.\n\n- Kernels.\n\n## 0.0.9\n\n- Older.\n"
+
+
+def write_wheel(path, files):
+    """With the RECORD that pip checks."""
+    info = "volta_fa-0.1.0.dist-info"
+    tag = path.stem.split("-", 2)[2]
+    files = {**files, f"{info}/METADATA": METADATA.encode(), f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode()}
+    lines = []
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            lines.append(f"{name},sha256={digest},{len(data)}\n")
+        archive.writestr(f"{info}/RECORD", "".join(lines) + f"{info}/RECORD,,\n")
+    return path
+
+
+@pytest.fixture
+def built(tmp_path):
+    wheel = write_wheel(tmp_path / NAME, {"volta_fa/__init__.py": b"answer = 42\n"})
+    sdist = tmp_path / "volta_fa-0.1.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        archive.add(wheel, "volta_fa-0.1.0/wheel")
+    return wheel, sdist
+
+
+@pytest.fixture
+def folder(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "audit", lambda wheel: "right")
+    output = tmp_path / "dist" / "release"
+    output.mkdir(parents=True)
+    (output / "of an earlier release").write_text("")
+    assert release.make(*built, output, CHANGELOG) == "right"
+    return output
+
+
+def test_what_is_there(folder):
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {
+        NAME, "volta_fa-0.1.0.tar.gz", "simple/index.html", "simple/volta-fa/index.html", "SHA256SUMS",
+        "Dockerfile", "recipe.yaml", "RELEASE_NOTES.md",
+    }  # fmt: skip
+    assert (folder / "RELEASE_NOTES.md").read_text() == "# volta_fa 0.1.0\n\nThe foundation.\n\n- Kernels.\n"
+    assert f"COPY {NAME} /tmp/" in (folder / "Dockerfile").read_text()
+    assert "@" not in "".join((folder / name).read_text() for name in ("Dockerfile", "recipe.yaml"))
+
+
+def test_the_index_installs(folder, tmp_path):
+    """As a static host serves it, with the sums in its links checked by pip."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    simple = ["--index-url", f"file://{folder}/simple/"]
+    subprocess.run([*pip, *simple, "--target", tmp_path / "site", "volta-fa"], check=True)
+    assert (tmp_path / "site/volta_fa/__init__.py").read_text() == "answer = 42\n"
+    write_wheel(folder / NAME, {"volta_fa/__init__.py": b"answer = 43\n"})
+    ran = subprocess.run([*pip, *simple, "--no-cache-dir", "--target", tmp_path / "other", "volta-fa"], capture_output=True, text=True)
+    assert ran.returncode != 0 and "DO NOT MATCH THE HASHES" in ran.stderr
+
+
+def test_the_sums_verify(folder):
+    check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=folder).returncode == 0
+    assert len((folder / "SHA256SUMS").read_text().splitlines()) == 7
+    (folder / "RELEASE_NOTES.md").write_text("other")
+    assert subprocess.run(check, cwd=folder, capture_output=True).returncode != 0
+
+
+def test_the_recipe_is_yaml(folder):
+    yaml = pytest.importorskip("yaml")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == "0.1.0"
+    assert recipe["source"]["sha256"] == release.sha256(folder / "volta_fa-0.1.0.tar.gz")
+
+
+def test_two_versions_are_refused(built, tmp_path):
+    wheel, sdist = built
+    with pytest.raises(release.Refusal, match="not of one version"):
+        release.make(wheel, sdist.rename(sdist.with_name("volta_fa-0.2.0.tar.gz")), tmp_path / "release", CHANGELOG)
+    assert not (tmp_path / "release").exists()
+
+
+def test_a_version_without_notes_is_refused(built, monkeypatch, tmp_path):
+    monkeypatch.setattr(release, "audit", lambda wheel: "right")
+    with pytest.raises(release.Refusal, match="CHANGELOG.md says nothing of 0.1.0"):
+        release.make(*built, tmp_path / "release", CHANGELOG.replace("0.1.0", "0.0.1"))
+    assert not (tmp_path / "release").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("setuptools_rust") is None, reason="not the build environment (`make` has it)")
+def test_the_sdist_has_all_that_a_build_needs(tmp_path):
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    # in a copy: setuptools writes beside the sources
+    needed = ["csrc", "packaging", "python", "src", "tools", "torch_ops", "Cargo.toml", "Cargo.lock", "build.rs", "setup.py", "MANIFEST.in"]
+    for name in [*needed, "pyproject.toml", "README.md", "LICENSE", "rust-toolchain.toml"]:
+        source, copy = REPOSITORY / name, tmp_path / "sources" / name
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", "target", "torch-*"))
+        else:
+            shutil.copy(source, copy)
+    expected = {str(path.relative_to(tmp_path / "sources")) for path in (tmp_path / "sources").rglob("*") if path.is_file()}
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=tmp_path / "sources", check=True, capture_output=True)
+    with tarfile.open(tmp_path / "volta_fa-0.1.0.tar.gz") as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected - found - {"tools/volta-sim/.gitignore"} == set()
+
+
+def compiled(folder, name, *arguments):
+    library = folder / name
+    source = 'extern int puts(const char*); int f(void) { return puts(""); }'
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", *arguments], input=source, text=True, check=True)
+    return library.read_bytes()
+
+
+def test_auditwheels_verdict(tmp_path):
+    """A wheel that keeps what its name promises, one that needs a newer C library, and one that needs a library besides."""
+    pytest.importorskip("auditwheel")
+    compiled(tmp_path, "libtorch_cpu.so", "-Wl,-soname,libtorch_cpu.so")
+    linked = (f"-L{tmp_path}", "-Wl,--no-as-needed")
+    right = write_wheel(tmp_path / NAME, {"volta_fa/a.so": compiled(tmp_path, "a.so", *linked, "-ltorch_cpu")})
+    assert "auditwheel: every symbol is on manylinux_2_5_x86_64" in release.audit(right)
+    # of programs' beginning glibc has a newer version than that of manylinux_2_28, where this machine's is new enough
+    newer = compiled(tmp_path, "b.so", "-Wl,--undefined=__libc_start_main")
+    if b"GLIBC_2.34" in newer:
+        with pytest.raises(release.Refusal, match="auditwheel takes .* for manylinux_2_34_x86_64"):
+            release.audit(write_wheel(tmp_path / NAME, {"volta_fa/b.so": newer}))
+    with pytest.raises(release.Refusal, match="is not of the platform manylinux_2_28_x86_64"):
+        release.audit(right.rename(right.with_name("volta_fa-0.1.0-py3-none-linux_x86_64.whl")))
+    compiled(tmp_path, "libnobody.so", "-Wl,-soname,libnobody.so")
+    with pytest.raises(release.Refusal, match="needs libnobody.so"):
+        release.audit(write_wheel(tmp_path / NAME, {"volta_fa/c.so": compiled(tmp_path, "c.so", *linked, "-lnobody")}))

@@ -1,0 +1,130 @@
+"""Makes the folder of a release from a built wheel and sdist: what users download, and what tells them that it is whole.
+
+    python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
+
+    volta_fa-*.whl, volta_fa-*.tar.gz
+    simple/            an index by PEP 503, for any static host: pip install --index-url .../simple/ --no-deps volta-fa
+    SHA256SUMS         of all files: sha256sum -c SHA256SUMS
+    Dockerfile         an image for V100
+    recipe.yaml        a recipe in conda-forge's form
+    RELEASE_NOTES.md   this version's part of CHANGELOG.md
+
+Stops, and leaves no folder, where the wheel needs more of the system than its name promises (tools/check_wheel.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: The torch of the image: the last whose default builds have code for Volta.
+V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
+
+
+class Refusal(Exception):
+    """What keeps this from being released."""
+
+
+def metadata(wheel: Path) -> tuple[str, str]:
+    """The wheel's own version and the Pythons that it is for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = HeaderParser().parsestr(archive.read(name).decode())
+    return found["Version"], found["Requires-Python"]
+
+
+def audit(wheel: Path) -> str:
+    """What tools/check_wheel.py says of the wheel, auditwheel's verdict with it; a Refusal where it is more than the name promises."""
+    ran = subprocess.run([sys.executable, Path(__file__).with_name("check_wheel.py"), wheel], capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise Refusal(ran.stderr.strip())
+    return ran.stdout.strip()
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def notes(changelog: str, version: str) -> str:
+    """This version's section; as text of its own, whose lines are not broken for an editor."""
+    match = re.search(rf"^## {re.escape(version)}\b[^\n]*\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    if not match or not match[1].strip():
+        raise Refusal(f"CHANGELOG.md says nothing of {version}")
+    return f"# volta_fa {version}\n\n{match[1].strip()}\n"
+
+
+def page(links: list[str]) -> str:
+    body = "\n".join(f"    {link}<br/>" for link in links)
+    head = '<meta charset="utf-8"/><meta name="pypi:repository-version" content="1.0"/>'
+    return f"<!DOCTYPE html>\n<html>\n  <head>{head}</head>\n  <body>\n{body}\n  </body>\n</html>\n"
+
+
+def write_index(folder: Path, files: list[Path], requires_python: str) -> None:
+    """simple/volta-fa/, whose links lead back to the files: any server of static files will do, and file:// too."""
+    project = folder / "simple" / "volta-fa"
+    project.mkdir(parents=True)
+    (folder / "simple" / "index.html").write_text(page(['<a href="volta-fa/">volta-fa</a>']))
+    python = html.escape(requires_python, quote=True)
+    links = [f'<a href="../../{f.name}#sha256={sha256(f)}" data-requires-python="{python}">{f.name}</a>' for f in files]
+    (project / "index.html").write_text(page(links))
+
+
+def write_sums(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    (folder / "SHA256SUMS").write_text("".join(f"{sha256(path)}  {path.relative_to(folder)}\n" for path in files))
+
+
+def fill(template: str, values: dict[str, str]) -> str:
+    return re.sub(r"@([A-Z0-9_]+)@", lambda match: values[match[1]], template)
+
+
+def make(wheel: Path, sdist: Path, output: Path, changelog: str) -> str:
+    """The folder, as a whole or not at all. Returns what the wheel was found to be."""
+    version, requires_python = metadata(wheel)
+    if sdist.name != f"volta_fa-{version}.tar.gz":
+        raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")
+    verdict = audit(wheel)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        folder = Path(scratch) / "release"
+        folder.mkdir()
+        files = [Path(shutil.copy(path, folder)) for path in (wheel, sdist)]
+        write_index(folder, files, requires_python)
+        values = {"VERSION": version, "WHEEL": wheel.name, "SDIST": sdist.name, "SDIST_SHA256": sha256(sdist), **V100}
+        for template in (ROOT / "packaging").iterdir():
+            (folder / template.name).write_text(fill(template.read_text(), values))
+        (folder / "RELEASE_NOTES.md").write_text(notes(changelog, version))
+        write_sums(folder)
+        shutil.rmtree(output, ignore_errors=True)
+        folder.rename(output)
+    return verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("sdist", type=Path)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist" / "release")
+    options = parser.parse_args()
+    try:
+        print(make(options.wheel, options.sdist, options.output, (ROOT / "CHANGELOG.md").read_text()))
+    except Refusal as refusal:
+        print(f"volta_fa: no release: {refusal}", file=sys.stderr)
+        return 1
+    for path in sorted(options.output.iterdir()):
+        print(f"{path}{'/' if path.is_dir() else f'  {path.stat().st_size / 2**20:.2f} MiB'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
