@@ -2,14 +2,14 @@
 
 VENV    := $(CURDIR)/.venv
 READY   := $(VENV)/.ready
-LIBRARY := python/volta_fa/libvolta_fa.so
+LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
 CARGO_FLAGS := --release --locked --features sim
 
-# cargo's build scripts and the tests find torch through the environment's Python. NVRTC comes from .venv/cuda12
+# cargo's build scripts find NVRTC, and the tests torch, through the environment's Python. NVRTC comes from .venv/cuda12
 # where tools/bootstrap.py had to put it there.
 IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
-# The disassembler that the simulator reads machine code with comes with torch's triton.
-NVDISASM = $$($(VENV)/bin/python -c "import importlib.util as u, pathlib as p; print(p.Path(u.find_spec('triton').origin).parent / 'backends/nvidia/bin/nvdisasm')")
+# The disassembler that the simulator reads machine code with, as tools/bootstrap.py found it.
+NVDISASM = $(VENV)/nvdisasm
 
 # Threads that wait sleep instead of spinning: on a machine that does anything else besides, or with fewer CPUs
 # than it shows, spinning makes small models many times slower.
@@ -33,12 +33,10 @@ test: build ## build, then run every test: cargo test and pytest
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" cargo test $(CARGO_FLAGS) --workspace
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest -n auto --dist worksteal $(ARGS)
 
-build: $(READY) ## make .venv, build the native library with the simulator in it
+build: $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py
 	@$(IN_VENV) cargo build $(CARGO_FLAGS)
-	@# replaced as a whole and only if it changed: a Python that runs has the old file mapped
-	@cmp -s target/release/libvolta_fa.so $(LIBRARY) || \
-	    { cp target/release/libvolta_fa.so $(LIBRARY).new && mv $(LIBRARY).new $(LIBRARY); }
+	@$(IN_VENV) python tools/build_shims.py
 
 # The C++ and CUDA sources that clang-format looks after.
 CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
@@ -71,20 +69,22 @@ docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side i
 docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 	@dot -Tsvg $< -o $@
 
-wheel: $(READY) ## build the wheel to ship (without the simulator) into dist/
-	@$(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is supported, into dist/
+	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
+	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
 
 clean: ## remove everything built (.venv stays: delete it by hand)
-	@rm -rf target build dist demo-output $(LIBRARY) python/volta_fa.egg-info
+	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # The environment, again whenever its requirements change.
-$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt,$(wildcard tools/requirements/*.txt))
+$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out %/lint.txt %/docs.txt %/wheel.txt,$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)"
 	@touch $@
 
-# What `make lint` and `make docs` need besides, when one of them is first asked for.
-$(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: tools/requirements/%.txt $(READY)
+# What `make lint`, `make docs` and `make wheel` need besides, when one of them is first asked for.
+$(VENV)/.lint $(VENV)/.docs $(VENV)/.wheel: $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

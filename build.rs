@@ -1,4 +1,5 @@
-//! Builds what cargo alone cannot: the CUDA kernels (NVRTC, embedded compressed) and the C++ shim.
+//! Builds what cargo alone cannot: the CUDA kernels (NVRTC, embedded compressed). And writes the headers that say in C++ what Rust
+//! and the shim, which CMake builds (torch_ops/CMakeLists.txt), have in common.
 
 #[path = "tools/build/embed.rs"]
 mod embed;
@@ -8,8 +9,6 @@ mod nvrtc;
 mod options_header;
 #[path = "tools/build/python.rs"]
 mod python;
-#[path = "tools/build/shim.rs"]
-mod shim;
 
 // The kernel tables are the library's own source: one list of variants for build and run time, of which either uses a part.
 #[allow(dead_code)]
@@ -27,21 +26,37 @@ use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in
-        ["build.rs", "tools/build", "csrc", "torch_ops", "src/params.rs", "src/ffi.rs", "src/shim.rs", "src/options.rs", "src/kernels"]
-    {
+    for path in ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/shim.rs", "src/options.rs", "src/kernels"] {
         println!("cargo:rerun-if-changed={path}");
     }
+    let target = target_folder(&out)?;
     let python = python::Environment::query()?;
 
     let params = out.join("volta_fa_params.h");
     c_header(&["src/params.rs"], &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
-    embed::embed(&compiler, &tables::TABLES.concat(), &out)?;
+    embed::embed(&compiler, &tables::TABLES.concat(), &target.join("volta-fa-kernels"), &out)?;
 
-    c_header(&["src/ffi.rs", "src/shim.rs"], &out.join("volta_fa_abi.h"))?;
-    options_header::write_header(&out.join("volta_fa_options.h"))?;
-    shim::build(&python, &out)
+    let headers = target.join("volta-fa-headers");
+    std::fs::create_dir_all(&headers)?;
+    c_header(&["src/ffi.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
+    options_header::write_header(&headers.join("volta_fa_options.h"))?;
+
+    // The name under which the package has the library, and the shims need it. It is not linked with a shim, of which there is one
+    // for each release of torch: the shim that is opened brings the functions that are undefined here.
+    println!("cargo:rustc-link-arg-cdylib=-Wl,-soname,libvolta_fa_core.so");
+    Ok(())
+}
+
+/// What all profiles, targets and features share, and what survives `cargo clean -p`: cargo's target folder, of which `out` is
+/// `[<triple>/]<profile>/build/<package>/out`.
+fn target_folder(out: &Path) -> Result<&Path> {
+    let folder = out.ancestors().nth(4).context("OUT_DIR has an unexpected form")?;
+    let triple = std::env::var_os("TARGET").context("TARGET is not set: run this through cargo")?;
+    match folder.file_name() == Some(&triple) {
+        true => folder.parent().context("OUT_DIR has an unexpected form"),
+        false => Ok(folder),
+    }
 }
 
 /// The C view of Rust files' `#[repr(C)]` types and `extern "C"` functions.

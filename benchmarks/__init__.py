@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures memory, reports missing GPUs as errors
 
 _PYTHON = Path(__file__).resolve().parent.parent / "python"
-if (_PYTHON / "volta_fa" / "libvolta_fa.so").exists():
+if (_PYTHON / "volta_fa" / "libvolta_fa_core.so").exists():
     sys.path.insert(0, str(_PYTHON))
 
 # These are commands: what is missing is one line, not a traceback.

@@ -63,7 +63,6 @@ pub fn describe() -> Value {
         .collect();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
-        "torch": "2.11.0",
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
         "passes": passes,

@@ -48,11 +48,11 @@ def _load_library() -> Path:
     if named:
         torch.ops.load_library(named)
         return Path(named)
-    if (package / "libvolta_fa.so").exists():
+    if (package / "libvolta_fa_core.so").exists():
         sys.path.insert(0, str(package.parent))
     import volta_fa
 
-    return Path(volta_fa.__file__).parent / "libvolta_fa.so"
+    return volta_fa.library_path()
 
 
 LIBRARY = _load_library()

@@ -17,9 +17,14 @@ import pytest
 import torch
 
 import bootstrap
+import build_shims
 import check_build_env
+import check_wheel
+import portable_linker
+import torch_releases
 import volta_fa
-from volta_fa import cli, library, version
+from conftest import NEEDS_COMPILER
+from volta_fa import cli, library
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -47,21 +52,20 @@ def test_versions_agree():
     assert re.search(r"^version: (\S+)", read("CITATION.cff"), re.M)[1] == volta_fa.__version__
 
 
-def test_torch_is_pinned_once_and_the_same_everywhere():
-    pins = {
-        "version.py": version.TORCH_VERSION,
-        "check_build_env.py": check_build_env.TORCH_VERSION,
-        "requirements": requirements("build")["torch"],
-        "cargo": re.search(r'TORCH_VERSION: &str = "(.*)"', read("tools/build/python.rs"))[1],
-        "_info": json.loads(torch.ops.volta_fa._info())["torch"],
-    }
-    assert set(pins.values()) == {torch.__version__.split("+")[0]}, pins
-    assert set(re.findall(r'"torch==(.*?)"', read("pyproject.toml"))) == {version.TORCH_VERSION}
+def test_the_releases_of_torch_are_in_one_list():
+    """One patch release of each minor one, without a gap; what pip reads says the same."""
+    numbers = [tuple(map(int, release.split("."))) for release in torch_releases.RELEASES]
+    assert [number[:2] for number in numbers] == [(2, minor) for minor in range(numbers[0][1], numbers[-1][1] + 1)]
+    assert torch_releases.DEFAULT in torch_releases.RELEASES and torch_releases.minor(torch.__version__) in torch_releases.MINORS
+    project = read("pyproject.toml")
+    assert set(re.findall(r'"torch==(.*?)"', project)) == {torch_releases.DEFAULT}
+    assert f'dependencies = ["{torch_releases.REQUIREMENT}"]' in project
 
 
 def test_build_requirements_are_the_pinned_ones():
     block = re.search(r"^requires = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)[1]
-    assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == requirements("build") | requirements("nvrtc")
+    pins = requirements("build") | requirements("nvrtc") | {"torch": torch_releases.DEFAULT}
+    assert dict(re.findall(r'"([\w-]+)==([\w.]+)"', block)) == pins
     assert dict(wheel.split("==") for wheel in check_build_env.NVRTC_WHEELS) == requirements("nvrtc")
     assert dict(package.split("==") for package in check_build_env.BUILD_PACKAGES).items() <= requirements("build").items()
     for wheel in check_build_env.NVRTC_WHEELS:
@@ -122,11 +126,55 @@ def test_the_library_alone_registers_the_operators():
     assert ran.stdout.strip() == "16.0", ran.stderr
 
 
-def test_the_library_needs_no_cuda():
-    needed = subprocess.run(["readelf", "-d", volta_fa.library_path()], capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"NEEDED.*\[(.*)\]", needed)
-    assert "libtorch_cpu.so" in names
-    assert not [name for name in names if "cuda" in name or "nvrtc" in name or "python" in name], names
+def needed_by(path: Path) -> list[str]:
+    dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+
+
+def test_the_libraries_need_no_cuda_and_the_core_no_torch():
+    shim, core = needed_by(volta_fa.library_path()), needed_by(volta_fa.library_path().parents[1] / build_shims.CORE)
+    assert {"libtorch_cpu.so", "libc10.so", build_shims.CORE} <= set(shim)
+    assert not [name for name in shim + core if "cuda" in name or "nvrtc" in name or "python" in name], (shim, core)
+    assert not [name for name in core if "torch" in name or "c10" in name or "stdc++" in name], core
+
+
+@NEEDS_COMPILER
+def test_a_function_that_the_shim_lacks_fails_the_build_with_its_name(tmp_path):
+    """And one that it has but does not export; else only importing the library would tell."""
+    core, shim, exports = tmp_path / "libcore.so", tmp_path / "shim.so", tmp_path / "exports.map"
+    (tmp_path / "core.c").write_text("void *at_there(void), *at_here(void); void *core(void) { return at_there() ? at_here() : 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "core.c", "-o", core], check=True)
+
+    def needed_by_rust(**settings) -> subprocess.CompletedProcess:
+        options = [f"-D{name}={value}" for name, value in {"NM": "nm", "CORE": core, **settings}.items()]
+        return subprocess.run(["cmake", *options, "-P", "torch_ops/needed_by_rust.cmake"], capture_output=True, text=True, cwd=REPOSITORY)
+
+    def built(source: str) -> subprocess.CompletedProcess:
+        (tmp_path / "shim.c").write_text(source)
+        subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "shim.c", "-o", shim, f"-Wl,--version-script={exports}"], check=True)
+        return needed_by_rust(SHIM=shim)
+
+    assert needed_by_rust(MAP=exports).returncode == 0
+    here, there = "void *at_here(void) { return 0; }", "void *at_there(void) { return 0; } void inner(void) {}"
+    for source in (here, f'{here} __attribute__((visibility("hidden"))) {there}'):
+        failed = built(source)
+        assert failed.returncode != 0 and "at_there" in failed.stderr and "at_here" not in failed.stderr
+        assert not shim.exists()
+    assert built(here + there).returncode == 0
+    exported = subprocess.run(["nm", "-D", "--defined-only", shim], capture_output=True, text=True, check=True).stdout
+    assert sorted(line.split()[-1] for line in exported.splitlines()) == ["at_here", "at_there"]
+    assert "needed_by_rust" in needed_by_rust(CORE=shim).stderr + needed_by_rust(CORE=tmp_path / "shim.c").stderr
+
+
+def test_the_streams_function_is_the_one_that_torch_exports():
+    """Before torch 2.11 calls on a GPU need it; tools/torch_matrix.py asks every release's libtorch_cuda."""
+    assert f'"{torch_releases.STREAM_FUNCTION}"' in read("torch_ops/stream.cpp")
+    assert f"TORCH_VERSION_MINOR >= {torch_releases.STREAM_SINCE.split('.')[1]}" in read("torch_ops/stream.cpp")
+    libtorch_cuda = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
+    if not libtorch_cuda.exists():
+        pytest.skip("this torch has no CUDA")
+    assert torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION)
+    assert not torch_releases.defines(libtorch_cuda, torch_releases.STREAM_FUNCTION + "s")
 
 
 #: How torch-sys writes the C types of torch_ops/tch.cpp.
@@ -166,25 +214,54 @@ def test_the_functions_under_tch_are_what_rust_declares():
         assert RUST_TYPES[result.strip()] == (found[2] and found[2].strip()), name
 
 
-def test_a_missing_library_says_how_to_build_it(tmp_path):
-    shutil.copytree(REPOSITORY / "python" / "volta_fa", tmp_path / "volta_fa", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
+def package_without_libraries(folder: Path) -> Path:
+    package = folder / "volta_fa"
+    shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "torch-*", "__pycache__"))
+    return package
+
+
+def put_library(package: Path, release: str) -> None:
+    (package / f"torch-{release}").mkdir()
+    (package / f"torch-{release}" / "libvolta_fa.so").write_bytes(b"not a library")
+
+
+def import_error(folder: Path) -> str:
+    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(folder))
     assert ran.returncode != 0
-    assert re.search(r"^ImportError: the native library .* has not been built: run `make build`", ran.stderr, re.M)
+    return re.search(r"^ImportError: (.*)\n\Z", ran.stderr, re.M)[1]
+
+
+def test_a_missing_library_says_how_to_build_it(tmp_path):
+    package_without_libraries(tmp_path)
+    assert re.search("the native library .* has not been built: run `make build`", import_error(tmp_path))
 
 
 def test_a_damaged_library_is_an_import_error(tmp_path):
-    package = tmp_path / "volta_fa"
-    shutil.copytree(REPOSITORY / "python" / "volta_fa", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (package / "libvolta_fa.so").write_bytes(b"not a library")
-    ran = run_python("-c", "import volta_fa", PYTHONPATH=str(tmp_path))
-    assert re.search(r"^ImportError: the native library .* does not load into torch", ran.stderr, re.M)
+    put_library(package_without_libraries(tmp_path), torch_releases.minor(torch.__version__))
+    assert re.search("the native library .* does not load into torch", import_error(tmp_path))
 
 
-def test_another_torch_is_an_import_error(monkeypatch):
-    monkeypatch.setattr(library.torch, "__version__", "2.12.0+cu130")
-    with pytest.raises(ImportError, match=r"needs torch 2\.11\.0, and torch 2\.12\.0\+cu130 is installed: .*pip install torch==2\.11\.0"):
-        library.load()
+@pytest.mark.parametrize("releases, said", [(["2.6"], "was built for torch 2.6, and torch "),
+                                            (["2.6", "2.5", "2.16"], "has libraries for torch 2.5 to 2.16, and torch ")])  # fmt: skip
+def test_another_torch_is_an_import_error(releases, said, tmp_path):
+    package = package_without_libraries(tmp_path)
+    for release in releases:
+        put_library(package, release)
+    own = torch_releases.minor(torch.__version__)
+    message = import_error(tmp_path)
+    assert said + torch.__version__ + " is installed: " in message
+    assert message.endswith(f"install one of these, or a volta_fa for torch {own}")
+    (tmp_path / "python").mkdir()
+    package.rename(tmp_path / "python/volta_fa")
+    (tmp_path / "Cargo.toml").touch()
+    assert import_error(tmp_path / "python").endswith(f"run `make build` in {tmp_path}")
+
+
+@pytest.mark.parametrize("version, release", [("2.7.0", "2.7"), ("2.10.0+cu128", "2.10"), ("2.16.0a0+gitabc", "2.16")])
+def test_the_library_is_the_one_for_this_torch(version, release, monkeypatch):
+    monkeypatch.setattr(library.torch, "__version__", version)
+    assert volta_fa.library_path() == Path(volta_fa.__file__).parent / f"torch-{release}" / "libvolta_fa.so"
+    assert torch_releases.minor(version) == release
 
 
 def test_the_package_says_every_argument():
@@ -293,12 +370,14 @@ def test_check_toolchain(tmp_path):
     assert check_build_env.problems(toolchain_only=True, environ=empty) == []
 
 
-@pytest.mark.parametrize("name, right", [("2.11.0", True), ("2.11.0+cu126", True), ("2.11.1", False), ("2.10.0+cu128", False)])
+@pytest.mark.parametrize(
+    "name, right", [("2.11.0", True), ("2.7.1+cu126", True), ("2.15.3", True), ("2.6.0+cu124", False), ("2.16.0", False), ("3.7.0", False)]
+)
 def test_check_torch(name, right, monkeypatch):
     monkeypatch.setattr(torch, "__version__", name)
     problem = check_build_env.check_torch()
     assert (problem is None) is right
-    assert right or (name in problem and "pip install torch==2.11.0" in problem)
+    assert right or (f"torch {name} is installed" in problem and "needs torch 2.7 to 2.15: run" in problem and "torch==2.11.0" in problem)
 
 
 def test_check_torch_that_is_missing_or_broken(monkeypatch):
@@ -313,14 +392,17 @@ def test_check_torch_that_is_missing_or_broken(monkeypatch):
     assert "does not load (libc10.so: gone)" in fails(ImportError("libc10.so: gone\nand much more"))
 
 
-@pytest.mark.parametrize("versions, said", [({"setuptools": "81.0.0", "setuptools-rust": "1.13.0"}, None),
-                                            ({"setuptools": "65.5.0", "setuptools-rust": "1.13.0"}, "setuptools 65.5.0 is installed"),
-                                            ({"setuptools": "81.0.0"}, "setuptools-rust is not installed")])  # fmt: skip
+@pytest.mark.parametrize("versions, said", [({}, None),
+                                            ({"setuptools": "65.5.0"}, "setuptools 65.5.0 is installed"),
+                                            ({"setuptools-rust": None}, "setuptools-rust is not installed"),
+                                            ({"ninja": None}, "ninja is not installed")])  # fmt: skip
 def test_check_build_packages(versions, said, monkeypatch):
+    installed = {**dict(package.split("==") for package in check_build_env.BUILD_PACKAGES), **versions}
+
     def version(name):
-        if name not in versions:
+        if installed[name] is None:
             raise metadata.PackageNotFoundError(name)
-        return versions[name]
+        return installed[name]
 
     monkeypatch.setattr(check_build_env.importlib.metadata, "version", version)
     problem = check_build_env.check_build_packages()
@@ -498,6 +580,33 @@ def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     assert (home / "include/cuda_fp16.h").exists() and (home / "include/crt/host_defines.h").exists()
 
 
+@pytest.mark.parametrize("release, ours", [("12.8", False), ("13.0", False), ("13.1", True), ("14.0", True), (None, True)])
+def test_the_simulator_gets_a_disassembler_that_knows_volta(release, ours, tmp_path, monkeypatch):
+    def program(folder: Path, release: str) -> None:
+        path = folder / "backends/nvidia/bin/nvdisasm"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+        path.chmod(0o755)
+
+    installed = []
+
+    def pip_install(self, *arguments):
+        installed.append(arguments[-1].read_text().strip())
+        program(arguments[1] / "triton", "12.8")
+
+    if release:
+        program(tmp_path / "theirs", release)
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", pip_install)
+    monkeypatch.setattr(bootstrap.Environment, "output", lambda self, code: str(tmp_path / "theirs") if release else "")
+    environment = bootstrap.Environment(tmp_path / "venv")
+    environment.folder.mkdir()
+    for _ in range(2):  # once is enough
+        bootstrap.install_nvdisasm(environment)
+    assert installed == (["triton==3.6.0"] if ours else [])
+    assert bootstrap.nvdisasm_release(environment.folder / "nvdisasm") <= bootstrap.NVDISASM_NEWEST
+    assert (environment.folder / "nvdisasm").resolve().is_relative_to(tmp_path / ("venv" if ours else "theirs"))
+
+
 # ---- the wheel -------------------------------------------------------------------------------------------------
 
 
@@ -506,7 +615,7 @@ def test_nvrtc_goes_beside_a_torch_that_brings_its_own(tmp_path, monkeypatch):
     metadata.version("setuptools") != requirements("build")["setuptools"], reason="not the pinned build environment (`make` has it)"
 )
 def test_the_wheel(tmp_path):
-    """pip builds it without network; it serves any Python; it holds no simulator; it imports and computes."""
+    """pip builds it without network, for this torch; it serves any Python; it holds the simulator; it imports and computes."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, REPOSITORY], check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -515,12 +624,32 @@ def test_the_wheel(tmp_path):
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     installed = site / "volta_fa"
     assert (installed / "py.typed").exists()
-    assert sorted(path.name for path in installed.rglob("*.so")) == ["libvolta_fa.so"]
-    assert (installed / "libvolta_fa.so").stat().st_size <= 40 * 2**20
+    shim = f"torch-{torch_releases.minor(torch.__version__)}/libvolta_fa.so"
+    assert sorted(str(path.relative_to(installed)) for path in installed.rglob("*.so")) == [build_shims.CORE, shim]
+    assert wheel.stat().st_size <= check_wheel.LARGEST
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == {
         path.relative_to(REPOSITORY / "python/volta_fa") for path in (REPOSITORY / "python/volta_fa").rglob("*.py")
     }
     code = "import volta_fa, torch; q = torch.ones(1, 2, 1, 8); print(torch.ops.volta_fa.fwd(q, q, q)[0].sum().item()"
     code += ", volta_fa.info()['simulator'], volta_fa.__file__)"
     ran = run_python("-c", code, PYTHONPATH=str(site))
-    assert ran.stdout.split() == ["16.0", "False", str(installed / "__init__.py")], ran.stderr
+    assert ran.stdout.split() == ["16.0", "True", str(installed / "__init__.py")], ran.stderr
+
+
+def test_the_portable_linker_takes_the_systems_cxx_library_and_leaves_the_rest():
+    """zig would link libraries of its own for these names, through which exceptions do not pass."""
+    given = ["-shared", "-lgcc_s", "-lc", "a b.o", "-lstdc++"]
+    found = portable_linker.arguments(given)
+    assert found[0::2] == [given[0], given[2], found[4]] and found[3] == given[3]
+    for path, name in ((Path(found[1]), "libgcc_s.so.1"), (Path(found[4]), "libstdc++.so.6")):
+        assert path.is_absolute() and path.name == name and path.exists()
+
+
+def test_versions_of_symbols_are_compared_with_what_old_systems_have():
+    old = ("GLIBC_2.28", "GLIBC_2.2.5", "GLIBCXX_3.4.21", "GLIBCXX_3.4.9", "CXXABI_1.3.9", "GCC_4.2.0")
+    new = ("GLIBC_2.29", "GLIBC_2.34", "GLIBCXX_3.4.22", "CXXABI_1.3.11", "GCC_12.0.0", "OTHER_1")
+    assert [check_wheel.is_old_enough(version) for version in (*old, *new)] == [True] * len(old) + [False] * len(new)
+    platforms = ("manylinux_2_28_x86_64", "manylinux_2_5_x86_64", "manylinux_2_34_x86_64", "linux_x86_64")
+    assert [check_wheel.no_newer_than(platform, portable_linker.PLATFORM) for platform in platforms] == [True, True, False, False]
+    symbols = check_wheel.needed_versions(volta_fa.library_path())
+    assert {"GLIBC", "GLIBCXX", "CXXABI"} <= {name.split("_")[0] for name in symbols}

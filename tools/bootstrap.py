@@ -1,14 +1,16 @@
 """Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
-    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise docs
+    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise docs and wheel
 
-- If the Python that runs this has torch of the right version, that torch is used as it is: the new
-  environment sees its packages, and nothing is installed into it.
-- Else, on a machine with a Volta GPU, torch comes from PyTorch's CUDA 12.6 index: the default wheels of this
-  release have no code for sm_70.
+- If the Python that runs this has a torch that volta_fa supports (tools/torch_releases.py), that torch is used as it is: the
+  new environment sees its packages, and nothing is installed into it.
+- Else the default release is installed; on a machine with a Volta GPU from PyTorch's CUDA 12.6 index, since its default wheels
+  have no code for sm_70.
 - A torch for CUDA 12 requires its own older NVRTC. Ours, which compiles the kernels at build time only, then
   goes into a folder of its own in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
+- The simulator reads machine code with nvdisasm, of which triton has one. Where that is of a CUDA later than 13.0, which does not
+  know sm_70, an older triton goes into a folder of its own (`.venv/triton`). `.venv/nvdisasm` is the one to take.
 - The oldest transformers that volta_fa supports goes into a folder of its own (`.venv/transformers-4.57`): the
   environment has the newest.
 
@@ -18,16 +20,20 @@ Standard library only.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from check_build_env import TORCH_VERSION, check_python, check_torch
+import torch_releases
+from check_build_env import check_python, check_torch
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 #: PyTorch's own index of the last CUDA release whose wheels carry sm_70.
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
+#: CUDA's last release whose nvdisasm knows sm_70.
+NVDISASM_NEWEST = (13, 0)
 OLD_TRANSFORMERS = "transformers-4.57"
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
@@ -49,7 +55,7 @@ def gpu_capabilities() -> list[str]:
 
 def torch_arguments(capabilities: list[str]) -> list[str]:
     """pip's arguments for the torch that runs on these GPUs."""
-    arguments = [f"torch=={TORCH_VERSION}"]
+    arguments = [f"torch=={torch_releases.DEFAULT}"]
     if "7.0" in capabilities:
         arguments += ["--index-url", VOLTA_TORCH_INDEX]
     return arguments
@@ -129,6 +135,33 @@ def install_nvrtc(environment: Environment) -> None:
     make_cuda_home(home, home / "wheels" / "nvidia")
 
 
+def nvdisasm_release(program: Path) -> tuple[int, int] | None:
+    """The release of CUDA that this nvdisasm is of; None if it does not run."""
+    try:
+        text = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def install_nvdisasm(environment: Environment) -> None:
+    """`nvdisasm` in the environment's folder: triton's if it knows sm_70, else that of the triton in requirements/nvdisasm.txt."""
+    in_triton = "backends/nvidia/bin/nvdisasm"
+    code = "import importlib.util as u; found = u.find_spec('triton'); print(found.submodule_search_locations[0] if found else '')"
+    program = Path(environment.output(code) or environment.folder) / in_triton
+    release = nvdisasm_release(program)
+    if release is None or release > NVDISASM_NEWEST:
+        say("this torch's triton has no nvdisasm that knows sm_70: putting an older one into " + str(environment.folder / "triton"))
+        program = environment.folder / "triton" / "triton" / in_triton
+        if nvdisasm_release(program) is None:
+            requirements = REQUIREMENTS / "nvdisasm.txt"
+            environment.pip_install("--target", environment.folder / "triton", "--no-deps", "--no-compile", "-r", requirements)
+    link = environment.folder / "nvdisasm"
+    link.unlink(missing_ok=True)
+    link.symlink_to(program)
+
+
 def install_old_transformers(environment: Environment) -> None:
     """The oldest transformers that is tested, beside the newest: tests put its folder first on their path."""
     requirements = REQUIREMENTS / f"{OLD_TRANSFORMERS}.txt"
@@ -153,8 +186,8 @@ def make_cuda_home(home: Path, wheels: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[1:] not in ([], ["lint"], ["docs"]):
-        print(f"usage: {Path(__file__).name} FOLDER [lint | docs]", file=sys.stderr)
+    if not arguments or arguments[1:] not in ([], ["lint"], ["docs"], ["wheel"]):
+        print(f"usage: {Path(__file__).name} FOLDER [lint | docs | wheel]", file=sys.stderr)
         return 2
     if problem := check_python():
         print(f"volta_fa: {problem}", file=sys.stderr)
@@ -167,6 +200,7 @@ def main(arguments: list[str]) -> int:
     install_torch(environment)
     environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
     install_nvrtc(environment)
+    install_nvdisasm(environment)
     install_old_transformers(environment)
     # `python -m volta_fa` and pytest see the checkout's package, with no install step after an edit
     checkout = Path(__file__).resolve().parent.parent / "python"

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch_releases
+
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 13)
-TORCH_VERSION = "2.11.0"
 #: The last CUDA release whose compiler knows sm_70.
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
-BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0")
+BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0", "cmake==4.4.4", "ninja==1.13.2")
+ZIG = "ziglang==0.17.1"
 #: The first that reads pyproject.toml's licence expression.
 SETUPTOOLS_OLDEST = 77
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
@@ -52,21 +55,23 @@ def check_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_torch() -> str | None:
-    remedy = f"run `{sys.executable} -m pip install torch=={TORCH_VERSION}`"
+    remedy = f"run `{sys.executable} -m pip install torch=={torch_releases.DEFAULT}`"
     try:
         version = importlib.import_module("torch").__version__
     except ModuleNotFoundError:
         return f"torch is not installed for {sys.executable}: {remedy}"
     except Exception as error:  # an installed torch that does not load fails in many ways
         return f"torch is installed for {sys.executable} but does not load ({str(error).splitlines()[0]}): {remedy}"
-    if version.split("+")[0] != TORCH_VERSION:
-        return f"torch {version} is installed for {sys.executable}, volta_fa needs torch {TORCH_VERSION}: {remedy}"
+    oldest, newest = torch_releases.MINORS[0], torch_releases.MINORS[-1]
+    if torch_releases.minor(version) not in torch_releases.MINORS:
+        return f"torch {version} is installed for {sys.executable}, volta_fa needs torch {oldest} to {newest}: {remedy}"
     return None
 
 
 def check_build_packages() -> str | None:
     try:
-        importlib.metadata.version("setuptools-rust")
+        for package in BUILD_PACKAGES:
+            importlib.metadata.version(package.split("==")[0])
         version = importlib.metadata.version("setuptools")
     except importlib.metadata.PackageNotFoundError as error:
         found = f"{error.name} is not installed for {sys.executable}"
@@ -96,11 +101,22 @@ def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def problems(*, toolchain_only: bool = False, environ: Mapping[str, str] = os.environ) -> list[str]:
+def check_zig() -> str | None:
+    if importlib.util.find_spec("ziglang"):
+        return None
+    return (
+        f"ziglang, with which VOLTA_FA_PORTABLE=1 links, is not installed for {sys.executable}: run `{sys.executable} -m pip install {ZIG}`"
+    )
+
+
+def problems(
+    *, toolchain_only: bool = False, active_torch: bool = True, portable: bool = False, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """What is missing, one line each; empty if the build can start."""
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
-        checks += [check_torch(), check_build_packages(), check_nvrtc(environ)]
+        checks += [check_torch() if active_torch else None, check_build_packages(), check_nvrtc(environ)]
+        checks += [check_zig() if portable else None]
     return [problem for problem in checks if problem]
 
 

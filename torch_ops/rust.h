@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <array>
@@ -36,10 +35,8 @@ inline Tensor take_tensor(void* handle) {
     return std::move(*owned);
 }
 
-inline void* current_stream(const Tensor& t) {
-    if (!t.is_cuda()) return nullptr;
-    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
-}
+// The current cudaStream_t of the tensor's device; null on the CPU (stream.cpp).
+void* current_stream(const Tensor& t);
 
 // The arguments that both ops have, all but the stream. They borrow the tensors. fwd without dropout returns an empty
 // rng_state, which is none.

@@ -82,7 +82,7 @@ Environment, read at each call unless it says otherwise:
     VOLTA_FA_FAMILY=volta       take kernels of this family alone, for tests and comparisons
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
-                                (a build with the `sim` feature, as `make build` makes it; more in docs/architecture.md)
+                                (more in docs/architecture.md)
 
 `python -m volta_fa --help` lists the command line's commands.
 """

@@ -13,12 +13,9 @@ use std::path::{Path, PathBuf};
 /// Compression is paid once a build, decompression once a process and kernel.
 const ZSTD_LEVEL: i32 = 19;
 
-pub fn embed(compiler: &Compiler, variants: &[Variant], out: &Path) -> Result<()> {
-    // target/<profile>/build/<package>/out: the cache is shared by profiles and survives `cargo clean -p`
-    let target = out.ancestors().nth(4).context("OUT_DIR has an unexpected form")?;
-    let cache = target.join("volta-fa-kernels");
-    std::fs::create_dir_all(&cache)?;
-    let entries: Vec<PathBuf> = variants.par_iter().map(|v| cached(compiler, v, &cache)).collect::<Result<_>>()?;
+pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
+    std::fs::create_dir_all(cache)?;
+    let entries: Vec<PathBuf> = variants.par_iter().map(|v| cached(compiler, v, cache)).collect::<Result<_>>()?;
 
     let mut table = String::from("/// The machine code of every variant, in the order of the tables.\nstatic IMAGES: &[Image] = &[\n");
     for (variant, entry) in variants.iter().zip(&entries) {

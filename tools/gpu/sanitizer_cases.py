@@ -3,7 +3,7 @@ feature, both backward modes.
 
     compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py
 
-Takes the library from python/volta_fa. Exits non-zero if a result is not finite; the sanitizer finds the rest.
+Takes the library for this torch from python/volta_fa. Exits non-zero if a result is not finite; the sanitizer finds the rest.
 """
 
 import json
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).resolve().parents[2] / "python/volta_fa/libvolta_fa.so"
+PACKAGE = Path(__file__).resolve().parents[2] / "python/volta_fa"
 
 
 def main() -> int:
-    torch.ops.load_library(str(LIBRARY))
+    library = PACKAGE / f"torch-{'.'.join(torch.__version__.split('.')[:2])}" / "libvolta_fa.so"
+    torch.ops.load_library(library)
     variants = json.loads(torch.ops.volta_fa._info())["variants"]
     sizes = sorted({(v["headdim"], v["headdim_v"]) for v in variants if v["pass"] == "Forward"})
 

@@ -29,7 +29,7 @@ examples:
 
 environment:
   VOLTA_FA_SIMULATE=1   run float16 and bfloat16 CPU tensors through the sm_70 machine code in the
-                        simulator (builds with the `sim` feature only: `make build` makes one, wheels leave it out)
+                        simulator
 
 The operators' arguments, shapes and errors: python -c "import volta_fa; help(volta_fa)"
 """

@@ -9,7 +9,6 @@ import torch
 
 from ..errors import CommandError
 from ..inspection import kernel_family
-from ..version import TORCH_VERSION
 from .rich_import import require_rich
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
@@ -69,9 +68,9 @@ def _choose_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:
-        # PyTorch's default wheels of this release have no code for Volta
+        # PyTorch's default wheels from 2.11 on have no code for Volta, and from 2.15 on none of its wheels
         raise CommandError(
             f"torch {torch.__version__} cannot run on {torch.cuda.get_device_name(device)} ({str(error).splitlines()[0]}): for Volta run "
-            f"`pip install torch=={TORCH_VERSION} --index-url https://download.pytorch.org/whl/cu126`, or use --device cpu"
+            "`pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126`, or use --device cpu"
         ) from None
     return device

@@ -1,0 +1,16 @@
+// What g++'s objects refer to and an older C or C++ library does not have; of a shim that tools/portable_linker.py links. Hidden:
+// of no concern to any other library.
+
+#include <new>
+
+// glibc 2.32: false has std::shared_ptr count atomically, as it would in a process that may have threads.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+
+namespace std {
+
+// libstdc++ of gcc 11 (GLIBCXX_3.4.29)
+__attribute__((visibility("hidden"), noreturn)) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+
+}  // namespace std
