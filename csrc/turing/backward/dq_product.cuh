@@ -1,0 +1,73 @@
+// dQ += dS K, added to the accumulator in global memory by atomics: the product that all warps of a main kernel share.
+#pragma once
+
+#include "turing/backward/dq_accumulator.cuh"
+#include "turing/backward/fragments.cuh"
+
+namespace turing {
+
+// dQ of a step is kStep queries x headdim: a warp computes kPairs tiles of 16 queries x 16 columns, over the keys of the block or,
+// where that divides the columns evenly, over half of them.
+template <class S>
+struct DqProduct {
+    static constexpr int kAllPairs = S::kChunks / 2;
+    static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // that share 16 queries
+    static constexpr int kKeyParts = kAllPairs % kTileWarps != 0 && 2 * kAllPairs % kTileWarps == 0 ? 2 : 1;
+    static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // the pairs of a warp are that far apart
+    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;
+    static constexpr int kKeys = S::kRows / kKeyParts;
+
+    static __device__ __forceinline__ int query_tile(int warp) { return warp / kTileWarps; }
+    static __device__ __forceinline__ int first_key(int warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
+    static __device__ __forceinline__ int pair(int warp) { return warp % kColumnWarps; }
+    // Where there are fewer pairs than warps, the last warps have none.
+    static __device__ __forceinline__ bool has_pair(int warp) { return kAllPairs >= kColumnWarps || pair(warp) < kAllPairs; }
+
+    // dS^T, transposed on the way: matrices 0 and 1 are the queries of the first eight keys.
+    static __device__ __forceinline__ u32 a_operand(u32 scores, int lane, int warp) {
+        return scores + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
+    }
+    static __device__ __forceinline__ u32 b_operand(u32 keys, int lane, int warp) {
+        return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
+    }
+    // Where the lane's first element goes, from the first of the step's rows.
+    static __device__ __forceinline__ int output_offset(int lane, int warp) {
+        return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
+    }
+
+    Accumulator c[kPairs][2];
+
+    __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
+        clear(c);
+#pragma unroll
+        for (int key = 0; key < kKeys; key += 16) {
+            u32 a[4];
+            load_matrices_transposed(a, a_address + key * S::kScoreRowBytes);
+#pragma unroll
+            for (int j = 0; j < kPairs; j++) {
+                u32 b[4];
+                load_matrices_transposed(b, pair_after<S>(b_address, kColumnWarps * j) + key * S::kRowBytes);
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const OperandA queries = {a[2 * k], a[2 * k + 1]};
+                        mma(c[j][i], queries, b[2 * i + k]);
+                    }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float* accum) const {
+#pragma unroll
+        for (int j = 0; j < kPairs; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int v = 0; v < 4; v++)
+                    add_global(accum + (2 * kColumnWarps * j + i) * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats,
+                               c[j][i][v]);
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,161 @@
+// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes both
+// S^T and dP^T of its keys, with V in registers and K from shared memory.
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
+template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq>
+struct BackwardSmall {
+    using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
+    static_assert(!kGeneral, "scores pass through here as they are");
+    static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
+    using Dq = DqProduct<S>;
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int first_key = blockIdx.x * S::kRows;
+        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+        if (kRagged && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+
+        load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        OperandA v[2][S::kChunks];
+        load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + 32 * warp,
+                           sequence.seqlen_k(), p.problem.headdim_v, 0, key_of_lane);
+
+        const AddressPair step_operands(by_chunks<S>(shared + S::kStepTiles, lane), by_rows<S>(shared + S::kStepTiles, lane));
+        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwn, lane, warp));
+        const AddressPair own_addresses(by_rows<S>(shared + S::kOwn, lane) + 32 * warp * S::kRowBytes,
+                                        shared + S::kScores + score_offset<S::kScoreChunks>(32 * warp + lane / 4, 0) + lane % 4 * 4);
+        const u32 store_address = pinned(shared + S::kStepTiles + StepTiles<S>::offset());
+
+        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
+        clear(dk);
+        clear(dv);
+
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+#pragma unroll 1
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
+            const float* stats_of_head = p.row_stats + head_row * RowStats::kRowFloats + lane;
+            float* dq = pinned(p.dq_accum + (head_row + first) * S::kHeaddim + Dq::output_offset(lane, warp));
+
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
+            tiles.load(p.q, p.dout, range.rows(p) - first);
+            StepStats<S> stats;
+            stats.load(stats_of_head + first * RowStats::kRowFloats);
+            __syncthreads();  // the last head's tiles are done with
+            tiles.store(store_address);
+            // dS of the step before the first, which adds nothing
+            if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
+            tiles.load(p.q, p.dout, range.rows(p) - S::kStep - first);
+
+            u32 slot = 0;
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                __syncthreads();  // this step's tiles are there, and the last one's dS
+                if (WithDq) {
+                    Dq product;
+                    product.multiply(dq_operands.first() + (slot ^ 1) * S::kScoreTile, dq_operands.second());
+                    product.add_to(dq);
+                    if (row > first) dq += S::kStep * S::kHeaddim;
+                }
+                const u32 tile = slot * S::kSlotBytes;
+                Accumulator s[2][kColumnTiles], dp[2][kColumnTiles];
+                clear(s);
+                clear(dp);
+                {
+                    const u32 own = own_addresses.first(), step = step_operands.first() + tile;
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        OperandA k[2][2], values[2][2];
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            u32 x[4];
+                            load_matrices(x, pair_after<S>(own, c) + m * 16 * S::kRowBytes);
+#pragma unroll
+                            for (int i = 0; i < 4; i++) k[m][i / 2][i % 2] = x[i], values[m][i / 2][i % 2] = v[m][2 * c + i / 2][i % 2];
+                        }
+                        multiply_pair<S>(s, k, pair_after<S>(step, c));
+                        multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
+                    }
+                }
+                if (!range.unmasked.contain(row)) {
+                    // Rare: everything is derived again, so that none of it takes a register in the loop.
+                    const int thread = thread_index_here();
+                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
+                }
+
+                OperandA probabilities[2][kColumnTiles], ds[2][kColumnTiles];
+                {
+                    const Lane place(lane);
+#pragma unroll
+                    for (int i = 0; i < StepStats<S>::kGroups; i++)
+                        if (lane < RowStats::kDeltaAt) stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++) {
+                        const float2 lse = stats.lse_of(n, place), delta = stats.delta_of(n, place);
+#pragma unroll
+                        for (int m = 0; m < 2; m++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                const float x = exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x));
+                                const float y = exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y));
+                                probabilities[m][n][h] = pack_probabilities(x, y);
+                                // fp32 to the end: dP - delta may be far beyond fp16 where P is small
+                                ds[m][n][h] = to_half2(x * kExponentUnit * (dp[m][n][2 * h] + delta.x),
+                                                       y * kExponentUnit * (dp[m][n][2 * h + 1] + delta.y));
+                                if (WithDq)
+                                    store_shared1(score_chunk(own_addresses.second(), n) + slot * S::kScoreTile +
+                                                      (16 * m + 8 * h) * S::kScoreRowBytes,
+                                                  ds[m][n][h]);
+                            }
+                    }
+                }
+                const int next = range.next_step(p, row);
+                stats.load(stats_of_head + next * RowStats::kRowFloats);
+                {
+                    const u32 step = step_operands.second() + tile;
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
+                        accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
+                    }
+                }
+                slot ^= 1;
+                tiles.store(store_address + slot * S::kSlotBytes);
+                tiles.load(p.q, p.dout, range.rows(p) - 2 * S::kStep - row);
+            }
+            if (WithDq) {
+                __syncthreads();
+                Dq product;
+                product.multiply(dq_operands.first() + (slot ^ 1) * S::kScoreTile, dq_operands.second());
+                product.add_to(dq);
+            }
+        }
+
+        // Keys that no query sees get 0.
+        const BlockSequence end(p.problem, p.lengths, block_batch_here());
+        const int key = block_index_here() * S::kRows + thread_index_here() / 32 * 32;
+        write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
+                       end.stored_k(), p.problem.headdim, key_of_lane);
+        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit, key,
+                       end.stored_k(), p.problem.headdim_v, key_of_lane);
+    }
+};
+
+}  // namespace turing
