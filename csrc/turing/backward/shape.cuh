@@ -10,6 +10,7 @@
 // for a warp that has no registers for its fragments, two tiles of Q and of dO, and dS^T, for dQ alone.
 #pragma once
 
+#include "backward/scratch.cuh"
 #include "backward/walk.cuh"
 #include "turing/backward/dq_product.cuh"
 #include "turing/backward/fragments.cuh"
@@ -30,6 +31,9 @@ struct Shape {
     static constexpr int kOwn = 0, kStepTiles = kOwnTile, kScores = kStepTiles + kSlots * kSlotBytes;
     static constexpr int kPartner = kScores + kSlots * kScoreTile;
     static constexpr int kSharedBytes = kPartner + PartnerTiles * kScoreTile;
+
+    // The slot of the step that has this row.
+    static __device__ __forceinline__ u32 slot(int row) { return kSlots == 2 ? row / kStep % 2 : 0; }
 };
 
 // The block's K, once, in the order of KeysLayout, padded with zeros in both directions.
@@ -56,29 +60,90 @@ struct Queries : QueryRange<S::kRows, S::kStep> {
     }
 };
 
+// Where the rows of one head lie: few numbers, from which each step derives its addresses again, as it does those in shared memory
+// from the thread's number. Pointers would take more registers than there are. (pinned() and ..._here() are volatile: the compiler
+// would move what does not change out of the loop, and then spill it.)
+struct HeadRows {
+    int head, origin;  // origin: the sequence's first row in the tensors
+    unsigned scratch;  // ... and in the scratch memory, over all heads
+
+    __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSequence& sequence, int head_)
+        : head(head_), origin(kRagged ? pinned(sequence.first_q()) : 0),
+          scratch(pinned(static_cast<int>(rounded_row<RowStats>(p, sequence, block_batch_here(), head_)))) {}
+    // Offset into the scratch memory, with so many floats a row.
+    __device__ __forceinline__ unsigned long long scratch_offset(int row, unsigned floats) const {
+        return static_cast<unsigned long long>(scratch + row) * floats;
+    }
+};
+
 // The lane's part of the statistics of a step: in lanes 0 to 15 something of -lse/scale of a query each, in the others -delta.
 template <class S>
 struct StepStats {
     static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
     float x[kGroups];
 
-    // `from` is where the step's lie, plus the lane.
-    __device__ __forceinline__ void load(const float* from) {
+    __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row) {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) {
-            const float* group = from + i * RowStats::kGroupFloats;
-            asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(group));
+            const float* from = p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats +
+                                thread_index_here() % 32;
+            asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
-    // Of the lane's two queries of column tile n: lse in units of log2 and the exponent's shift, see minus_lse().
-    __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, 0); }
+    // Of the lane's two queries of column tile n.
+    __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
     __device__ __forceinline__ float2 delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
 
 private:
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
-        const float mine = x[n / 2];
+        const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
         const int from = at + 8 * (n % 2) + 2 * lane.quad;
         return make_float2(__shfl_sync(~0u, mine, from), __shfl_sync(~0u, mine, from + 1));
+    }
+};
+
+// A step's rows of Q and dO on their way from global to shared memory. A thread takes one chunk of every kRowsAtOnce-th row of both.
+//
+// Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the gradients
+// are columns that nobody stores, so there a thread reads the last column that exists once more.
+template <class S>
+class QueryTiles {
+    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
+    static constexpr int kRowsAtOnce = S::kThreads / kLanes;
+    static constexpr int kLoads = S::kStep / kRowsAtOnce;
+    static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
+
+    uint4 q_[kLoads], dout_[kLoads];
+
+    // Without a branch, which would part the products before it from what is behind it.
+    static __device__ __forceinline__ void load(uint4 (&x)[kLoads], const BwdParams& p, const Operand& from, const HeadRows& rows,
+                                                int row, int rows_left, int headdim) {
+        const int thread = thread_index_here(), column = thread % kLanes * kChunk;
+        const unsigned short* base = head_base(from, block_batch_here(), pinned(rows.head)) +
+                                     (rows.origin + row + thread / kLanes) * from.row_stride + (min(column + kChunk, headdim) - kChunk);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++) {
+            x[i] = zero_chunk();
+            load_global_if(thread / kLanes + i * kRowsAtOnce < rows_left, x[i], base + i * kRowsAtOnce * from.row_stride);
+        }
+    }
+
+public:
+    // Those from `row` on, of which rows_left exist (may be negative or more than a step).
+    __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row, int rows_left) {
+        load(q_, p, p.q, rows, row, rows_left, p.problem.headdim);
+        load(dout_, p, p.dout, rows, row, rows_left, p.problem.headdim_v);
+    }
+    // `to` is the address of the tile of Q.
+    __device__ __forceinline__ void store(u32 to) const {
+        const int thread = thread_index_here(), chunk = thread % kLanes;
+        to += swizzled<S::kChunks>(thread / kLanes, chunk);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++)
+            if (S::kChunks == kLanes || chunk < S::kChunks) {
+                store_shared(to + i * kRowsAtOnce * S::kRowBytes, q_[i]);
+                store_shared(to + i * kRowsAtOnce * S::kRowBytes + S::kStepTile, dout_[i]);
+            }
     }
 };
 

@@ -23,7 +23,7 @@ struct BackwardSmall {
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
         if (kRagged && first_key >= sequence.stored_k()) return;
@@ -33,12 +33,6 @@ struct BackwardSmall {
         OperandA v[2][S::kChunks];
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + 32 * warp,
                            sequence.seqlen_k(), p.problem.headdim_v, 0, key_of_lane);
-
-        const AddressPair step_operands(by_chunks<S>(shared + S::kStepTiles, lane), by_rows<S>(shared + S::kStepTiles, lane));
-        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwn, lane, warp));
-        const AddressPair own_addresses(by_rows<S>(shared + S::kOwn, lane) + 32 * warp * S::kRowBytes,
-                                        shared + S::kScores + score_offset<S::kScoreChunks>(32 * warp + lane / 4, 0) + lane % 4 * 4);
-        const u32 store_address = pinned(shared + S::kStepTiles + StepTiles<S>::offset());
 
         Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
         clear(dk);
@@ -50,36 +44,38 @@ struct BackwardSmall {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
             const int first = Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
-            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
-            const float* stats_of_head = p.row_stats + head_row * RowStats::kRowFloats + lane;
-            float* dq = pinned(p.dq_accum + (head_row + first) * S::kHeaddim + Dq::output_offset(lane, warp));
+            const HeadRows rows(p, sequence, head);
+            const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
+                const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
+                if (!Dq::has_pair(warp)) return;
+                Dq product;
+                product.multiply(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                                 Dq::b_operand(shared + S::kOwn, lane, warp));
+                product.add_to(p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+            };
 
-            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
-            tiles.load(p.q, p.dout, range.rows(p) - first);
+            QueryTiles<S> tiles;
+            tiles.load(p, rows, first, range.rows(p) - first);
             StepStats<S> stats;
-            stats.load(stats_of_head + first * RowStats::kRowFloats);
+            stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
-            tiles.store(store_address);
+            tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             // dS of the step before the first, which adds nothing
-            if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
-            tiles.load(p.q, p.dout, range.rows(p) - S::kStep - first);
+            if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
-            u32 slot = 0;
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
+                const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
-                if (WithDq) {
-                    Dq product;
-                    product.multiply(dq_operands.first() + (slot ^ 1) * S::kScoreTile, dq_operands.second());
-                    product.add_to(dq);
-                    if (row > first) dq += S::kStep * S::kHeaddim;
-                }
+                if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[2][kColumnTiles], dp[2][kColumnTiles];
                 clear(s);
                 clear(dp);
                 {
-                    const u32 own = own_addresses.first(), step = step_operands.first() + tile;
+                    const int thread = thread_index_here(), lane = thread % 32;
+                    const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, lane);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         OperandA k[2][2], values[2][2];
@@ -102,7 +98,10 @@ struct BackwardSmall {
 
                 OperandA probabilities[2][kColumnTiles], ds[2][kColumnTiles];
                 {
+                    const int thread = thread_index_here(), lane = thread % 32;
                     const Lane place(lane);
+                    const u32 to = shared + S::kScores + slot * S::kScoreTile +
+                                   score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
 #pragma unroll
                     for (int i = 0; i < StepStats<S>::kGroups; i++)
                         if (lane < RowStats::kDeltaAt) stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
@@ -120,31 +119,26 @@ struct BackwardSmall {
                                 ds[m][n][h] = to_half2(x * kExponentUnit * (dp[m][n][2 * h] + delta.x),
                                                        y * kExponentUnit * (dp[m][n][2 * h + 1] + delta.y));
                                 if (WithDq)
-                                    store_shared1(score_chunk(own_addresses.second(), n) + slot * S::kScoreTile +
-                                                      (16 * m + 8 * h) * S::kScoreRowBytes,
-                                                  ds[m][n][h]);
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[m][n][h]);
                             }
                     }
                 }
-                const int next = range.next_step(p, row);
-                stats.load(stats_of_head + next * RowStats::kRowFloats);
+                // The next tile is under way from here on: earlier it would take registers of the scores. (Beyond the last row nothing is loaded.)
+                tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row);
+                stats.load(p, rows, range.next_step(p, row));
                 {
-                    const u32 step = step_operands.second() + tile;
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
                     }
                 }
-                slot ^= 1;
-                tiles.store(store_address + slot * S::kSlotBytes);
-                tiles.load(p.q, p.dout, range.rows(p) - 2 * S::kStep - row);
+                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
             }
             if (WithDq) {
                 __syncthreads();
-                Dq product;
-                product.multiply(dq_operands.first() + (slot ^ 1) * S::kScoreTile, dq_operands.second());
-                product.add_to(dq);
+                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1));
             }
         }
 

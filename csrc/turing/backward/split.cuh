@@ -1,0 +1,323 @@
+// Backward, main kernel for headdim above 64, and for all where scores are modified: 8 warps in two roles of four. The first four
+// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A warp
+// has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory; dQ
+// is everyone's.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, bool WithDq>
+struct BackwardSplit {
+    using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static constexpr int kPartners = S::kWarps / 2;           // warps of a role
+    static constexpr int kKeys = S::kRows / kPartners;        // of a warp
+    static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
+    static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
+    static constexpr int kPairs = S::kChunks / 2;
+    using Dq = DqProduct<S>;
+    using Scores = Accumulator[kKeyTiles][kColumnTiles];
+    using PackedScores = OperandA[kKeyTiles][kColumnTiles];
+
+    // Named barrier of two partners: P is there.
+    static __device__ __forceinline__ void wait_partner() {
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + thread_index_here() / 32 % kPartners) : "memory");
+    }
+    // Derived again where it is needed, so that it takes no register in the loop.
+    static __device__ __forceinline__ bool is_first_role() { return thread_index_here() < S::kThreads / 2; }
+    static __device__ __forceinline__ int warp_row_here() { return thread_index_here() / 32 % kPartners * kKeys; }
+    static __device__ __forceinline__ int warp_key_here() { return block_index_here() * S::kRows + warp_row_here(); }
+    // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
+    static __device__ __forceinline__ u32 slopes_of(u32 parcel, u32 slot) {
+        return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
+    }
+
+    // What goes from a lane to the one with the same scores in the other role: 16 bytes of each 16 queries of a key tile.
+    static __device__ __forceinline__ u32 parcel(u32 address, int m, int n) { return address + (m * (S::kStep / 16) + n / 2) * 512; }
+    static __device__ __forceinline__ void send(u32 address, const PackedScores& x) {
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n += 2)
+                store_shared(parcel(address, m, n), make_uint4(x[m][n][0], x[m][n][1], x[m][n + 1][0], x[m][n + 1][1]));
+    }
+    static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n += 2) {
+                const uint4 r = load_shared(parcel(address, m, n));
+                x[m][n][0] = r.x, x[m][n][1] = r.y, x[m][n + 1][0] = r.z, x[m][n + 1][1] = r.w;
+            }
+    }
+
+    // General kernels take the tiles of scores in a rolled loop: what may happen to a score is much code. Registers cannot be indexed:
+    // the loop works on the first tile, and the others move down by one (next_tile); packed tiles take the last place.
+    static constexpr int kTiles = kKeyTiles * kColumnTiles;
+    static __device__ __forceinline__ void append(PackedScores& x, const OperandA& tile) {
+#pragma unroll
+        for (int i = 0; i < kTiles; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                x[i / kColumnTiles][i % kColumnTiles][h] = i + 1 < kTiles ? x[(i + 1) / kColumnTiles][(i + 1) % kColumnTiles][h] : tile[h];
+    }
+    // Such a tile goes to the partner by itself.
+    static constexpr int kTileParcelBytes = 32 * 8;
+
+    // P^T in x, for dV, and for the partner in shared memory at `parcels`: all probabilities, those that dropout drops with the
+    // sign bit. Softcap's derivative goes to `slopes`, where dS will lie. `key` and `row` are the warp's first, rows from row_end on
+    // see no key.
+    static __device__ __forceinline__ void general_probabilities(PackedScores& x, Scores& s, const StepStats<S>& stats,
+                                                                 const BwdParams& p, int head, int key, int row, int row_end,
+                                                                 bool masked, u32 parcels, u32 slopes) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane = lane_here();
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
+            const ScorePlace<KeysLayout> place(lane, row + 8 * n, key + 16 * m);
+            Accumulator& score = s[0][0];
+            const float2 lse = stats.lse_of(n, lane);
+            if (options.softcap > 0.f) {
+                const Softcap softcap(p.problem, options);
+                float slope[4];
+#pragma unroll
+                for (int v = 0; v < 4; v++) {
+                    const float logistic = softcap.logistic(score[v]);
+                    slope[v] = Softcap::derivative(logistic);
+                    score[v] = fmaf(-2.f * softcap.cap, logistic, softcap.cap + (v & 1 ? lse.y : lse.x));
+                }
+                store_shared2(slopes + tile * kTileParcelBytes, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
+            } else {
+#pragma unroll
+                for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+            }
+            add_position_terms(score, p, head, row_end, place);
+            if (masked) mask_tile(score, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
+            OperandA probabilities, sent;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                sent[h] = probabilities[h] = pack_probabilities(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+            if (options.rng_state) {
+                const KeptPairs<KeysLayout> kept(philox_of(p, head), options.dropout_threshold, place);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 signs = kept.dropped_signs(h);
+                    sent[h] |= signs;
+                    probabilities[h] &= ~halves_of(signs);
+                }
+            }
+            store_shared2(parcels + tile * kTileParcelBytes, sent[0], sent[1]);
+            append(x, probabilities);
+            next_tile(s);
+        }
+    }
+
+    // dS^T in x, from P^T as the partner sent it and dP^T.
+    static __device__ __forceinline__ void general_score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
+                                                                   const BwdParams& p, int head, int key, int row, u32 parcels,
+                                                                   u32 slopes) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane = lane_here();
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
+            Accumulator& ds = dp[0][0];
+            const float2 delta = stats.delta_of(n, lane);
+            const uint2 sent = load_shared2(parcels + tile * kTileParcelBytes);
+            const float2 pairs[2] = {to_float2(sent.x), to_float2(sent.y)};
+#pragma unroll
+            for (int v = 0; v < 4; v++) {
+                const float probability = v & 1 ? pairs[v / 2].y : pairs[v / 2].x, minus_delta = v & 1 ? delta.y : delta.x;
+                const bool is_dropped = __float_as_int(probability) < 0;
+                const float behind = options.rng_state ? (is_dropped ? 0.f : ds[v] * options.dropout_scale) : ds[v];
+                ds[v] = (behind + minus_delta) * (fabsf(probability) * (1.f / kProbabilityUnit));
+            }
+            if (p.dbias) add_bias_gradient(ds, p, head, ScorePlace<KeysLayout>(lane, row + 8 * n, key + 16 * m));
+            if (options.softcap > 0.f) {
+                const uint2 words = load_shared2(slopes + tile * kTileParcelBytes);
+                const float2 slope[2] = {to_float2(words.x), to_float2(words.y)};
+#pragma unroll
+                for (int v = 0; v < 4; v++) ds[v] *= v & 1 ? slope[v / 2].y : slope[v / 2].x;
+            }
+            const OperandA packed = {to_half2(ds[0], ds[1]), to_half2(ds[2], ds[3])};
+            append(x, packed);
+            next_tile(dp);
+        }
+        __syncwarp();  // dS takes the slopes' place
+    }
+
+    // dS^T in x, from P^T and dP^T.
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const StepStats<S>& stats) {
+        const Lane lane = lane_here();
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+            const float2 delta = stats.delta_of(n, lane);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float2 probability = to_float2(x[m][n][h]);
+                    // fp32 to the end: dP - delta may be far beyond fp16 where P is small
+                    x[m][n][h] = to_half2((dp[m][n][2 * h] + delta.x) * (probability.x * (1.f / kProbabilityUnit)),
+                                          (dp[m][n][2 * h + 1] + delta.y) * (probability.y * (1.f / kProbabilityUnit)));
+                }
+        }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
+        const int first_key = blockIdx.x * S::kRows;
+        const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
+        if (kRagged && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+
+        if (WithDq) load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        OperandA own[kKeyTiles][S::kChunks];  // of K or of V
+        {
+            const Operand& from = role ? p.v : p.k;
+            load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + kKeys * pair,
+                               sequence.seqlen_k(), role ? p.problem.headdim_v : p.problem.headdim, role ? 0 : p.problem.sign_flip,
+                               key_of_lane);
+        }
+
+        Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
+        clear(gradient);
+
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+#pragma unroll 1
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const HeadRows rows(p, sequence, head);
+            const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
+                const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
+                if (!Dq::has_pair(warp)) return;
+                Dq product;
+                product.multiply(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                                 Dq::b_operand(shared + S::kOwn, lane, warp));
+                product.add_to(p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+            };
+
+            QueryTiles<S> tiles;
+            tiles.load(p, rows, first, range.rows(p) - first);
+            StepStats<S> stats;
+            stats.load(p, rows, first);
+            __syncthreads();  // the last head's tiles are done with
+            tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
+            // dS of the step before the first, which adds nothing
+            if (WithDq && S::kSlots == 2) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                const u32 slot = S::slot(row);
+                __syncthreads();  // this step's tiles are there, and the last one's dS
+                if (WithDq && S::kSlots == 2) add_dq(max(row - S::kStep, first), slot ^ 1);
+                Scores s;  // S^T, then P^T; or dP^T, then dS^T
+                clear(s);
+                {
+                    const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        OperandA a[kKeyTiles][2];
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
+                        multiply_pair<S>(s, a, pair_after<S>(step, c));
+                    }
+                }
+                PackedScores packed;
+                const u32 parcels = shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
+                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                if (__any_sync(~0u, is_first_role())) {
+                    const bool masked = !range.unmasked.contain(row);
+#pragma unroll
+                    for (int i = 0; i < StepStats<S>::kGroups; i++)
+                        stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
+                    if (kGeneral) {
+                        general_probabilities(packed, s, stats, p, head, warp_key_here(), row, range.end, masked, parcels,
+                                              slopes_of(parcels, slot));
+                    } else {
+                        if (masked) apply_mask<KeysLayout>(s, p, lane_here(), row, warp_key_here());
+#pragma unroll
+                        for (int n = 0; n < kColumnTiles; n++) {
+                            const float2 lse = stats.lse_of(n, lane_here());
+#pragma unroll
+                            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                                for (int h = 0; h < 2; h++)
+                                    packed[m][n][h] =
+                                        pack_probabilities(exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x)),
+                                                           exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y)));
+                        }
+                        send(parcels, packed);
+                    }
+                    wait_partner();
+                } else {
+                    wait_partner();
+                    if (kGeneral) {
+                        general_score_gradients(packed, s, stats, p, head, warp_key_here(), row, parcels, slopes_of(parcels, slot));
+                    } else {
+                        receive(parcels, packed);
+                        score_gradients(packed, s, stats);
+                    }
+                    if (WithDq) {
+                        const int own = warp_row_here() + thread_index_here() % 32 / 4;
+                        const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
+                                       thread_index_here() % 4 * 4;
+#pragma unroll
+                        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                                for (int h = 0; h < 2; h++)
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[m][n][h]);
+                    }
+                }
+                // The next tile is under way from here on: earlier it would take registers of the scores. (Beyond the last row nothing is loaded.)
+                tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row);
+                stats.load(p, rows, range.next_step(p, row));
+                {
+                    const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
+                }
+                if (S::kSlots == 1) __syncthreads();  // dS is complete, and Q and dO are free
+                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+                if (WithDq && S::kSlots == 1) add_dq(row, 0);
+            }
+            if (WithDq && S::kSlots == 2) {
+                __syncthreads();
+                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1));
+            }
+        }
+
+        // Keys that no query sees get 0.
+        const BlockSequence end(p.problem, p.lengths, block_batch_here());
+        const int end_warp = thread_index_here() / 32;
+        const bool is_dk = end_warp >= kPartners;
+        const Output& to = is_dk ? p.dk : p.dv;
+        float dv_factor = 1.f / kProbabilityUnit;
+        if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
+        write_gradient(gradient, p, to, rows_of(to, block_batch_here(), block_head_here(), end.first_k()),
+                       is_dk ? p.signed_scale : dv_factor, block_index_here() * S::kRows + end_warp % kPartners * kKeys, end.stored_k(),
+                       is_dk ? p.problem.headdim : p.problem.headdim_v, key_of_lane);
+    }
+};
+
+}  // namespace turing
