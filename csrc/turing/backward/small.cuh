@@ -48,10 +48,9 @@ struct BackwardSmall {
             const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
                 const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
-                Dq product;
-                product.multiply(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
-                                 Dq::b_operand(shared + S::kOwn, lane, warp));
-                product.add_to(p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+                Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                                     Dq::b_operand(shared + S::kOwn, lane, warp),
+                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
             };
 
             QueryTiles<S> tiles;

@@ -23,7 +23,7 @@ struct BackwardSplit {
     static constexpr int kKeys = S::kRows / kPartners;        // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
-    static constexpr int kPairs = S::kChunks / 2;
+    static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     using Dq = DqProduct<S>;
     using Scores = Accumulator[kKeyTiles][kColumnTiles];
     using PackedScores = OperandA[kKeyTiles][kColumnTiles];
@@ -205,10 +205,9 @@ struct BackwardSplit {
             const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
                 const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
-                Dq product;
-                product.multiply(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
-                                 Dq::b_operand(shared + S::kOwn, lane, warp));
-                product.add_to(p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+                Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                                     Dq::b_operand(shared + S::kOwn, lane, warp),
+                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
             };
 
             QueryTiles<S> tiles;
@@ -242,6 +241,12 @@ struct BackwardSplit {
                 }
                 PackedScores packed;
                 const u32 parcels = shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
+                // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
+                // (Beyond the last row nothing is loaded.)
+                const auto load_next = [&] { tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row); };
+                const auto load_next_early = [&] {
+                    if (S::kSlots == 2 && !kGeneral) load_next();
+                };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
                     const bool masked = !range.unmasked.contain(row);
@@ -266,8 +271,10 @@ struct BackwardSplit {
                         }
                         send(parcels, packed);
                     }
+                    load_next_early();
                     wait_partner();
                 } else {
+                    load_next_early();
                     wait_partner();
                     if (kGeneral) {
                         general_score_gradients(packed, s, stats, p, head, warp_key_here(), row, parcels, slopes_of(parcels, slot));
@@ -288,18 +295,24 @@ struct BackwardSplit {
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[m][n][h]);
                     }
                 }
-                // The next tile is under way from here on: earlier it would take registers of the scores. (Beyond the last row nothing is loaded.)
-                tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row);
+                if (S::kSlots == 2 && kGeneral) load_next();
                 stats.load(p, rows, range.next_step(p, row));
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
 #pragma unroll
-                    for (int c = 0; c < kPairs; c++) accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
+                    for (int c = 0; c < kPairs; c++) {
+                        // ptxas would load as many operands ahead as there are registers, and spill others for it
+                        if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
+                        accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
+                    }
                 }
-                if (S::kSlots == 1) __syncthreads();  // dS is complete, and Q and dO are free
+                if (S::kSlots == 1) {
+                    __syncthreads();  // dS is complete, and Q and dO are free
+                    load_next();
+                    if (WithDq) add_dq(row, 0);
+                }
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
-                if (WithDq && S::kSlots == 1) add_dq(row, 0);
             }
             if (WithDq && S::kSlots == 2) {
                 __syncthreads();
