@@ -96,6 +96,15 @@ __device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
 // One k of 8 of operand A of a tile of 16 rows.
 using OperandA = u32[2];
 
+// Takes the last place of a warp's packed scores, all of which move down by one (compare next_tile in backward/modifiers.cuh).
+template <int M, int N>
+__device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
+#pragma unroll
+    for (int i = 0; i < M * N; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
+}
+
 // Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(h)` is the lane's
 // row h of two in a tile of 16, from the first tile's.
 template <int M, int Chunks, class RowOfLane>
@@ -129,6 +138,15 @@ template <class S>
 __device__ __forceinline__ u32 by_rows(u32 tile, int lane, int chunk = 0) {
     return tile + swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
 }
+// The same where rows are keys that become columns of QueriesLayout.
+template <class S>
+__device__ __forceinline__ u32 keys_by_chunks(u32 tile, int lane) {
+    return tile + swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
+}
+template <class S>
+__device__ __forceinline__ u32 keys_by_rows(u32 tile, int lane) {
+    return tile + swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
+}
 // Two chunks further in the same rows, `pair` times.
 template <class S>
 __device__ __forceinline__ u32 pair_after(u32 address, int pair) {
@@ -148,32 +166,36 @@ __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return addr
 
 // ---- output ---------------------------------------------------------------------------------------
 
-// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist.
-template <bool BF16, int M, int Tiles, class RowOfLane>
+// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist. Of pairs of column tiles it has every PairStep-th from
+// first_pair on.
+template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
-                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane) {
+                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane, int first_pair) {
     const Lane lane = lane_here();
+    const int first_column = first_pair * 2 * kChunk;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int i = row + 16 * m + row_of_lane(lane, h);
-            unsigned short* to = base + i * out.row_stride + 2 * lane.quad;
+            unsigned short* to = base + i * out.row_stride + first_column + 2 * lane.quad;
 #pragma unroll
-            for (int j = 0; j < Tiles; j++)
-                if (i < rows && j * kChunk < headdim)
-                    *reinterpret_cast<u32*>(to + j * kChunk) = to_gradient2<BF16>(c[m][j][2 * h] * factor, c[m][j][2 * h + 1] * factor);
+            for (int j = 0; j < Tiles; j++) {
+                const int column = (j / 2 * PairStep * 2 + j % 2) * kChunk;
+                if (i < rows && column < headdim - first_column)
+                    *reinterpret_cast<u32*>(to + column) = to_gradient2<BF16>(c[m][j][2 * h] * factor, c[m][j][2 * h + 1] * factor);
+            }
         }
 }
 // One branch around all of it: the code is there twice, and runs once.
-template <int M, int Tiles, class RowOfLane>
+template <int PairStep = 1, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient(const Accumulator (&c)[M][Tiles], const BwdParams& p, const Output& out,
                                                unsigned short* base, float factor, int row, int rows, int headdim,
-                                               RowOfLane row_of_lane) {
+                                               RowOfLane row_of_lane, int first_pair = 0) {
     if (gradients_are_bf16(p))
-        write_gradient_as<true>(c, out, base, factor, row, rows, headdim, row_of_lane);
+        write_gradient_as<true, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
     else
-        write_gradient_as<false>(c, out, base, factor, row, rows, headdim, row_of_lane);
+        write_gradient_as<false, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
 }
 
 }  // namespace turing

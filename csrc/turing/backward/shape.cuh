@@ -102,25 +102,25 @@ private:
     }
 };
 
-// A step's rows of Q and dO on their way from global to shared memory. A thread takes one chunk of every kRowsAtOnce-th row of both.
+// A step's rows of Q and dO, or of K and V, on their way from global to shared memory. A thread takes one chunk of every
+// kRowsAtOnce-th row of both.
 //
 // Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the gradients
 // are columns that nobody stores, so there a thread reads the last column that exists once more.
 template <class S>
-class QueryTiles {
+class TilesOfStep {
     static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
-    uint4 q_[kLoads], dout_[kLoads];
+    uint4 s_[kLoads], dp_[kLoads];
 
     // Without a branch, which would part the products before it from what is behind it.
-    static __device__ __forceinline__ void load(uint4 (&x)[kLoads], const BwdParams& p, const Operand& from, const HeadRows& rows,
-                                                int row, int rows_left, int headdim) {
+    static __device__ __forceinline__ void load(uint4 (&x)[kLoads], const Operand& from, int head, int row, int rows_left, int headdim) {
         const int thread = thread_index_here(), column = thread % kLanes * kChunk;
-        const unsigned short* base = head_base(from, block_batch_here(), pinned(rows.head)) +
-                                     (rows.origin + row + thread / kLanes) * from.row_stride + (min(column + kChunk, headdim) - kChunk);
+        const unsigned short* base = head_base(from, block_batch_here(), pinned(head)) + (row + thread / kLanes) * from.row_stride +
+                                     (min(column + kChunk, headdim) - kChunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
             x[i] = zero_chunk();
@@ -129,20 +129,21 @@ class QueryTiles {
     }
 
 public:
-    // Those from `row` on, of which rows_left exist (may be negative or more than a step).
-    __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row, int rows_left) {
-        load(q_, p, p.q, rows, row, rows_left, p.problem.headdim);
-        load(dout_, p, p.dout, rows, row, rows_left, p.problem.headdim_v);
+    // Those from `row` of the tensors on, of which rows_left exist (may be negative or more than a step). The first operand makes S, the
+    // second dP.
+    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row, int rows_left) {
+        load(s_, s, head, row, rows_left, p.problem.headdim);
+        load(dp_, dp, head, row, rows_left, p.problem.headdim_v);
     }
-    // `to` is the address of the tile of Q.
+    // `to` is the address of the first tile.
     __device__ __forceinline__ void store(u32 to) const {
         const int thread = thread_index_here(), chunk = thread % kLanes;
         to += swizzled<S::kChunks>(thread / kLanes, chunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
             if (S::kChunks == kLanes || chunk < S::kChunks) {
-                store_shared(to + i * kRowsAtOnce * S::kRowBytes, q_[i]);
-                store_shared(to + i * kRowsAtOnce * S::kRowBytes + S::kStepTile, dout_[i]);
+                store_shared(to + i * kRowsAtOnce * S::kRowBytes, s_[i]);
+                store_shared(to + i * kRowsAtOnce * S::kRowBytes + S::kStepTile, dp_[i]);
             }
     }
 };

@@ -53,8 +53,8 @@ struct BackwardSmall {
                                      p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
             };
 
-            QueryTiles<S> tiles;
-            tiles.load(p, rows, first, range.rows(p) - first);
+            TilesOfStep<S> tiles;
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
@@ -123,7 +123,7 @@ struct BackwardSmall {
                     }
                 }
                 // The next tile is under way from here on: earlier it would take registers of the scores. (Beyond the last row nothing is loaded.)
-                tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row);
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row);
                 stats.load(p, rows, range.next_step(p, row));
                 {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);

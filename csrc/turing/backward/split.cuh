@@ -61,15 +61,8 @@ struct BackwardSplit {
     }
 
     // General kernels take the tiles of scores in a rolled loop: what may happen to a score is much code. Registers cannot be indexed:
-    // the loop works on the first tile, and the others move down by one (next_tile); packed tiles take the last place.
+    // the loop works on the first tile, and the others move down by one (next_tile); packed tiles take the last place (append_tile).
     static constexpr int kTiles = kKeyTiles * kColumnTiles;
-    static __device__ __forceinline__ void append(PackedScores& x, const OperandA& tile) {
-#pragma unroll
-        for (int i = 0; i < kTiles; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                x[i / kColumnTiles][i % kColumnTiles][h] = i + 1 < kTiles ? x[(i + 1) / kColumnTiles][(i + 1) % kColumnTiles][h] : tile[h];
-    }
     // Such a tile goes to the partner by itself.
     static constexpr int kTileParcelBytes = 32 * 8;
 
@@ -117,7 +110,7 @@ struct BackwardSplit {
                 }
             }
             store_shared2(parcels + tile * kTileParcelBytes, sent[0], sent[1]);
-            append(x, probabilities);
+            append_tile(x, probabilities);
             next_tile(s);
         }
     }
@@ -150,7 +143,7 @@ struct BackwardSplit {
                 for (int v = 0; v < 4; v++) ds[v] *= v & 1 ? slope[v / 2].y : slope[v / 2].x;
             }
             const OperandA packed = {to_half2(ds[0], ds[1]), to_half2(ds[2], ds[3])};
-            append(x, packed);
+            append_tile(x, packed);
             next_tile(dp);
         }
         __syncwarp();  // dS takes the slopes' place
@@ -210,8 +203,8 @@ struct BackwardSplit {
                                      p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
             };
 
-            QueryTiles<S> tiles;
-            tiles.load(p, rows, first, range.rows(p) - first);
+            TilesOfStep<S> tiles;
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
@@ -243,7 +236,7 @@ struct BackwardSplit {
                 const u32 parcels = shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
                 // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
                 // (Beyond the last row nothing is loaded.)
-                const auto load_next = [&] { tiles.load(p, rows, row + S::kStep, range.rows(p) - S::kStep - row); };
+                const auto load_next = [&] { tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row); };
                 const auto load_next_early = [&] {
                     if (S::kSlots == 2 && !kGeneral) load_next();
                 };
