@@ -35,33 +35,31 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Adds to the accumulator in global memory, at `accum`. One pair after the other: together they would save half of the loads of dS,
-    // for registers that the kernels with several pairs do not have.
-    static __device__ __forceinline__ void multiply_and_add(u32 a_address, u32 b_address, float* accum) {
+    // Adds pair number j of the warp to the accumulator in global memory, at `accum`. (Several pairs together would save loads of dS, for
+    // registers that the kernels with several pairs do not have.)
+    static __device__ __forceinline__ void multiply_and_add(u32 a_address, u32 b_address, float* accum, int j) {
+        Accumulator c[1][2];
+        clear(c);
+        b_address = pair_after<S>(b_address, kColumnWarps * j);
 #pragma unroll
-        for (int j = 0; j < kPairs; j++) {
-            Accumulator c[1][2];
-            clear(c);
+        for (int key = 0; key < kKeys; key += 16) {
+            u32 a[4], b[4];
+            load_matrices_transposed(a, a_address + key * S::kScoreRowBytes);
+            load_matrices_transposed(b, b_address + key * S::kRowBytes);
 #pragma unroll
-            for (int key = 0; key < kKeys; key += 16) {
-                u32 a[4], b[4];
-                load_matrices_transposed(a, a_address + key * S::kScoreRowBytes);
-                load_matrices_transposed(b, pair_after<S>(b_address, kColumnWarps * j) + key * S::kRowBytes);
+            for (int k = 0; k < 2; k++)
 #pragma unroll
-                for (int k = 0; k < 2; k++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const OperandA queries = {a[2 * k], a[2 * k + 1]};
-                        mma(c[0][i], queries, b[2 * i + k]);
-                    }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int v = 0; v < 4; v++)
-                    add_global(accum + (2 * kColumnWarps * j + i) * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats,
-                               c[0][i][v]);
+                for (int i = 0; i < 2; i++) {
+                    const OperandA queries = {a[2 * k], a[2 * k + 1]};
+                    mma(c[0][i], queries, b[2 * i + k]);
+                }
         }
+        accum += 2 * kColumnWarps * j * DqAccumulator::kTileFloats;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int v = 0; v < 4; v++)
+                add_global(accum + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[0][i][v]);
     }
 };
 

@@ -114,10 +114,15 @@ class TilesOfStep {
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
-    uint4 s_[kLoads], dp_[kLoads];
+    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || thread_index_here() % kLanes < S::kChunks; }
 
-    // Without a branch, which would part the products before it from what is behind it.
-    static __device__ __forceinline__ void load(uint4 (&x)[kLoads], const Operand& from, int head, int row, int rows_left, int headdim) {
+public:
+    // A thread's part of one of the two tiles.
+    using Part = uint4[kLoads];
+
+    // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch, which
+    // would part the products before it from what is behind it.
+    static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
         const int thread = thread_index_here(), column = thread % kLanes * kChunk;
         const unsigned short* base = head_base(from, block_batch_here(), pinned(head)) + (row + thread / kLanes) * from.row_stride +
                                      (min(column + kChunk, headdim) - kChunk);
@@ -127,25 +132,26 @@ class TilesOfStep {
             load_global_if(thread / kLanes + i * kRowsAtOnce < rows_left, x[i], base + i * kRowsAtOnce * from.row_stride);
         }
     }
+    static __device__ __forceinline__ void store(const Part& x, u32 tile) {
+        const int thread = thread_index_here();
+        tile += swizzled<S::kChunks>(thread / kLanes, thread % kLanes);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++)
+            if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);
+    }
 
-public:
-    // Those from `row` of the tensors on, of which rows_left exist (may be negative or more than a step). The first operand makes S, the
-    // second dP.
+    // Both: the first operand makes S, the second dP. `to` is the address of the first tile.
     __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row, int rows_left) {
         load(s_, s, head, row, rows_left, p.problem.headdim);
         load(dp_, dp, head, row, rows_left, p.problem.headdim_v);
     }
-    // `to` is the address of the first tile.
     __device__ __forceinline__ void store(u32 to) const {
-        const int thread = thread_index_here(), chunk = thread % kLanes;
-        to += swizzled<S::kChunks>(thread / kLanes, chunk);
-#pragma unroll
-        for (int i = 0; i < kLoads; i++)
-            if (S::kChunks == kLanes || chunk < S::kChunks) {
-                store_shared(to + i * kRowsAtOnce * S::kRowBytes, s_[i]);
-                store_shared(to + i * kRowsAtOnce * S::kRowBytes + S::kStepTile, dp_[i]);
-            }
+        store(s_, to);
+        store(dp_, to + S::kStepTile);
     }
+
+private:
+    Part s_, dp_;
 };
 
 // ---- products -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ struct BackwardSmall {
     static_assert(!kGeneral, "scores pass through here as they are");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Dq = DqProduct<S>;
+    static_assert(Dq::kPairs == 1, "see add_dq");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -45,12 +46,12 @@ struct BackwardSmall {
             const int first = Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
+            const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
                 const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                                      Dq::b_operand(shared + S::kOwn, lane, warp),
-                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
             TilesOfStep<S> tiles;
@@ -66,7 +67,7 @@ struct BackwardSmall {
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
-                if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1);
+                if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[2][kColumnTiles], dp[2][kColumnTiles];
                 clear(s);
@@ -137,7 +138,7 @@ struct BackwardSmall {
             }
             if (WithDq) {
                 __syncthreads();
-                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1));
+                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1), 0);
             }
         }
 

@@ -17,13 +17,18 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, bool WithDq>
 struct BackwardSplit {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
-    static constexpr int kSharedBytes = S::kSharedBytes;
+    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is in
+    // shared memory anyway, of V these chunks are.
+    static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
+    static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static constexpr int kPartners = S::kWarps / 2;           // warps of a role
     static constexpr int kKeys = S::kRows / kPartners;        // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
+    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
+    static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1), "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
     using Scores = Accumulator[kKeyTiles][kColumnTiles];
     using PackedScores = OperandA[kKeyTiles][kColumnTiles];
@@ -167,6 +172,24 @@ struct BackwardSplit {
         }
     }
 
+    // V's part of those, in the order of KeysLayout, padded with zeros.
+    static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
+        const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
+        for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
+            const int key = i / 8, column = (2 * kOwnPairs + i % 8) * kChunk;
+            const bool exists = first_key + key < keys && column < p.problem.headdim_v;
+            store_shared(shared + kValues + swizzled<8>(KeysLayout::row_of_key(key), i % 8),
+                         exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
+        }
+    }
+    // Where a warp's operand A lies there.
+    static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
+        const int lane = thread_index_here() % 32, row = warp_row_here() + lane % 8 + lane / 8 % 2 * 8;
+        const u32 values = shared + kValues + swizzled<8>(row, lane / 16);
+        const u32 keys = shared + S::kOwn + swizzled<S::kChunks>(row, lane / 16) + 2 * kOwnPairs * kChunkBytes;
+        return is_first_role() ? keys : values;
+    }
+
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
         const u32 shared = shared_address(shared_memory);
@@ -176,8 +199,9 @@ struct BackwardSplit {
         if (kRagged && first_key >= sequence.stored_k()) return;
         const Queries<S> range(mask_of(p.problem, sequence), first_key);
 
-        if (WithDq) load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
-        OperandA own[kKeyTiles][S::kChunks];  // of K or of V
+        if (WithDq || kSharedPairs > 0) load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        if (kSharedPairs > 0) load_values(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        OperandA own[kKeyTiles][2 * kOwnPairs];  // of K or of V
         {
             const Operand& from = role ? p.v : p.k;
             load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + kKeys * pair,
@@ -195,12 +219,12 @@ struct BackwardSplit {
             const int first = Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto add_dq = [&](int row, u32 slot) {  // to the rows from this one on, from the dS of this slot
+            const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
                 const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                                      Dq::b_operand(shared + S::kOwn, lane, warp),
-                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp));
+                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
             TilesOfStep<S> tiles;
@@ -216,14 +240,17 @@ struct BackwardSplit {
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
-                if (WithDq && S::kSlots == 2) add_dq(max(row - S::kStep, first), slot ^ 1);
+                if (WithDq && S::kSlots == 2) {
+#pragma unroll
+                    for (int j = 0; j < Dq::kPairs; j++) add_dq(max(row - S::kStep, first), slot ^ 1, j);
+                }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 clear(s);
                 {
                     const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
 #pragma unroll
-                    for (int c = 0; c < kPairs; c++) {
+                    for (int c = 0; c < kOwnPairs; c++) {
                         OperandA a[kKeyTiles][2];
 #pragma unroll
                         for (int m = 0; m < kKeyTiles; m++)
@@ -231,14 +258,23 @@ struct BackwardSplit {
                             for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
                         multiply_pair<S>(s, a, pair_after<S>(step, c));
                     }
+                    const u32 others = shared_fragments(shared);
+#pragma unroll
+                    for (int c = 0; c < kSharedPairs; c++) {
+                        u32 x[4];
+                        load_matrices(x, chunk_after<8>(others, 2 * c));
+                        const OperandA a[1][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
+                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[1][kColumnTiles]>(s), a, pair_after<S>(step, kOwnPairs + c));
+                    }
                 }
                 PackedScores packed;
-                const u32 parcels = shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
+                const u32 parcels =
+                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
                 // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
                 // (Beyond the last row nothing is loaded.)
-                const auto load_next = [&] { tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row); };
-                const auto load_next_early = [&] {
-                    if (S::kSlots == 2 && !kGeneral) load_next();
+                const auto load_next = [&](bool here) {
+                    if (S::kSlots == 2 && here)
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row);
                 };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
@@ -264,10 +300,10 @@ struct BackwardSplit {
                         }
                         send(parcels, packed);
                     }
-                    load_next_early();
+                    load_next(!kGeneral);
                     wait_partner();
                 } else {
-                    load_next_early();
+                    load_next(!kGeneral);
                     wait_partner();
                     if (kGeneral) {
                         general_score_gradients(packed, s, stats, p, head, warp_key_here(), row, parcels, slopes_of(parcels, slot));
@@ -288,7 +324,7 @@ struct BackwardSplit {
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[m][n][h]);
                     }
                 }
-                if (S::kSlots == 2 && kGeneral) load_next();
+                load_next(kGeneral);
                 stats.load(p, rows, range.next_step(p, row));
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
@@ -300,16 +336,26 @@ struct BackwardSplit {
                         accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
                     }
                 }
-                if (S::kSlots == 1) {
+                if (S::kSlots == 2) {
+                    tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+                } else {
                     __syncthreads();  // dS is complete, and Q and dO are free
-                    load_next();
-                    if (WithDq) add_dq(row, 0);
+                    // One tile after the other comes in beside a part of dQ: together they would take too many registers.
+                    static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
+#pragma unroll 1
+                    for (int i = 0; i < 2; i++) {
+                        typename TilesOfStep<S>::Part part;
+                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin + row + S::kStep,
+                                             range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
+                        if (WithDq) add_dq(row, 0, i);
+                        TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
+                    }
                 }
-                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
             }
             if (WithDq && S::kSlots == 2) {
                 __syncthreads();
-                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1));
+#pragma unroll 1
+                for (int j = 0; j < Dq::kPairs; j++) add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1), j);
             }
         }
 
