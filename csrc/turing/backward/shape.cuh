@@ -64,12 +64,16 @@ struct Queries : QueryRange<S::kRows, S::kStep> {
 // from the thread's number. Pointers would take more registers than there are. (pinned() and ..._here() are volatile: the compiler
 // would move what does not change out of the loop, and then spill it.)
 struct HeadRows {
-    int head, origin;  // origin: the sequence's first row in the tensors
-    unsigned scratch;  // ... and in the scratch memory, over all heads
+    int head, origin_;
+    unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSequence& sequence, int head_)
-        : head(head_), origin(kRagged ? pinned(sequence.first_q()) : 0),
+        : head(head_), origin_(kRagged && !kGeneral ? pinned(sequence.first_q()) : 0),
           scratch(pinned(static_cast<int>(rounded_row<RowStats>(p, sequence, block_batch_here(), head_)))) {}
+    // ... and in the tensors.
+    __device__ __forceinline__ int origin(const BwdParams& p) const {
+        return kGeneral ? BlockSequence(p.problem, p.lengths, block_batch_here()).first_q() : origin_;
+    }
     // Offset into the scratch memory, with so many floats a row.
     __device__ __forceinline__ unsigned long long scratch_offset(int row, unsigned floats) const {
         return static_cast<unsigned long long>(scratch + row) * floats;

@@ -55,7 +55,7 @@ struct BackwardSmall {
             };
 
             TilesOfStep<S> tiles;
-            tiles.load(p, p.q, p.dout, rows.head, rows.origin + first, range.rows(p) - first);
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
@@ -90,6 +90,8 @@ struct BackwardSmall {
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
                     }
                 }
+                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
                 if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const int thread = thread_index_here();
@@ -123,8 +125,6 @@ struct BackwardSmall {
                             }
                     }
                 }
-                // The next tile is under way from here on: earlier it would take registers of the scores. (Beyond the last row nothing is loaded.)
-                tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row);
                 stats.load(p, rows, range.next_step(p, row));
                 {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);

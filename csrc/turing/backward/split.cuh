@@ -41,6 +41,12 @@ struct BackwardSplit {
     static __device__ __forceinline__ bool is_first_role() { return thread_index_here() < S::kThreads / 2; }
     static __device__ __forceinline__ int warp_row_here() { return thread_index_here() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int warp_key_here() { return block_index_here() * S::kRows + warp_row_here(); }
+    // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
+    static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
+        if (!kGeneral) return range.unmasked.contain(row);
+        const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
+        return Queries<S>(mask_of(p.problem, sequence), block_index_here() * S::kRows).unmasked.contain(row);
+    }
     // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
     static __device__ __forceinline__ u32 slopes_of(u32 parcel, u32 slot) {
         return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
@@ -228,7 +234,7 @@ struct BackwardSplit {
             };
 
             TilesOfStep<S> tiles;
-            tiles.load(p, p.q, p.dout, rows.head, rows.origin + first, range.rows(p) - first);
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
@@ -274,11 +280,11 @@ struct BackwardSplit {
                 // (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
-                        tiles.load(p, p.q, p.dout, rows.head, rows.origin + row + S::kStep, range.rows(p) - S::kStep - row);
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
                 };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
-                    const bool masked = !range.unmasked.contain(row);
+                    const bool masked = !contains(range, p, row);
 #pragma unroll
                     for (int i = 0; i < StepStats<S>::kGroups; i++)
                         stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
@@ -324,8 +330,8 @@ struct BackwardSplit {
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[m][n][h]);
                     }
                 }
-                load_next(kGeneral);
                 stats.load(p, rows, range.next_step(p, row));
+                load_next(kGeneral);
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
@@ -345,7 +351,7 @@ struct BackwardSplit {
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {
                         typename TilesOfStep<S>::Part part;
-                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin + row + S::kStep,
+                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
                                              range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
                         if (WithDq) add_dq(row, 0, i);
                         TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
