@@ -17,21 +17,21 @@ struct DqProduct {
     static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;
     static constexpr int kKeys = S::kRows / kKeyParts;
 
-    static __device__ __forceinline__ int query_tile(int warp) { return warp / kTileWarps; }
-    static __device__ __forceinline__ int first_key(int warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
-    static __device__ __forceinline__ int pair(int warp) { return warp % kColumnWarps; }
+    static __device__ __forceinline__ u32 query_tile(u32 warp) { return warp / kTileWarps; }
+    static __device__ __forceinline__ u32 first_key(u32 warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
+    static __device__ __forceinline__ u32 pair(u32 warp) { return warp % kColumnWarps; }
     // Where there are fewer pairs than warps, the last warps have none.
-    static __device__ __forceinline__ bool has_pair(int warp) { return kAllPairs >= kColumnWarps || pair(warp) < kAllPairs; }
+    static __device__ __forceinline__ bool has_pair(u32 warp) { return kAllPairs >= kColumnWarps || pair(warp) < u32(kAllPairs); }
 
     // dS^T, transposed on the way: matrices 0 and 1 are the queries of the first eight keys.
-    static __device__ __forceinline__ u32 a_operand(u32 scores, int lane, int warp) {
+    static __device__ __forceinline__ u32 a_operand(u32 scores, u32 lane, u32 warp) {
         return scores + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }
-    static __device__ __forceinline__ u32 b_operand(u32 keys, int lane, int warp) {
+    static __device__ __forceinline__ u32 b_operand(u32 keys, u32 lane, u32 warp) {
         return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
     }
     // Where the lane's first element goes, from the first of the step's rows.
-    static __device__ __forceinline__ int output_offset(int lane, int warp) {
+    static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 

@@ -27,7 +27,9 @@
 
 namespace turing {
 
-__device__ __forceinline__ Lane lane_here() { return Lane(thread_index_here() & 31); }
+// thread_index_here() and what is made of it, unsigned: divisions by powers of 2 are then one instruction.
+__device__ __forceinline__ u32 thread_here() { return thread_index_here(); }
+__device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ struct QueriesLayout {
 
     static constexpr int kKeyMate = 1;
     // Which key of eight column n of operand B is.
-    __device__ __forceinline__ static constexpr int key_of_column(int n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
+    __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };
 static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
 static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_place.cuh");
@@ -127,25 +129,31 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
 __device__ __forceinline__ constexpr int key_of_lane(const Lane& lane, int h) { return KeysLayout::first_key(lane) + 2 * h; }
 __device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int h) { return lane.group + 8 * h; }
 
+// swizzled() of unsigned numbers.
+template <int Chunks>
+__device__ __forceinline__ u32 swizzled_here(u32 row, u32 chunk) {
+    const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
+    return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
+}
 // Addresses of the lane for load_matrices: two by two matrices, 16 rows by two chunks. Matrices 0 and 1 are the two chunks of the
 // first eight rows ...
 template <class S>
-__device__ __forceinline__ u32 by_chunks(u32 tile, int lane) {
-    return tile + swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+__device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 // ... or all 16 rows of the first chunk.
 template <class S>
-__device__ __forceinline__ u32 by_rows(u32 tile, int lane, int chunk = 0) {
-    return tile + swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
+__device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
+    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
 }
 // The same where rows are keys that become columns of QueriesLayout.
 template <class S>
-__device__ __forceinline__ u32 keys_by_chunks(u32 tile, int lane) {
-    return tile + swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
+__device__ __forceinline__ u32 keys_by_chunks(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
 }
 template <class S>
-__device__ __forceinline__ u32 keys_by_rows(u32 tile, int lane) {
-    return tile + swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
+__device__ __forceinline__ u32 keys_by_rows(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
 }
 // Two chunks further in the same rows, `pair` times.
 template <class S>
@@ -155,11 +163,11 @@ __device__ __forceinline__ u32 pair_after(u32 address, int pair) {
 
 // Tiles of dS^T: rows are keys of the block, as row_of_key says, of Chunks (2 or 4) chunks of eight queries.
 template <int Chunks>
-__device__ __forceinline__ u32 score_offset(int row, int chunk) {
+__device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
     // Eight rows of two chunks are two wavefronts' worth of banks: the chunks of the second four rows change places.
     if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
-    return swizzled<4>(row, chunk);
+    return swizzled_here<4>(row, chunk);
 }
 // The same of another chunk, from that of chunk 0.
 __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }

@@ -30,7 +30,7 @@ struct BackwardQueries {
 
     // The last queries see the most keys of a causal problem: they begin first.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - block_index_here()) * BlockRows; }
-    static __device__ __forceinline__ int warp_row_here() { return block_row() + thread_index_here() / 32 * kWarpRows; }
+    static __device__ __forceinline__ int warp_row_here() { return block_row() + thread_here() / 32 * kWarpRows; }
 
     // General kernels: dS from S and dP, in a rolled loop, as in split.cuh. `row` and `key` are the warp's first; lse, in units of log2, and
     // -delta are of the lane's rows.
@@ -126,7 +126,7 @@ struct BackwardQueries {
             clear(s);
             clear(dp);
             {
-                const u32 step = keys_by_chunks<S>(tile, thread_index_here() % 32);
+                const u32 step = keys_by_chunks<S>(tile, thread_here() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
                     if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
@@ -163,7 +163,7 @@ struct BackwardQueries {
             // The tile after the next is under way from here on. (Beyond the last key nothing is loaded.)
             tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
             {
-                const u32 step = keys_by_rows<S>(tile, thread_index_here() % 32);
+                const u32 step = keys_by_rows<S>(tile, thread_here() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
                     if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();

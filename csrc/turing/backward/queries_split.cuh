@@ -29,12 +29,12 @@ struct BackwardQueriesSplit {
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
 
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - block_index_here()) * BlockRows; }
-    static __device__ __forceinline__ int pair_here() { return thread_index_here() / 32 % kPartners; }
+    static __device__ __forceinline__ int pair_here() { return thread_here() / 32 % kPartners; }
     static __device__ __forceinline__ int warp_row_here() { return block_row() + pair_here() * kWarpRows; }
-    static __device__ __forceinline__ bool is_first_role() { return thread_index_here() < S::kThreads / 2; }
+    static __device__ __forceinline__ bool is_first_role() { return thread_here() < S::kThreads / 2; }
     static __device__ __forceinline__ void wait_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair_here()) : "memory"); }
     static __device__ __forceinline__ u32 parcels(u32 region) {
-        return region + pair_here() * kRowTiles * kParcelBytes + thread_index_here() % 32 * 16;
+        return region + pair_here() * kRowTiles * kParcelBytes + thread_here() % 32 * 16;
     }
     static __device__ __forceinline__ void send(u32 to, const PackedScores& x) {
 #pragma unroll
@@ -173,7 +173,7 @@ struct BackwardQueriesSplit {
         PackedScores ds;
         const auto add_dq = [&](u32 slot) {
             receive(parcels(shared + kGradients), ds);
-            const u32 step = pair_after<S>(keys_by_rows<S>(slot, thread_index_here() % 32), is_first_role() ? 0 : 1);
+            const u32 step = pair_after<S>(keys_by_rows<S>(slot, thread_here() % 32), is_first_role() ? 0 : 1);
 #pragma unroll
             for (int c = 0; c < kOwnPairs; c++) accumulate_pair<S>(dq, ds, pair_after<S>(step, 2 * c), c);
         };
@@ -184,7 +184,7 @@ struct BackwardQueriesSplit {
             Scores s;  // S or dP
             clear(s);
             {
-                const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), thread_index_here() % 32);
+                const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), thread_here() % 32);
 #pragma unroll
                 for (int c = 0; c < kPairs; c++) {
                     OperandA a[kRowTiles][2];

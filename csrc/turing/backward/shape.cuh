@@ -90,7 +90,7 @@ struct StepStats {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) {
             const float* from = p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats +
-                                thread_index_here() % 32;
+                                thread_here() % 32;
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
@@ -118,7 +118,7 @@ class TilesOfStep {
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
-    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || thread_index_here() % kLanes < S::kChunks; }
+    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || thread_here() % kLanes < S::kChunks; }
 
 public:
     // A thread's part of one of the two tiles.
@@ -127,18 +127,18 @@ public:
     // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch, which
     // would part the products before it from what is behind it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
-        const int thread = thread_index_here(), column = thread % kLanes * kChunk;
-        const unsigned short* base = head_base(from, block_batch_here(), pinned(head)) + (row + thread / kLanes) * from.row_stride +
-                                     (min(column + kChunk, headdim) - kChunk);
+        const u32 thread = thread_here(), column = thread % kLanes * kChunk;
+        const unsigned short* base = head_base(from, block_batch_here(), pinned(head)) + static_cast<int>(row + thread / kLanes) * from.row_stride +
+                                     (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
             x[i] = zero_chunk();
-            load_global_if(thread / kLanes + i * kRowsAtOnce < rows_left, x[i], base + i * kRowsAtOnce * from.row_stride);
+            load_global_if(static_cast<int>(thread / kLanes) + i * kRowsAtOnce < rows_left, x[i], base + i * kRowsAtOnce * from.row_stride);
         }
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
-        const int thread = thread_index_here();
-        tile += swizzled<S::kChunks>(thread / kLanes, thread % kLanes);
+        const u32 thread = thread_here();
+        tile += swizzled_here<S::kChunks>(thread / kLanes, thread % kLanes);
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
             if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);

@@ -47,7 +47,7 @@ struct BackwardSmall {
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
             const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
-                const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
+                const u32 thread = thread_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                                      Dq::b_operand(shared + S::kOwn, lane, warp),
@@ -73,7 +73,7 @@ struct BackwardSmall {
                 clear(s);
                 clear(dp);
                 {
-                    const int thread = thread_index_here(), lane = thread % 32;
+                    const u32 thread = thread_here(), lane = thread % 32;
                     const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, lane);
 #pragma unroll
@@ -94,13 +94,13 @@ struct BackwardSmall {
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
                 if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
-                    const int thread = thread_index_here();
+                    const u32 thread = thread_here();
                     apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
                 }
 
                 OperandA probabilities[2][kColumnTiles], ds[2][kColumnTiles];
                 {
-                    const int thread = thread_index_here(), lane = thread % 32;
+                    const u32 thread = thread_here(), lane = thread % 32;
                     const Lane place(lane);
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
@@ -127,7 +127,7 @@ struct BackwardSmall {
                 }
                 stats.load(p, rows, range.next_step(p, row));
                 {
-                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_here() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
@@ -144,7 +144,7 @@ struct BackwardSmall {
 
         // Keys that no query sees get 0.
         const BlockSequence end(p.problem, p.lengths, block_batch_here());
-        const int key = block_index_here() * S::kRows + thread_index_here() / 32 * 32;
+        const int key = block_index_here() * S::kRows + thread_here() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
                        end.stored_k(), p.problem.headdim, key_of_lane);
         write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit, key,

@@ -35,11 +35,11 @@ struct BackwardSplit {
 
     // Named barrier of two partners: P is there.
     static __device__ __forceinline__ void wait_partner() {
-        asm volatile("bar.sync %0, 64;" ::"r"(1 + thread_index_here() / 32 % kPartners) : "memory");
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + thread_here() / 32 % kPartners) : "memory");
     }
     // Derived again where it is needed, so that it takes no register in the loop.
-    static __device__ __forceinline__ bool is_first_role() { return thread_index_here() < S::kThreads / 2; }
-    static __device__ __forceinline__ int warp_row_here() { return thread_index_here() / 32 % kPartners * kKeys; }
+    static __device__ __forceinline__ bool is_first_role() { return thread_here() < S::kThreads / 2; }
+    static __device__ __forceinline__ int warp_row_here() { return thread_here() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int warp_key_here() { return block_index_here() * S::kRows + warp_row_here(); }
     // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
     static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
@@ -190,9 +190,9 @@ struct BackwardSplit {
     }
     // Where a warp's operand A lies there.
     static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
-        const int lane = thread_index_here() % 32, row = warp_row_here() + lane % 8 + lane / 8 % 2 * 8;
-        const u32 values = shared + kValues + swizzled<8>(row, lane / 16);
-        const u32 keys = shared + S::kOwn + swizzled<S::kChunks>(row, lane / 16) + 2 * kOwnPairs * kChunkBytes;
+        const u32 lane = thread_here() % 32, row = warp_row_here() + lane % 8 + lane / 8 % 2 * 8;
+        const u32 values = shared + kValues + swizzled_here<8>(row, lane / 16);
+        const u32 keys = shared + S::kOwn + swizzled_here<S::kChunks>(row, lane / 16) + 2 * kOwnPairs * kChunkBytes;
         return is_first_role() ? keys : values;
     }
 
@@ -226,7 +226,7 @@ struct BackwardSplit {
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
             const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
-                const int thread = thread_index_here(), lane = thread % 32, warp = thread / 32;
+                const u32 thread = thread_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                                      Dq::b_operand(shared + S::kOwn, lane, warp),
@@ -254,7 +254,7 @@ struct BackwardSplit {
                 clear(s);
                 {
                     const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
-                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, thread_here() % 32);
 #pragma unroll
                     for (int c = 0; c < kOwnPairs; c++) {
                         OperandA a[kKeyTiles][2];
@@ -275,7 +275,7 @@ struct BackwardSplit {
                 }
                 PackedScores packed;
                 const u32 parcels =
-                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_index_here() % 32 * (kGeneral ? 8 : 16);
+                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * (kGeneral ? 8 : 16);
                 // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
                 // (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
@@ -318,9 +318,9 @@ struct BackwardSplit {
                         score_gradients(packed, s, stats);
                     }
                     if (WithDq) {
-                        const int own = warp_row_here() + thread_index_here() % 32 / 4;
+                        const u32 own = warp_row_here() + thread_here() % 32 / 4;
                         const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
-                                       thread_index_here() % 4 * 4;
+                                       thread_here() % 4 * 4;
 #pragma unroll
                         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -334,7 +334,7 @@ struct BackwardSplit {
                 load_next(kGeneral);
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
-                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_index_here() % 32);
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_here() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
                         // ptxas would load as many operands ahead as there are registers, and spill others for it
@@ -367,7 +367,7 @@ struct BackwardSplit {
 
         // Keys that no query sees get 0.
         const BlockSequence end(p.problem, p.lengths, block_batch_here());
-        const int end_warp = thread_index_here() / 32;
+        const int end_warp = thread_here() / 32;
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
         float dv_factor = 1.f / kProbabilityUnit;
