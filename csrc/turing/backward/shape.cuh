@@ -128,7 +128,7 @@ public:
     // would part the products before it from what is behind it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
         const u32 thread = thread_here(), column = thread % kLanes * kChunk;
-        const unsigned short* base = head_base(from, block_batch_here(), pinned(head)) + static_cast<int>(row + thread / kLanes) * from.row_stride +
+        const unsigned short* base = head_base(from, blockIdx.z, head) + static_cast<int>(row + thread / kLanes) * from.row_stride +
                                      (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
