@@ -86,7 +86,7 @@ struct BackwardQueriesSplit {
             OperandA probabilities;
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                probabilities[h] = pack_probabilities(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+                probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
                 const KeptPairs<Layout> kept(philox_of(p, block_head_here()), options.dropout_threshold, place);
 #pragma unroll
@@ -113,10 +113,9 @@ struct BackwardQueriesSplit {
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[m][n][h]);
                     const auto gradient = [&](float dp, float probability) {
-                        float behind = dp;
-                        if (kGeneral && options.rng_state) behind = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
-                        // fp32 to the end: dP - delta may be far beyond fp16 where P is small
-                        return (behind + minus_delta[m][h]) * (fabsf(probability) * (1.f / kProbabilityUnit));
+                        if (!kGeneral) return score_gradient(probability, dp, minus_delta[m][h]);
+                        if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
+                        return score_gradient(fabsf(probability), dp, minus_delta[m][h]);
                     };
                     float first = gradient(dp[m][n][2 * h], probability.x), second = gradient(dp[m][n][2 * h + 1], probability.y);
                     if (capped) {
@@ -156,7 +155,7 @@ struct BackwardQueriesSplit {
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
                 const float minus_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
                 const float minus_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
-                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kExponentShift) : minus_delta;
+                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kProbabilityBits) : minus_delta * (1.f / kProbabilityUnit);
             }
 
         Accumulator dq[kRowTiles][2 * kOwnPairs];
@@ -216,7 +215,7 @@ struct BackwardQueriesSplit {
                                 const auto of = [&](int v) {
                                     return exp2_approx(fmaf(s[m][n][v], p.problem.scale_log2, stats[m][h]));
                                 };
-                                probabilities[m][n][h] = pack_probabilities(of(2 * h), of(2 * h + 1));
+                                probabilities[m][n][h] = pack_units(of(2 * h), of(2 * h + 1));
                             }
                 }
                 send(parcels(shared + kProbabilities), probabilities);

@@ -10,6 +10,7 @@
 // for a warp that has no registers for its fragments, two tiles of Q and of dO, and dS^T, for dQ alone.
 #pragma once
 
+#include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/walk.cuh"
 #include "turing/backward/dq_product.cuh"
@@ -94,6 +95,14 @@ struct StepStats {
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
+    // To units of P as it is kept (kProbabilityUnit): the lse that exp2 subtracts, and delta for the product with such a P. A kernel
+    // that has only one of the two does not look at the other lanes.
+    __device__ __forceinline__ void scale(float scale_log2) {
+        const bool is_lse = thread_here() % 32 < RowStats::kDeltaAt;
+#pragma unroll
+        for (int i = 0; i < kGroups; i++)
+            x[i] = is_lse ? fmaf(x[i], scale_log2, kProbabilityBits) : x[i] * (1.f / kProbabilityUnit);
+    }
     // Of the lane's two queries of column tile n.
     __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
     __device__ __forceinline__ float2 delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
@@ -128,12 +137,13 @@ public:
     // would part the products before it from what is behind it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
         const u32 thread = thread_here(), column = thread % kLanes * kChunk;
-        const unsigned short* base = head_base(from, blockIdx.z, head) + static_cast<int>(row + thread / kLanes) * from.row_stride +
+        const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
                                      (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
             x[i] = zero_chunk();
-            load_global_if(static_cast<int>(thread / kLanes) + i * kRowsAtOnce < rows_left, x[i], base + i * kRowsAtOnce * from.row_stride);
+            load_global_if(static_cast<int>(thread / kLanes) + i * kRowsAtOnce < rows_left, x[i],
+                           rows_after(base, i * kRowsAtOnce, from.row_stride));
         }
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
@@ -157,6 +167,15 @@ public:
 private:
     Part s_, dp_;
 };
+
+// P * kProbabilityUnit of two scores, in fp16: unlike pack_probabilities, by conversions. The tensor cores leave the XU pipe time for them
+// here, and dS needs the number itself.
+__device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
+// dS from such a P, dP and delta as StepStats::scale leaves it. fp32 to the end: dP - delta may be far beyond fp16 where P is small. Only dS
+// itself is rounded to fp16, and beyond 65504 becomes infinite, which is what a GradScaler looks for.
+__device__ __forceinline__ float score_gradient(float p, float dp, float minus_delta) {
+    return p * fmaf(dp, 1.f / kProbabilityUnit, minus_delta);
+}
 
 // ---- products -------------------------------------------------------------------------------------
 

@@ -18,6 +18,11 @@ struct BackwardSmall {
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneral, "scores pass through here as they are");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
+    // Loops over the steps: with a second one, for steps without a mask, no branch parts the products from what is behind them.
+#ifndef LOOPS
+#define LOOPS 1
+#endif
+    static constexpr int kLoops = LOOPS;
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "see add_dq");
 
@@ -63,8 +68,7 @@ struct BackwardSmall {
             // dS of the step before the first, which adds nothing
             if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
-#pragma unroll 1
-            for (int row = first; row < range.end; row += S::kStep) {
+            const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
@@ -92,7 +96,7 @@ struct BackwardSmall {
                 }
                 // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
-                if (!range.unmasked.contain(row)) {
+                if (may_be_masked && (kLoops == 2 || !range.unmasked.contain(row))) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const u32 thread = thread_here();
                     apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
@@ -104,9 +108,7 @@ struct BackwardSmall {
                     const Lane place(lane);
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
-#pragma unroll
-                    for (int i = 0; i < StepStats<S>::kGroups; i++)
-                        if (lane < RowStats::kDeltaAt) stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
+                    stats.scale(p.problem.scale_log2);
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
                         const float2 lse = stats.lse_of(n, place), delta = stats.delta_of(n, place);
@@ -116,10 +118,9 @@ struct BackwardSmall {
                             for (int h = 0; h < 2; h++) {
                                 const float x = exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x));
                                 const float y = exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y));
-                                probabilities[m][n][h] = pack_probabilities(x, y);
-                                // fp32 to the end: dP - delta may be far beyond fp16 where P is small
-                                ds[m][n][h] = to_half2(x * kExponentUnit * (dp[m][n][2 * h] + delta.x),
-                                                       y * kExponentUnit * (dp[m][n][2 * h + 1] + delta.y));
+                                probabilities[m][n][h] = pack_units(x, y);
+                                ds[m][n][h] = to_half2(score_gradient(x, dp[m][n][2 * h], delta.x),
+                                                       score_gradient(y, dp[m][n][2 * h + 1], delta.y));
                                 if (WithDq)
                                     store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[m][n][h]);
                             }
@@ -135,6 +136,17 @@ struct BackwardSmall {
                     }
                 }
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+            };
+            if (kLoops == 1) {
+#pragma unroll 1
+                for (int row = first; row < range.end; row += S::kStep) step(row, true);
+            } else {
+                for (int row = first; row < range.end;) {
+#pragma unroll 1
+                    for (; row < range.end && !range.unmasked.contain(row); row += S::kStep) step(row, true);
+#pragma unroll 1
+                    for (; row < range.end && range.unmasked.contain(row); row += S::kStep) step(row, false);
+                }
             }
             if (WithDq) {
                 __syncthreads();

@@ -29,6 +29,11 @@ struct BackwardSplit {
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1), "the swizzle of K's rows is that of V's");
+    // Loops over the steps: with a second one, for steps without a mask, the role's branch has no other inside.
+#ifndef LOOPS
+#define LOOPS 1
+#endif
+    static constexpr int kLoops = kGeneral ? 1 : LOOPS;
     using Dq = DqProduct<S>;
     using Scores = Accumulator[kKeyTiles][kColumnTiles];
     using PackedScores = OperandA[kKeyTiles][kColumnTiles];
@@ -110,7 +115,7 @@ struct BackwardSplit {
             OperandA probabilities, sent;
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                sent[h] = probabilities[h] = pack_probabilities(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+                sent[h] = probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
                 const KeptPairs<KeysLayout> kept(philox_of(p, head), options.dropout_threshold, place);
 #pragma unroll
@@ -143,8 +148,8 @@ struct BackwardSplit {
             for (int v = 0; v < 4; v++) {
                 const float probability = v & 1 ? pairs[v / 2].y : pairs[v / 2].x, minus_delta = v & 1 ? delta.y : delta.x;
                 const bool is_dropped = __float_as_int(probability) < 0;
-                const float behind = options.rng_state ? (is_dropped ? 0.f : ds[v] * options.dropout_scale) : ds[v];
-                ds[v] = (behind + minus_delta) * (fabsf(probability) * (1.f / kProbabilityUnit));
+                if (options.rng_state) ds[v] = is_dropped ? 0.f : ds[v] * options.dropout_scale;
+                ds[v] = score_gradient(fabsf(probability), ds[v], minus_delta);
             }
             if (p.dbias) add_bias_gradient(ds, p, head, ScorePlace<KeysLayout>(lane, row + 8 * n, key + 16 * m));
             if (options.softcap > 0.f) {
@@ -171,9 +176,8 @@ struct BackwardSplit {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[m][n][h]);
-                    // fp32 to the end: dP - delta may be far beyond fp16 where P is small
-                    x[m][n][h] = to_half2((dp[m][n][2 * h] + delta.x) * (probability.x * (1.f / kProbabilityUnit)),
-                                          (dp[m][n][2 * h + 1] + delta.y) * (probability.y * (1.f / kProbabilityUnit)));
+                    x[m][n][h] = to_half2(score_gradient(probability.x, dp[m][n][2 * h], delta.x),
+                                          score_gradient(probability.y, dp[m][n][2 * h + 1], delta.y));
                 }
         }
     }
@@ -242,8 +246,7 @@ struct BackwardSplit {
             // dS of the step before the first, which adds nothing
             if (WithDq && S::kSlots == 2) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
-#pragma unroll 1
-            for (int row = first; row < range.end; row += S::kStep) {
+            const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 if (WithDq && S::kSlots == 2) {
@@ -284,10 +287,8 @@ struct BackwardSplit {
                 };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
-                    const bool masked = !contains(range, p, row);
-#pragma unroll
-                    for (int i = 0; i < StepStats<S>::kGroups; i++)
-                        stats.x[i] = fmaf(stats.x[i], p.problem.scale_log2, kExponentShift);
+                    const bool masked = may_be_masked && !contains(range, p, row);
+                    stats.scale(p.problem.scale_log2);
                     if (kGeneral) {
                         general_probabilities(packed, s, stats, p, head, warp_key_here(), row, range.end, masked, parcels,
                                               slopes_of(parcels, slot));
@@ -301,7 +302,7 @@ struct BackwardSplit {
 #pragma unroll
                                 for (int h = 0; h < 2; h++)
                                     packed[m][n][h] =
-                                        pack_probabilities(exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x)),
+                                        pack_units(exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x)),
                                                            exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y)));
                         }
                         send(parcels, packed);
@@ -311,6 +312,7 @@ struct BackwardSplit {
                 } else {
                     load_next(!kGeneral);
                     wait_partner();
+                    stats.scale(p.problem.scale_log2);
                     if (kGeneral) {
                         general_score_gradients(packed, s, stats, p, head, warp_key_here(), row, parcels, slopes_of(parcels, slot));
                     } else {
@@ -356,6 +358,17 @@ struct BackwardSplit {
                         if (WithDq) add_dq(row, 0, i);
                         TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
+                }
+            };
+            if (kLoops == 1) {
+#pragma unroll 1
+                for (int row = first; row < range.end; row += S::kStep) step(row, true);
+            } else {
+                for (int row = first; row < range.end;) {
+#pragma unroll 1
+                    for (; row < range.end && !range.unmasked.contain(row); row += S::kStep) step(row, true);
+#pragma unroll 1
+                    for (; row < range.end && range.unmasked.contain(row); row += S::kStep) step(row, false);
                 }
             }
             if (WithDq && S::kSlots == 2) {
