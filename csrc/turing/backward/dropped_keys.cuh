@@ -1,4 +1,4 @@
-// Dropout where a lane has two keys of a group of four, for two queries: which of its probabilities are kept.
+// Dropout: which of a lane's probabilities are kept.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -6,7 +6,7 @@
 
 namespace turing {
 
-// The lane that has the other two keys has the same queries: each computes the numbers of one of them. All lanes of the warp together.
+// Where a lane has two keys of a group of four, for two queries: the lane that has the other two has the same queries: each computes the numbers of one of them. All lanes of the warp together.
 template <class Layout>
 class KeptPairs {
     u32 kept_;  // a bit for each key of four, of which the lane has 0 and 2 from here on; the second query's four bits further
@@ -19,11 +19,17 @@ public:
         const u32 other = __shfl_xor_sync(~0u, mine, Layout::kKeyMate);
         kept_ = (odd ? other | mine << 4 : mine | other << 4) >> odd;
     }
-    __device__ __forceinline__ bool operator[](int v) const { return kept_ >> (4 * Layout::row_of(v) + Layout::key_slot(v)) & 1; }
-    // The sign bits of those dropped, of a pair of halves: both queries' of the lane's key number h.
-    __device__ __forceinline__ u32 dropped_signs(int h) const {
-        return (~kept_ << (15 - 2 * h) & 0x8000) | (~kept_ << (27 - 2 * h) & 0x80000000);
-    }
+    // As kept_bits in backward/modifiers.cuh: bit 4 * row_of(v) + key_slot(v) of element v.
+    __device__ __forceinline__ u32 bits() const { return kept_; }
 };
+
+// The same for any layout.
+template <class Layout>
+__device__ __forceinline__ u32 kept_of_tile(const Philox& philox, unsigned threshold, const ScorePlace<Layout>& place) {
+    if constexpr (Layout::kKeys == 4)
+        return kept_bits(philox, threshold, place);
+    else
+        return KeptPairs<Layout>(philox, threshold, place).bits() & 0xff;
+}
 
 }  // namespace turing

@@ -10,10 +10,10 @@
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
 //
-// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds the first and the third,
-// or the second and the fourth: the rows of a tile of S^T are a permutation of 16 keys (KeysLayout), those of S's columns one of 8
-// (QueriesLayout). Tiles of shared memory whose rows are keys of the block are stored in that order, so that eight rows of one matrix
-// are neighbours, which the swizzle keeps in different banks.
+// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds all in a tile of 32 keys of
+// S^T, and in one of 16 keys or in S the first and the third, or the second and the fourth: rows and columns of the products are
+// permutations of keys (KeysLayout, QueriesLayout). Tiles of shared memory whose rows are keys of the block are stored in the
+// products' order, so that eight rows of one matrix are neighbours, which the swizzle keeps in different banks.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -33,27 +33,34 @@ __device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// S^T and dP^T in the main kernels: 16 keys by 8 queries.
+// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.
+template <int KeyTiles>
 struct KeysLayout {
+    static_assert(KeyTiles == 1 || KeyTiles == 2, "see the file's head");
     using Lane = turing::Lane;
-    using Tile = Accumulator;
-    static constexpr int kTileQueries = 8, kTileKeys = 16, kElements = 4;
+    using Tile = float[4 * KeyTiles];
+    static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return 2 * l.quad; }
-    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return l.group / 2 * 4 + l.group % 2; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) {
+        return KeyTiles == 2 ? 4 * l.group : l.group / 2 * 4 + l.group % 2;
+    }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return v & 1; }
-    __device__ __forceinline__ static constexpr int key_slot(int v) { return v >> 1 << 1; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return (v >> 1) * kKeyStride; }
     __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
     __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
 
     static constexpr bool kKeyRows = true;
-    static constexpr int kRows = 2, kKeys = 2, kKeyStride = 2;
+    static constexpr int kRows = 2, kKeys = 2 * KeyTiles, kKeyStride = 2 / KeyTiles;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
-    static constexpr int kKeyMate = 4;  // the lane that holds the other two of four keys is so far away (XOR)
-    // Which row of operand A, and of tiles in shared memory, a key is. Its inverse is first_key, and 2 more in the second half.
+    static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
+    // The key of row h of two of a lane in operand A number m of the tile ...
+    __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) { return key(first_key(l), 4 * m + 2 * h); }
+    // ... and which row of the operands, and of tiles in shared memory, a key is.
     __device__ __forceinline__ static constexpr int row_of_key(int key) {
+        if (KeyTiles == 2) return key / 32 * 32 + key / 2 % 2 * 16 + key % 2 * 8 + key / 4 % 8;
         return key / 16 * 16 + key / 2 % 2 * 8 + key / 4 % 4 * 2 + key % 2;
     }
 };
@@ -80,8 +87,9 @@ struct QueriesLayout {
     // Which key of eight column n of operand B is.
     __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };
-static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
-static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_place.cuh");
+static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
+static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
+              "backward/score_place.cuh");
 
 template <int M, int N>
 __device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
@@ -107,8 +115,8 @@ __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA&
         for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
 }
 
-// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(h)` is the lane's
-// row h of two in a tile of 16, from the first tile's.
+// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(lane, m, h)` is the lane's
+// row h of two in tile m, from the warp's first row.
 template <int M, int Chunks, class RowOfLane>
 __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base, int row,
                                                    int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
@@ -117,7 +125,7 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int i = row + 16 * m + row_of_lane(lane, h);
+            const int i = row + row_of_lane(lane, m, h);
             const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
 #pragma unroll
             for (int c = 0; c < Chunks; c++) {
@@ -126,8 +134,7 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
             }
         }
 }
-__device__ __forceinline__ constexpr int key_of_lane(const Lane& lane, int h) { return KeysLayout::first_key(lane) + 2 * h; }
-__device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int h) { return lane.group + 8 * h; }
+__device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, int h) { return 16 * m + lane.group + 8 * h; }
 
 // swizzled() of unsigned numbers.
 template <int Chunks>
@@ -185,7 +192,7 @@ __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tile
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int i = row + 16 * m + row_of_lane(lane, h);
+            const int i = row + row_of_lane(lane, m, h);
             unsigned short* to = base + i * out.row_stride + first_column + 2 * lane.quad;
 #pragma unroll
             for (int j = 0; j < Tiles; j++) {

@@ -24,8 +24,8 @@ struct BackwardQueries {
     // ptxas would load as many operands ahead as there are registers, and spill others for it.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
-    using Scores = Accumulator[kRowTiles][kColumnTiles];
-    using PackedScores = OperandA[kRowTiles][kColumnTiles];
+    using Scores = Accumulator[kColumnTiles][kRowTiles];
+    using PackedScores = OperandA[kColumnTiles][kRowTiles];
     using LaneRows = float[kRowTiles][Layout::kRows];
 
     // The last queries see the most keys of a causal problem: they begin first.
@@ -41,7 +41,7 @@ struct BackwardQueries {
         const Lane lane = lane_here();
 #pragma unroll 1
         for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
-            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
+            const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScorePlace<Layout> place(lane, row + 16 * m, key + 8 * n);
             const auto of_row = [&](const LaneRows& x, int v) {
                 const int r = Layout::row_of(v);
@@ -61,9 +61,9 @@ struct BackwardQueries {
 #pragma unroll
                 for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(minus_lse, v));
                 if (options.rng_state) {
-                    const KeptPairs<Layout> kept(philox_of(p, block_head_here()), options.dropout_threshold, place);
+                    const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), options.dropout_threshold, place);
 #pragma unroll
-                    for (int v = 0; v < 4; v++) dx[v] = kept[v] ? dx[v] * options.dropout_scale : 0.f;
+                    for (int v = 0; v < 4; v++) dx[v] = is_kept<Layout>(kept, v) ? dx[v] * options.dropout_scale : 0.f;
                 }
 #pragma unroll
                 for (int v = 0; v < 4; v++) dx[v] += of_row(minus_delta, v);
@@ -145,7 +145,7 @@ struct BackwardQueries {
             if (kGeneral) {
                 general_score_gradients(ds, s, dp, p, warp_row_here(), key, minus_lse, minus_delta, masked);
             } else {
-                if (masked) apply_mask<Layout>(s, p, lane_here(), warp_row_here(), key);
+                if (masked) mask_scores(s, p, warp_row_here(), key);
 #pragma unroll
                 for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -153,11 +153,11 @@ struct BackwardQueries {
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
                             const auto gradient = [&](int v) {
-                                return exp2_approx(fmaf(s[m][n][v], p.problem.scale_log2, minus_lse[m][r])) *
-                                       (dp[m][n][v] + minus_delta[m][r]);
+                                return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, minus_lse[m][r])) *
+                                       (dp[n][m][v] + minus_delta[m][r]);
                             };
                             // fp32 to the end: dP - delta may be far beyond fp16 where P is small
-                            ds[m][n][r] = to_half2(gradient(2 * r), gradient(2 * r + 1));
+                            ds[n][m][r] = to_half2(gradient(2 * r), gradient(2 * r + 1));
                         }
             }
             // The tile after the next is under way from here on. (Beyond the last key nothing is loaded.)

@@ -21,8 +21,8 @@ struct BackwardQueriesSplit {
     static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs / 2;
     static_assert(kOwnPairs * 2 == kPairs, "each role has every second pair of column tiles");
     using Layout = QueriesLayout;
-    using Scores = Accumulator[kRowTiles][kColumnTiles];
-    using PackedScores = OperandA[kRowTiles][kColumnTiles];
+    using Scores = Accumulator[kColumnTiles][kRowTiles];
+    using PackedScores = OperandA[kColumnTiles][kRowTiles];
 
     static constexpr int kParcelBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kParcelBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
@@ -39,13 +39,13 @@ struct BackwardQueriesSplit {
     static __device__ __forceinline__ void send(u32 to, const PackedScores& x) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
-            store_shared(to + m * kParcelBytes, make_uint4(x[m][0][0], x[m][0][1], x[m][1][0], x[m][1][1]));
+            store_shared(to + m * kParcelBytes, make_uint4(x[0][m][0], x[0][m][1], x[1][m][0], x[1][m][1]));
     }
     static __device__ __forceinline__ void receive(u32 from, PackedScores& x) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
             const uint4 r = load_shared(from + m * kParcelBytes);
-            x[m][0][0] = r.x, x[m][0][1] = r.y, x[m][1][0] = r.z, x[m][1][1] = r.w;
+            x[0][m][0] = r.x, x[0][m][1] = r.y, x[1][m][0] = r.z, x[1][m][1] = r.w;
         }
     }
 
@@ -64,7 +64,7 @@ struct BackwardQueriesSplit {
         const Lane lane = lane_here();
 #pragma unroll 1
         for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
-            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
+            const int n = tile / kRowTiles, m = tile % kRowTiles;
             const ScorePlace<Layout> place(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
             if (options.softcap > 0.f) {
@@ -88,10 +88,10 @@ struct BackwardQueriesSplit {
             for (int h = 0; h < 2; h++)
                 probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
-                const KeptPairs<Layout> kept(philox_of(p, block_head_here()), options.dropout_threshold, place);
+                const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), options.dropout_threshold, place);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    probabilities[h] |= (kept[2 * h] ? 0 : 0x8000) | (kept[2 * h + 1] ? 0 : 0x80000000);
+                    probabilities[h] |= (is_kept<Layout>(kept, 2 * h) ? 0 : 0x8000) | (is_kept<Layout>(kept, 2 * h + 1) ? 0 : 0x80000000);
             }
             append_tile(x, probabilities);
             next_tile(s);
@@ -111,18 +111,18 @@ struct BackwardQueriesSplit {
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const float2 probability = to_float2(x[m][n][h]);
+                    const float2 probability = to_float2(x[n][m][h]);
                     const auto gradient = [&](float dp, float probability) {
                         if (!kGeneral) return score_gradient(probability, dp, minus_delta[m][h]);
                         if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
                         return score_gradient(fabsf(probability), dp, minus_delta[m][h]);
                     };
-                    float first = gradient(dp[m][n][2 * h], probability.x), second = gradient(dp[m][n][2 * h + 1], probability.y);
+                    float first = gradient(dp[n][m][2 * h], probability.x), second = gradient(dp[n][m][2 * h + 1], probability.y);
                     if (capped) {
-                        const float2 slope = to_float2(slopes[m][n][h]);
+                        const float2 slope = to_float2(slopes[n][m][h]);
                         first *= slope.x, second *= slope.y;
                     }
-                    x[m][n][h] = to_half2(first, second);
+                    x[n][m][h] = to_half2(first, second);
                 }
     }
 
@@ -205,7 +205,7 @@ struct BackwardQueriesSplit {
                 if (kGeneral) {
                     general_probabilities(probabilities, s, stats, p, warp_row_here(), key, masked, parcels(shared + kSlopes));
                 } else {
-                    if (masked) apply_mask<Layout>(s, p, lane_here(), warp_row_here(), key);
+                    if (masked) mask_scores(s, p, warp_row_here(), key);
 #pragma unroll
                     for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -213,9 +213,9 @@ struct BackwardQueriesSplit {
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
                                 const auto of = [&](int v) {
-                                    return exp2_approx(fmaf(s[m][n][v], p.problem.scale_log2, stats[m][h]));
+                                    return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, stats[m][h]));
                                 };
-                                probabilities[m][n][h] = pack_units(of(2 * h), of(2 * h + 1));
+                                probabilities[n][m][h] = pack_units(of(2 * h), of(2 * h + 1));
                             }
                 }
                 send(parcels(shared + kProbabilities), probabilities);

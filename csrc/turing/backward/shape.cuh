@@ -37,19 +37,18 @@ struct Shape {
     static __device__ __forceinline__ u32 slot(int row) { return kSlots == 2 ? row / kStep % 2 : 0; }
 };
 
-// The block's K, once, in the order of KeysLayout, padded with zeros in both directions.
-template <class S>
+// The block's K, once, in the order of the layout, padded with zeros in both directions.
+template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
-    static_assert(kRowsAtOnce % 16 == 0, "the rows of a thread have one place in 16");
-    TileLoader<S::kChunks, kRowsAtOnce, S::kThreads> k(
-        threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + (origin + first_key) * p.k.row_stride, p.k.row_stride, p.problem.headdim);
-    const u32 to = shared + S::kOwn + swizzled<S::kChunks>(KeysLayout::row_of_key(k.row), k.chunk);
+    using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
+    Loader k(threadIdx.x, head_base(p.k, blockIdx.z, blockIdx.y) + (origin + first_key) * p.k.row_stride, p.k.row_stride,
+             p.problem.headdim);
 #pragma unroll 1
     for (int r = 0; r < S::kRows; r += kRowsAtOnce) {
         k.load(keys - first_key - r);
         k.flip_signs(p.problem.sign_flip);
-        k.store(to + r * S::kRowBytes, S::kRowBytes);
+        k.store(shared + S::kOwn + swizzled<S::kChunks>(Layout::row_of_key(r + k.row), k.chunk), 0);
     }
 }
 
@@ -177,11 +176,24 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float minus_d
     return p * fmaf(dp, 1.f / kProbabilityUnit, minus_delta);
 }
 
+// The mask on the scores of the queries kernels, c[n][m] (apply_mask has the others' order).
+template <int M, int N>
+__device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
+    const Mask mask = mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z));
+    const Lane lane = lane_here();
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            mask_tile(s[n][m], mask, ScorePlace<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
+}
+
 // ---- products -------------------------------------------------------------------------------------
 
 // S^T or dP^T: one pair of chunks of headdim of all own rows and all rows of the step, whose matrices by_chunks are at `address`.
+// Tiles of a column of the product lie together: c[n][m].
 template <class S, int M, int N>
-__device__ __forceinline__ void multiply_pair(Accumulator (&c)[M][N], const OperandA (&a)[M][2], u32 address) {
+__device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const OperandA (&a)[M][2], u32 address) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
         u32 b[4];
@@ -191,14 +203,14 @@ __device__ __forceinline__ void multiply_pair(Accumulator (&c)[M][N], const Oper
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int m = 0; m < M; m++) mma(c[m][n + i], a[m][k], b[2 * i + k]);
+                for (int m = 0; m < M; m++) mma(c[n + i][m], a[m][k], b[2 * i + k]);
     }
 }
 
-// dV or dK: one pair of column tiles, 2 * pair and its neighbour, from the packed scores a and the rows of the step, whose matrices
-// by_rows are at `address`.
+// dV or dK: one pair of column tiles, 2 * pair and its neighbour, from the packed scores a[n][m] and the rows of the step, whose
+// matrices by_rows are at `address`.
 template <class S, int M, int N, int Tiles>
-__device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[M][N], u32 address, int pair) {
+__device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[N][M], u32 address, int pair) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
         u32 b[4];
@@ -208,7 +220,7 @@ __device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], cons
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int m = 0; m < M; m++) mma(c[m][2 * pair + i], a[m][n + k], b[2 * i + k]);
+                for (int m = 0; m < M; m++) mma(c[m][2 * pair + i], a[n + k][m], b[2 * i + k]);
     }
 }
 

@@ -23,6 +23,7 @@ struct BackwardSmall {
 #define LOOPS 1
 #endif
     static constexpr int kLoops = LOOPS;
+    using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "see add_dq");
 
@@ -35,10 +36,10 @@ struct BackwardSmall {
         if (kRagged && first_key >= sequence.stored_k()) return;
         const Queries<S> range(mask_of(p.problem, sequence), first_key);
 
-        load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        load_own_keys<S, Layout>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
         load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + 32 * warp,
-                           sequence.seqlen_k(), p.problem.headdim_v, 0, key_of_lane);
+                           sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
 
         Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
         clear(dk);
@@ -73,7 +74,7 @@ struct BackwardSmall {
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
-                Accumulator s[2][kColumnTiles], dp[2][kColumnTiles];
+                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
                 clear(s);
                 clear(dp);
                 {
@@ -99,10 +100,10 @@ struct BackwardSmall {
                 if (may_be_masked && (kLoops == 2 || !range.unmasked.contain(row))) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const u32 thread = thread_here();
-                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
+                    apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
                 }
 
-                OperandA probabilities[2][kColumnTiles], ds[2][kColumnTiles];
+                OperandA probabilities[kColumnTiles][2], ds[kColumnTiles][2];
                 {
                     const u32 thread = thread_here(), lane = thread % 32;
                     const Lane place(lane);
@@ -116,13 +117,13 @@ struct BackwardSmall {
                         for (int m = 0; m < 2; m++)
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
-                                const float x = exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x));
-                                const float y = exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y));
-                                probabilities[m][n][h] = pack_units(x, y);
-                                ds[m][n][h] = to_half2(score_gradient(x, dp[m][n][2 * h], delta.x),
-                                                       score_gradient(y, dp[m][n][2 * h + 1], delta.y));
+                                const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, lse.x));
+                                const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, lse.y));
+                                probabilities[n][m][h] = pack_units(x, y);
+                                ds[n][m][h] = to_half2(score_gradient(x, dp[n][m][2 * h], delta.x),
+                                                       score_gradient(y, dp[n][m][2 * h + 1], delta.y));
                                 if (WithDq)
-                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[m][n][h]);
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
                             }
                     }
                 }
@@ -158,9 +159,9 @@ struct BackwardSmall {
         const BlockSequence end(p.problem, p.lengths, block_batch_here());
         const int key = block_index_here() * S::kRows + thread_here() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
-                       end.stored_k(), p.problem.headdim, key_of_lane);
+                       end.stored_k(), p.problem.headdim, Layout::key_of_lane);
         write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit, key,
-                       end.stored_k(), p.problem.headdim_v, key_of_lane);
+                       end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

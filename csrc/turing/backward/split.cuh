@@ -35,8 +35,9 @@ struct BackwardSplit {
 #endif
     static constexpr int kLoops = kGeneral ? 1 : LOOPS;
     using Dq = DqProduct<S>;
-    using Scores = Accumulator[kKeyTiles][kColumnTiles];
-    using PackedScores = OperandA[kKeyTiles][kColumnTiles];
+    using Layout = KeysLayout<kKeyTiles>;
+    using Scores = Accumulator[kColumnTiles][kKeyTiles];
+    using PackedScores = OperandA[kColumnTiles][kKeyTiles];
 
     // Named barrier of two partners: P is there.
     static __device__ __forceinline__ void wait_partner() {
@@ -57,117 +58,128 @@ struct BackwardSplit {
         return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
 
-    // What goes from a lane to the one with the same scores in the other role: 16 bytes of each 16 queries of a key tile.
-    static __device__ __forceinline__ u32 parcel(u32 address, int m, int n) { return address + (m * (S::kStep / 16) + n / 2) * 512; }
-    static __device__ __forceinline__ void send(u32 address, const PackedScores& x) {
+    // What goes from a lane to the one with the same scores in the other role, 16 bytes at a time.
+    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kParcelBytes = 32 * 16;
+    using Words = u32[kWords];
+    static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
+        Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n += 2)
-                store_shared(parcel(address, m, n), make_uint4(x[m][n][0], x[m][n][1], x[m][n + 1][0], x[m][n + 1][1]));
+        for (int i = 0; i < kWords; i += 4) store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
     }
     static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
+        Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-            for (int n = 0; n < kColumnTiles; n += 2) {
-                const uint4 r = load_shared(parcel(address, m, n));
-                x[m][n][0] = r.x, x[m][n][1] = r.y, x[m][n + 1][0] = r.z, x[m][n + 1][1] = r.w;
-            }
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4 r = load_shared(address + i / 4 * kParcelBytes);
+            w[i] = r.x, w[i + 1] = r.y, w[i + 2] = r.z, w[i + 3] = r.w;
+        }
     }
 
-    // General kernels take the tiles of scores in a rolled loop: what may happen to a score is much code. Registers cannot be indexed:
-    // the loop works on the first tile, and the others move down by one (next_tile); packed tiles take the last place (append_tile).
-    static constexpr int kTiles = kKeyTiles * kColumnTiles;
-    // Such a tile goes to the partner by itself.
-    static constexpr int kTileParcelBytes = 32 * 8;
+    using Tile = typename Layout::Tile;  // of 8 queries
+    static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // P^T in x, for dV, and for the partner in shared memory at `parcels`: all probabilities, those that dropout drops with the
-    // sign bit. Softcap's derivative goes to `slopes`, where dS will lie. `key` and `row` are the warp's first, rows from row_end on
-    // see no key.
-    static __device__ __forceinline__ void general_probabilities(PackedScores& x, Scores& s, const StepStats<S>& stats,
-                                                                 const BwdParams& p, int head, int key, int row, int row_end,
-                                                                 bool masked, u32 parcels, u32 slopes) {
+    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner at
+    // `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no key.
+    static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key, int row,
+                                                     int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
-#pragma unroll 1
-        for (int tile = 0; tile < kTiles; tile++) {
-            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
-            const ScorePlace<KeysLayout> place(lane, row + 8 * n, key + 16 * m);
-            Accumulator& score = s[0][0];
-            const float2 lse = stats.lse_of(n, lane);
-            if (options.softcap > 0.f) {
-                const Softcap softcap(p.problem, options);
-                float slope[4];
+        if (kGeneral && options.softcap > 0.f) {
+            const Softcap softcap(p.problem, options);
+            PackedScores derivatives;
 #pragma unroll
-                for (int v = 0; v < 4; v++) {
-                    const float logistic = softcap.logistic(score[v]);
-                    slope[v] = Softcap::derivative(logistic);
-                    score[v] = fmaf(-2.f * softcap.cap, logistic, softcap.cap + (v & 1 ? lse.y : lse.x));
-                }
-                store_shared2(slopes + tile * kTileParcelBytes, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
-            } else {
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
 #pragma unroll
-                for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
+                        const float x_logistic = softcap.logistic(x), y_logistic = softcap.logistic(y);
+                        derivatives[n][m][h] = to_half2(Softcap::derivative(x_logistic), Softcap::derivative(y_logistic));
+                        x = fmaf(-2.f * softcap.cap, x_logistic, softcap.cap + lse.x);
+                        y = fmaf(-2.f * softcap.cap, y_logistic, softcap.cap + lse.y);
+                    }
             }
-            add_position_terms(score, p, head, row_end, place);
-            if (masked) mask_tile(score, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
-            OperandA probabilities, sent;
+            send(slopes, derivatives);
+        } else if (kGeneral) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                sent[h] = probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
-            if (options.rng_state) {
-                const KeptPairs<KeysLayout> kept(philox_of(p, head), options.dropout_threshold, place);
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+            }
+        }
+        if (kGeneral && options.alibi_slopes) {
+            const int batch = block_batch_here();
+            const BlockSequence sequence(p.problem, p.lengths, batch);
+            const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+            const ScorePlace<Layout> place(lane, row, key);
+            // one conversion, by the XU pipe, for all elements
+            const float first = alibi.distance(place.query(0), place.key(0));
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + place.query_minus_key(v)));
+        }
+        if (kGeneral && options.bias) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+                add_bias(tile_of(s, n), p, block_batch_here(), head, row_end, ScorePlace<Layout>(lane, row + 8 * n, key));
+        }
+        if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
+        if (!kGeneral) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+            }
+        }
+    }
+
+    // From P^T what dropout leaves for dV, in x, and for the partner, in `sent`: all of it, what is dropped with the sign bit.
+    static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key, int row) {
+        const Lane lane = lane_here();
+        const Philox philox = philox_of(p, head);
+        u32 kept = 0;  // 8 bits of each column tile, as kept_bits has them
+#pragma unroll 1
+        for (int n = 0; n < kColumnTiles; n++)
+            kept |= kept_of_tile<Layout>(philox, p.score_options.dropout_threshold, ScorePlace<Layout>(lane, row + 8 * n, key)) << 8 * n;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32 signs = kept.dropped_signs(h);
-                    sent[h] |= signs;
-                    probabilities[h] &= ~halves_of(signs);
+                    const int at = 8 * n + Layout::key_slot(4 * m + 2 * h);
+                    const u32 signs = (kept >> at & 1 ? 0 : 0x8000) | (kept >> (at + 4) & 1 ? 0 : 0x80000000);
+                    sent[n][m][h] = x[n][m][h] | signs;
+                    x[n][m][h] &= ~halves_of(signs);
                 }
-            }
-            store_shared2(parcels + tile * kTileParcelBytes, sent[0], sent[1]);
-            append_tile(x, probabilities);
-            next_tile(s);
-        }
     }
 
     // dS^T in x, from P^T as the partner sent it and dP^T.
-    static __device__ __forceinline__ void general_score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
-                                                                   const BwdParams& p, int head, int key, int row, u32 parcels,
-                                                                   u32 slopes) {
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats, const BwdParams& p,
+                                                           int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
-#pragma unroll 1
-        for (int tile = 0; tile < kTiles; tile++) {
-            const int m = tile / kColumnTiles, n = tile % kColumnTiles;
-            Accumulator& ds = dp[0][0];
-            const float2 delta = stats.delta_of(n, lane);
-            const uint2 sent = load_shared2(parcels + tile * kTileParcelBytes);
-            const float2 pairs[2] = {to_float2(sent.x), to_float2(sent.y)};
+        if (kGeneral && options.rng_state) {
 #pragma unroll
-            for (int v = 0; v < 4; v++) {
-                const float probability = v & 1 ? pairs[v / 2].y : pairs[v / 2].x, minus_delta = v & 1 ? delta.y : delta.x;
-                const bool is_dropped = __float_as_int(probability) < 0;
-                if (options.rng_state) ds[v] = is_dropped ? 0.f : ds[v] * options.dropout_scale;
-                ds[v] = score_gradient(fabsf(probability), ds[v], minus_delta);
-            }
-            if (p.dbias) add_bias_gradient(ds, p, head, ScorePlace<KeysLayout>(lane, row + 8 * n, key + 16 * m));
-            if (options.softcap > 0.f) {
-                const uint2 words = load_shared2(slopes + tile * kTileParcelBytes);
-                const float2 slope[2] = {to_float2(words.x), to_float2(words.y)};
+            for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
-                for (int v = 0; v < 4; v++) ds[v] *= v & 1 ? slope[v / 2].y : slope[v / 2].x;
-            }
-            const OperandA packed = {to_half2(ds[0], ds[1]), to_half2(ds[2], ds[3])};
-            append_tile(x, packed);
-            next_tile(dp);
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                        first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
+                        second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
+                        x[n][m][h] &= 0x7fff7fff;
+                    }
         }
-        __syncwarp();  // dS takes the slopes' place
-    }
-
-    // dS^T in x, from P^T and dP^T.
-    static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const StepStats<S>& stats) {
-        const Lane lane = lane_here();
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
             const float2 delta = stats.delta_of(n, lane);
@@ -175,11 +187,44 @@ struct BackwardSplit {
             for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const float2 probability = to_float2(x[m][n][h]);
-                    x[m][n][h] = to_half2(score_gradient(probability.x, dp[m][n][2 * h], delta.x),
-                                          score_gradient(probability.y, dp[m][n][2 * h + 1], delta.y));
+                    const float2 probability = to_float2(x[n][m][h]);
+                    float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                    first = score_gradient(probability.x, first, delta.x);
+                    second = score_gradient(probability.y, second, delta.y);
                 }
         }
+        if (kGeneral && p.dbias) {
+            // Rolled, for the size of the code: the first tile's, and then all move down, the first one to the end.
+#pragma unroll 1
+            for (int n = 0; n < kColumnTiles; n++) {
+                add_bias_gradient(tile_of(dp, 0), p, head, ScorePlace<Layout>(lane, row + 8 * n, key));
+                Tile first;
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) first[v] = tile_of(dp, 0)[v];
+                next_tile(reinterpret_cast<Tile(&)[1][kColumnTiles]>(dp));
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) tile_of(dp, kColumnTiles - 1)[v] = first[v];
+            }
+        }
+        if (kGeneral && options.softcap > 0.f) {
+            receive(slopes, x);
+            __syncwarp();  // dS takes their place
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float2 slope = to_float2(x[n][m][h]);
+                        dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
+                    }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
     }
 
     // V's part of those, in the order of KeysLayout, padded with zeros.
@@ -188,7 +233,7 @@ struct BackwardSplit {
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
             const int key = i / 8, column = (2 * kOwnPairs + i % 8) * kChunk;
             const bool exists = first_key + key < keys && column < p.problem.headdim_v;
-            store_shared(shared + kValues + swizzled<8>(KeysLayout::row_of_key(key), i % 8),
+            store_shared(shared + kValues + swizzled<8>(Layout::row_of_key(key), i % 8),
                          exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
         }
     }
@@ -209,14 +254,14 @@ struct BackwardSplit {
         if (kRagged && first_key >= sequence.stored_k()) return;
         const Queries<S> range(mask_of(p.problem, sequence), first_key);
 
-        if (WithDq || kSharedPairs > 0) load_own_keys<S>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        if (WithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         if (kSharedPairs > 0) load_values(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         OperandA own[kKeyTiles][2 * kOwnPairs];  // of K or of V
         {
             const Operand& from = role ? p.v : p.k;
             load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.first_k()), first_key + kKeys * pair,
                                sequence.seqlen_k(), role ? p.problem.headdim_v : p.problem.headdim, role ? 0 : p.problem.sign_flip,
-                               key_of_lane);
+                               Layout::key_of_lane);
         }
 
         Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
@@ -273,12 +318,12 @@ struct BackwardSplit {
                         u32 x[4];
                         load_matrices(x, chunk_after<8>(others, 2 * c));
                         const OperandA a[1][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
-                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[1][kColumnTiles]>(s), a, pair_after<S>(step, kOwnPairs + c));
+                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[kColumnTiles][1]>(s), a, pair_after<S>(step, kOwnPairs + c));
                     }
                 }
                 PackedScores packed;
                 const u32 parcels =
-                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * (kGeneral ? 8 : 16);
+                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * 16;
                 // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
                 // (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
@@ -289,22 +334,19 @@ struct BackwardSplit {
                 if (__any_sync(~0u, is_first_role())) {
                     const bool masked = may_be_masked && !contains(range, p, row);
                     stats.scale(p.problem.scale_log2);
-                    if (kGeneral) {
-                        general_probabilities(packed, s, stats, p, head, warp_key_here(), row, range.end, masked, parcels,
-                                              slopes_of(parcels, slot));
+                    exponents(s, stats, p, head, warp_key_here(), row, range.end, masked, slopes_of(parcels, slot));
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++)
+                                packed[n][m][h] = pack_units(exp2_approx(s[n][m][2 * h]), exp2_approx(s[n][m][2 * h + 1]));
+                    if (kGeneral && p.score_options.rng_state) {
+                        PackedScores sent;
+                        drop(packed, sent, p, head, warp_key_here(), row);
+                        send(parcels, sent);
                     } else {
-                        if (masked) apply_mask<KeysLayout>(s, p, lane_here(), row, warp_key_here());
-#pragma unroll
-                        for (int n = 0; n < kColumnTiles; n++) {
-                            const float2 lse = stats.lse_of(n, lane_here());
-#pragma unroll
-                            for (int m = 0; m < kKeyTiles; m++)
-#pragma unroll
-                                for (int h = 0; h < 2; h++)
-                                    packed[m][n][h] =
-                                        pack_units(exp2_approx(fmaf(s[m][n][2 * h], p.problem.scale_log2, lse.x)),
-                                                           exp2_approx(fmaf(s[m][n][2 * h + 1], p.problem.scale_log2, lse.y)));
-                        }
                         send(parcels, packed);
                     }
                     load_next(!kGeneral);
@@ -313,12 +355,8 @@ struct BackwardSplit {
                     load_next(!kGeneral);
                     wait_partner();
                     stats.scale(p.problem.scale_log2);
-                    if (kGeneral) {
-                        general_score_gradients(packed, s, stats, p, head, warp_key_here(), row, parcels, slopes_of(parcels, slot));
-                    } else {
-                        receive(parcels, packed);
-                        score_gradients(packed, s, stats);
-                    }
+                    receive(parcels, packed);
+                    score_gradients(packed, s, stats, p, head, warp_key_here(), row, slopes_of(parcels, slot));
                     if (WithDq) {
                         const u32 own = warp_row_here() + thread_here() % 32 / 4;
                         const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
@@ -329,7 +367,7 @@ struct BackwardSplit {
                             for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
                                 for (int h = 0; h < 2; h++)
-                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[m][n][h]);
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[n][m][h]);
                     }
                 }
                 stats.load(p, rows, range.next_step(p, row));
@@ -387,7 +425,7 @@ struct BackwardSplit {
         if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, block_batch_here(), block_head_here(), end.first_k()),
                        is_dk ? p.signed_scale : dv_factor, block_index_here() * S::kRows + end_warp % kPartners * kKeys, end.stored_k(),
-                       is_dk ? p.problem.headdim : p.problem.headdim_v, key_of_lane);
+                       is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 
