@@ -66,12 +66,15 @@ struct BackwardSmall {
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             // dS of the step before the first, which adds nothing
             if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
             const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
+                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
@@ -95,8 +98,8 @@ struct BackwardSmall {
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
                     }
                 }
-                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
-                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
+                // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 if (may_be_masked && (kLoops == 2 || !range.unmasked.contain(row))) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const u32 thread = thread_here();
@@ -136,7 +139,6 @@ struct BackwardSmall {
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
                     }
                 }
-                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
             };
             if (kLoops == 1) {
 #pragma unroll 1

@@ -288,12 +288,16 @@ struct BackwardSplit {
             stats.load(p, rows, first);
             __syncthreads();  // the last head's tiles are done with
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
+            if (S::kSlots == 2)
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             // dS of the step before the first, which adds nothing
             if (WithDq && S::kSlots == 2) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
             const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
+                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (WithDq && S::kSlots == 2) {
 #pragma unroll
                     for (int j = 0; j < Dq::kPairs; j++) add_dq(max(row - S::kStep, first), slot ^ 1, j);
@@ -324,11 +328,11 @@ struct BackwardSplit {
                 PackedScores packed;
                 const u32 parcels =
                     shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * 16;
-                // The next tile is under way from the middle of the step on, between what takes many registers before and behind it.
+                // The tile after the next is under way from the middle of the step on, between what takes many registers before and behind it.
                 // (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
-                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + S::kStep, range.rows(p) - S::kStep - row);
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
@@ -382,9 +386,7 @@ struct BackwardSplit {
                         accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
                     }
                 }
-                if (S::kSlots == 2) {
-                    tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
-                } else {
+                if (S::kSlots == 1) {
                     __syncthreads();  // dS is complete, and Q and dO are free
                     // One tile after the other comes in beside a part of dQ: together they would take too many registers.
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
