@@ -25,7 +25,8 @@ struct DqProduct {
 
     // dS^T, transposed on the way: matrices 0 and 1 are the queries of the first eight keys.
     static __device__ __forceinline__ u32 a_operand(u32 scores, u32 lane, u32 warp) {
-        return scores + score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
+        return scores +
+               score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
     }
     static __device__ __forceinline__ u32 b_operand(u32 keys, u32 lane, u32 warp) {
         return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
@@ -35,8 +36,8 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Adds pair number j of the warp to the accumulator in global memory, at `accum`. (Several pairs together would save loads of dS, for
-    // registers that the kernels with several pairs do not have.)
+    // Adds pair number j of the warp to the accumulator in global memory, at `accum`. (Several pairs together would save loads of
+    // dS, for registers that the kernels with several pairs do not have.)
     static __device__ __forceinline__ void multiply_and_add(u32 a_address, u32 b_address, float* accum, int j) {
         Accumulator c[1][2];
         clear(c);

@@ -6,7 +6,8 @@
 
 namespace turing {
 
-// Where a lane has two keys of a group of four, for two queries: the lane that has the other two has the same queries: each computes the numbers of one of them. All lanes of the warp together.
+// Where a lane has two keys of a group of four, for two queries: the lane that has the other two has the same queries: each
+// computes the numbers of one of them. All lanes of the warp together.
 template <class Layout>
 class KeptPairs {
     u32 kept_;  // a bit for each key of four, of which the lane has 0 and 2 from here on; the second query's four bits further

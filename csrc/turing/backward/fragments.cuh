@@ -10,8 +10,8 @@
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
 //
-// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds all in a tile of 32 keys of
-// S^T, and in one of 16 keys or in S the first and the third, or the second and the fourth: rows and columns of the products are
+// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds all in a tile of 32 keys
+// of S^T, and in one of 16 keys or in S the first and the third, or the second and the fourth: rows and columns of the products are
 // permutations of keys (KeysLayout, QueriesLayout). Tiles of shared memory whose rows are keys of the block are stored in the
 // products' order, so that eight rows of one matrix are neighbours, which the swizzle keeps in different banks.
 #pragma once
@@ -57,7 +57,9 @@ struct KeysLayout {
 
     static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
     // The key of row h of two of a lane in operand A number m of the tile ...
-    __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) { return key(first_key(l), 4 * m + 2 * h); }
+    __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
+        return key(first_key(l), 4 * m + 2 * h);
+    }
     // ... and which row of the operands, and of tiles in shared memory, a key is.
     __device__ __forceinline__ static constexpr int row_of_key(int key) {
         if (KeyTiles == 2) return key / 32 * 32 + key / 2 % 2 * 16 + key % 2 * 8 + key / 4 % 8;
@@ -115,11 +117,11 @@ __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA&
         for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
 }
 
-// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(lane, m, h)` is the lane's
-// row h of two in tile m, from the warp's first row.
+// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(lane, m, h)` is
+// the lane's row h of two in tile m, from the warp's first row.
 template <int M, int Chunks, class RowOfLane>
-__device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base, int row,
-                                                   int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
+__device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base,
+                                                   int row, int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
     const Lane lane(threadIdx.x & 31);
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -130,7 +132,8 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
 #pragma unroll
             for (int c = 0; c < Chunks; c++) {
                 a[m][c][h] = 0;
-                if (i < rows && c * kChunk < headdim) a[m][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
+                if (i < rows && c * kChunk < headdim)
+                    a[m][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
             }
         }
 }
@@ -181,11 +184,12 @@ __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return addr
 
 // ---- output ---------------------------------------------------------------------------------------
 
-// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist. Of pairs of column tiles it has every PairStep-th from
-// first_pair on.
+// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist. Of pairs of column tiles it has every PairStep-th
+// from first_pair on.
 template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
-                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane, int first_pair) {
+                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane,
+                                                  int first_pair) {
     const Lane lane = lane_here();
     const int first_column = first_pair * 2 * kChunk;
 #pragma unroll

@@ -1,5 +1,5 @@
-// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without its dQ product. A block owns
-// queries and walks over the keys that they see:
+// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without its dQ product. A block
+// owns queries and walks over the keys that they see:
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
@@ -32,11 +32,11 @@ struct BackwardQueries {
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - block_index_here()) * BlockRows; }
     static __device__ __forceinline__ int warp_row_here() { return block_row() + thread_here() / 32 * kWarpRows; }
 
-    // General kernels: dS from S and dP, in a rolled loop, as in split.cuh. `row` and `key` are the warp's first; lse, in units of log2, and
-    // -delta are of the lane's rows.
-    static __device__ __forceinline__ void general_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p, int row,
-                                                                   int key, const LaneRows& minus_lse, const LaneRows& minus_delta,
-                                                                   bool masked) {
+    // General kernels: dS from S and dP, in a rolled loop, as in split.cuh. `row` and `key` are the warp's first; lse, in units of
+    // log2, and -delta are of the lane's rows.
+    static __device__ __forceinline__ void general_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
+                                                                   int row, int key, const LaneRows& minus_lse,
+                                                                   const LaneRows& minus_delta, bool masked) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
 #pragma unroll 1

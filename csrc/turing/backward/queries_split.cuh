@@ -1,6 +1,6 @@
-// Backward, dQ alone, for headdims of which a warp has no registers for fragments of both Q and dO: 8 warps in two roles of four, as in
-// split.cuh. Of a pair with the same queries one warp computes S and P, the other dP and dS, and each half of dQ's columns. P goes to the
-// partner and dS back lane by lane, through shared memory, and dS is used a step later.
+// Backward, dQ alone, for headdims of which a warp has no registers for fragments of both Q and dO: 8 warps in two roles of four,
+// as in split.cuh. Of a pair with the same queries one warp computes S and P, the other dP and dS, and each half of dQ's columns. P
+// goes to the partner and dS back lane by lane, through shared memory, and dS is used a step later.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -85,13 +85,13 @@ struct BackwardQueriesSplit {
             if (masked) mask_tile(score, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
             OperandA probabilities;
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+            for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
                 const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), options.dropout_threshold, place);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    probabilities[h] |= (is_kept<Layout>(kept, 2 * h) ? 0 : 0x8000) | (is_kept<Layout>(kept, 2 * h + 1) ? 0 : 0x80000000);
+                    probabilities[h] |=
+                        (is_kept<Layout>(kept, 2 * h) ? 0 : 0x8000) | (is_kept<Layout>(kept, 2 * h + 1) ? 0 : 0x80000000);
             }
             append_tile(x, probabilities);
             next_tile(s);
@@ -155,7 +155,8 @@ struct BackwardQueriesSplit {
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
                 const float minus_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
                 const float minus_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
-                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kProbabilityBits) : minus_delta * (1.f / kProbabilityUnit);
+                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kProbabilityBits)
+                                              : minus_delta * (1.f / kProbabilityUnit);
             }
 
         Accumulator dq[kRowTiles][2 * kOwnPairs];

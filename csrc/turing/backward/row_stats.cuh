@@ -1,7 +1,7 @@
 // Row statistics: what the backward pass needs of each query row besides the row itself.
 //
-// A step loads those of 16 queries by one instruction of a warp: lanes 0 to 15 the -lse/scale of a query each, the others the -delta
-// of the same queries. So these 32 numbers lie together, and each lane gets by shuffles what its columns of the scores need.
+// A step loads those of 16 queries by one instruction of a warp: lanes 0 to 15 the -lse/scale of a query each, the others the
+// -delta of the same queries. So these 32 numbers lie together, and each lane gets by shuffles what its columns of the scores need.
 //
 // The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats). A row that sees no key, and the padding beyond
 // seqlen_q, hold -inf and 0: their P is exp(-inf) = 0.

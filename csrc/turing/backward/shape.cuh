@@ -89,13 +89,13 @@ struct StepStats {
     __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row) {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) {
-            const float* from = p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats +
-                                thread_here() % 32;
+            const float* from =
+                p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats + thread_here() % 32;
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
-    // To units of P as it is kept (kProbabilityUnit): the lse that exp2 subtracts, and delta for the product with such a P. A kernel
-    // that has only one of the two does not look at the other lanes.
+    // To units of P as it is kept (kProbabilityUnit): the lse that exp2 subtracts, and delta for the product with such a P. A
+    // kernel that has only one of the two does not look at the other lanes.
     __device__ __forceinline__ void scale(float scale_log2) {
         const bool is_lse = thread_here() % 32 < RowStats::kDeltaAt;
 #pragma unroll
@@ -117,8 +117,8 @@ private:
 // A step's rows of Q and dO, or of K and V, on their way from global to shared memory. A thread takes one chunk of every
 // kRowsAtOnce-th row of both.
 //
-// Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the gradients
-// are columns that nobody stores, so there a thread reads the last column that exists once more.
+// Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the
+// gradients are columns that nobody stores, so there a thread reads the last column that exists once more.
 template <class S>
 class TilesOfStep {
     static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
@@ -132,8 +132,8 @@ public:
     // A thread's part of one of the two tiles.
     using Part = uint4[kLoads];
 
-    // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch, which
-    // would part the products before it from what is behind it.
+    // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a
+    // branch, which would part the products before it from what is behind it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
         const u32 thread = thread_here(), column = thread % kLanes * kChunk;
         const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
@@ -154,7 +154,8 @@ public:
     }
 
     // Both: the first operand makes S, the second dP. `to` is the address of the first tile.
-    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row, int rows_left) {
+    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row,
+                                         int rows_left) {
         load(s_, s, head, row, rows_left, p.problem.headdim);
         load(dp_, dp, head, row, rows_left, p.problem.headdim_v);
     }
@@ -167,11 +168,11 @@ private:
     Part s_, dp_;
 };
 
-// P * kProbabilityUnit of two scores, in fp16: unlike pack_probabilities, by conversions. The tensor cores leave the XU pipe time for them
-// here, and dS needs the number itself.
+// P * kProbabilityUnit of two scores, in fp16: unlike pack_probabilities, by conversions. The tensor cores leave the XU pipe time
+// for them here, and dS needs the number itself.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
-// dS from such a P, dP and delta as StepStats::scale leaves it. fp32 to the end: dP - delta may be far beyond fp16 where P is small. Only dS
-// itself is rounded to fp16, and beyond 65504 becomes infinite, which is what a GradScaler looks for.
+// dS from such a P, dP and delta as StepStats::scale leaves it. fp32 to the end: dP - delta may be far beyond fp16 where P is
+// small. Only dS itself is rounded to fp16, and beyond 65504 becomes infinite, which is what a GradScaler looks for.
 __device__ __forceinline__ float score_gradient(float p, float dp, float minus_delta) {
     return p * fmaf(dp, 1.f / kProbabilityUnit, minus_delta);
 }
@@ -184,8 +185,7 @@ __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdPar
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int m = 0; m < M; m++)
-            mask_tile(s[n][m], mask, ScorePlace<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
+        for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScorePlace<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
 }
 
 // ---- products -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes both
-// S^T and dP^T of its keys, with V in registers and K from shared memory.
+// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes
+// both S^T and dP^T of its keys, with V in registers and K from shared memory.
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -18,11 +18,6 @@ struct BackwardSmall {
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneral, "scores pass through here as they are");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
-    // Loops over the steps: with a second one, for steps without a mask, no branch parts the products from what is behind them.
-#ifndef LOOPS
-#define LOOPS 1
-#endif
-    static constexpr int kLoops = LOOPS;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
     static_assert(Dq::kPairs == 1, "see add_dq");
@@ -70,7 +65,8 @@ struct BackwardSmall {
             // dS of the step before the first, which adds nothing
             if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
-            const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
@@ -92,7 +88,8 @@ struct BackwardSmall {
                             u32 x[4];
                             load_matrices(x, pair_after<S>(own, c) + m * 16 * S::kRowBytes);
 #pragma unroll
-                            for (int i = 0; i < 4; i++) k[m][i / 2][i % 2] = x[i], values[m][i / 2][i % 2] = v[m][2 * c + i / 2][i % 2];
+                            for (int i = 0; i < 4; i++)
+                                k[m][i / 2][i % 2] = x[i], values[m][i / 2][i % 2] = v[m][2 * c + i / 2][i % 2];
                         }
                         multiply_pair<S>(s, k, pair_after<S>(step, c));
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
@@ -100,10 +97,11 @@ struct BackwardSmall {
                 }
                 // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
-                if (may_be_masked && (kLoops == 2 || !range.unmasked.contain(row))) {
+                if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const u32 thread = thread_here();
-                    apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
+                    apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
+                                       block_index_here() * S::kRows + thread / 32 * 32);
                 }
 
                 OperandA probabilities[kColumnTiles][2], ds[kColumnTiles][2];
@@ -125,8 +123,7 @@ struct BackwardSmall {
                                 probabilities[n][m][h] = pack_units(x, y);
                                 ds[n][m][h] = to_half2(score_gradient(x, dp[n][m][2 * h], delta.x),
                                                        score_gradient(y, dp[n][m][2 * h + 1], delta.y));
-                                if (WithDq)
-                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
+                                if (WithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
                             }
                     }
                 }
@@ -139,21 +136,11 @@ struct BackwardSmall {
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
                     }
                 }
-            };
-            if (kLoops == 1) {
-#pragma unroll 1
-                for (int row = first; row < range.end; row += S::kStep) step(row, true);
-            } else {
-                for (int row = first; row < range.end;) {
-#pragma unroll 1
-                    for (; row < range.end && !range.unmasked.contain(row); row += S::kStep) step(row, true);
-#pragma unroll 1
-                    for (; row < range.end && range.unmasked.contain(row); row += S::kStep) step(row, false);
-                }
             }
             if (WithDq) {
                 __syncthreads();
-                add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1), 0);
+                const int last = pinned(range.end) - 1;
+                add_dq(last & -S::kStep, S::slot(last), 0);
             }
         }
 
@@ -162,8 +149,8 @@ struct BackwardSmall {
         const int key = block_index_here() * S::kRows + thread_here() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
                        end.stored_k(), p.problem.headdim, Layout::key_of_lane);
-        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit, key,
-                       end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
+        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit,
+                       key, end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -1,7 +1,7 @@
 // Backward, main kernel for headdim above 64, and for all where scores are modified: 8 warps in two roles of four. The first four
-// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A warp
-// has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory; dQ
-// is everyone's.
+// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A
+// warp has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory;
+// dQ is everyone's.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -17,8 +17,8 @@ namespace turing {
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, bool WithDq>
 struct BackwardSplit {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
-    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is in
-    // shared memory anyway, of V these chunks are.
+    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
+    // in shared memory anyway, of V these chunks are.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
@@ -28,12 +28,8 @@ struct BackwardSplit {
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
     static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
-    static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1), "the swizzle of K's rows is that of V's");
-    // Loops over the steps: with a second one, for steps without a mask, the role's branch has no other inside.
-#ifndef LOOPS
-#define LOOPS 1
-#endif
-    static constexpr int kLoops = kGeneral ? 1 : LOOPS;
+    static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
+                  "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
@@ -64,7 +60,8 @@ struct BackwardSplit {
     static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
-        for (int i = 0; i < kWords; i += 4) store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
+        for (int i = 0; i < kWords; i += 4)
+            store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
     }
     static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
@@ -78,10 +75,11 @@ struct BackwardSplit {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner at
-    // `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no key.
-    static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key, int row,
-                                                     int row_end, bool masked, u32 slopes) {
+    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner
+    // at `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no
+    // key.
+    static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
+                                                     int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
         if (kGeneral && options.softcap > 0.f) {
@@ -142,13 +140,15 @@ struct BackwardSplit {
     }
 
     // From P^T what dropout leaves for dV, in x, and for the partner, in `sent`: all of it, what is dropped with the sign bit.
-    static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key, int row) {
+    static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
+                                                int row) {
         const Lane lane = lane_here();
         const Philox philox = philox_of(p, head);
         u32 kept = 0;  // 8 bits of each column tile, as kept_bits has them
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
-            kept |= kept_of_tile<Layout>(philox, p.score_options.dropout_threshold, ScorePlace<Layout>(lane, row + 8 * n, key)) << 8 * n;
+            kept |= kept_of_tile<Layout>(philox, p.score_options.dropout_threshold, ScorePlace<Layout>(lane, row + 8 * n, key))
+                    << 8 * n;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -163,8 +163,8 @@ struct BackwardSplit {
     }
 
     // dS^T in x, from P^T as the partner sent it and dP^T.
-    static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats, const BwdParams& p,
-                                                           int head, int key, int row, u32 slopes) {
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
+                                                           const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
         if (kGeneral && options.rng_state) {
@@ -291,9 +291,11 @@ struct BackwardSplit {
             if (S::kSlots == 2)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             // dS of the step before the first, which adds nothing
-            if (WithDq && S::kSlots == 2) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+            if (WithDq && S::kSlots == 2)
+                clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
-            const auto step = [&](int row, bool may_be_masked) __attribute__((always_inline)) {
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
@@ -322,21 +324,22 @@ struct BackwardSplit {
                         u32 x[4];
                         load_matrices(x, chunk_after<8>(others, 2 * c));
                         const OperandA a[1][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
-                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[kColumnTiles][1]>(s), a, pair_after<S>(step, kOwnPairs + c));
+                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[kColumnTiles][1]>(s), a,
+                                         pair_after<S>(step, kOwnPairs + c));
                     }
                 }
                 PackedScores packed;
-                const u32 parcels =
-                    shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * 16;
-                // The tile after the next is under way from the middle of the step on, between what takes many registers before and behind it.
-                // (Beyond the last row nothing is loaded.)
+                const u32 parcels = shared + S::kPartner + warp_row_here() * S::kScoreRowBytes + thread_here() % 32 * 16;
+                // The tile after the next is under way from the middle of the step on, between what takes many registers before and
+                // behind it. (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
-                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
+                                   range.rows(p) - 2 * S::kStep - row);
                 };
                 // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
-                    const bool masked = may_be_masked && !contains(range, p, row);
+                    const bool masked = !contains(range, p, row);
                     stats.scale(p.problem.scale_log2);
                     exponents(s, stats, p, head, warp_key_here(), row, range.end, masked, slopes_of(parcels, slot));
 #pragma unroll
@@ -399,22 +402,12 @@ struct BackwardSplit {
                         TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
                 }
-            };
-            if (kLoops == 1) {
-#pragma unroll 1
-                for (int row = first; row < range.end; row += S::kStep) step(row, true);
-            } else {
-                for (int row = first; row < range.end;) {
-#pragma unroll 1
-                    for (; row < range.end && !range.unmasked.contain(row); row += S::kStep) step(row, true);
-#pragma unroll 1
-                    for (; row < range.end && range.unmasked.contain(row); row += S::kStep) step(row, false);
-                }
             }
             if (WithDq && S::kSlots == 2) {
                 __syncthreads();
+                const int last = pinned(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++) add_dq((range.end - 1) & -S::kStep, S::slot(range.end - 1), j);
+                for (int j = 0; j < Dq::kPairs; j++) add_dq(last & -S::kStep, S::slot(last), j);
             }
         }
 
@@ -426,8 +419,8 @@ struct BackwardSplit {
         float dv_factor = 1.f / kProbabilityUnit;
         if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, block_batch_here(), block_head_here(), end.first_k()),
-                       is_dk ? p.signed_scale : dv_factor, block_index_here() * S::kRows + end_warp % kPartners * kKeys, end.stored_k(),
-                       is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
+                       is_dk ? p.signed_scale : dv_factor, block_index_here() * S::kRows + end_warp % kPartners * kKeys,
+                       end.stored_k(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 
