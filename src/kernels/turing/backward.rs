@@ -24,9 +24,9 @@ const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> V
 
 const SMALL: [Variant; 2] = [
     // 32 queries a step, for all threads to load; S and dP are 2 x 32 registers, dV and dK 2 x 32
-    small("turing_bwd_32", 32, 32, 233),
+    small("turing_bwd_32", 32, 32, 224),
     // dV and dK are 2 x 64 registers, V 32, S and dP 2 x 16
-    small("turing_bwd_64", 64, 16, 254),
+    small("turing_bwd_64", 64, 16, 255),
 ];
 
 /// `turing/backward/split`: two roles of four warps. Shared: K, tiles of Q, of dO and of dS (two where they fit), and P.
@@ -52,11 +52,11 @@ const fn split(name: &'static str, headdim: u32, block_rows: u32, step: u32, reg
 const SPLIT: [Variant; 5] = [
     // for general kernels alone: 32 queries a step, for all threads to load
     split("turing_bwd_split_64", 64, 128, 32, 197),
-    split("turing_bwd_96", 96, 128, 16, 216),
+    split("turing_bwd_96", 96, 128, 16, 213),
     // 128 registers of dV or dK, 64 of K or V; 60 KB
-    split("turing_bwd_128", 128, 128, 16, 249),
+    split("turing_bwd_128", 128, 128, 16, 252),
     // 16 keys a warp: 96 and 48 registers; 56 KB
-    split("turing_bwd_192", 192, 64, 16, 248),
+    split("turing_bwd_192", 192, 64, 16, 247),
     // 128 and 48 registers; 60 KB
     split("turing_bwd_256", 256, 64, 16, 238),
 ];
@@ -132,11 +132,11 @@ const SMALL_KEYS: &str = "turing/backward/small_keys.cu";
 const SPLIT_KEYS: &str = "turing/backward/split_keys.cu";
 
 const KEYS: [Variant; 7] = [
-    keys(SMALL[0], "turing_bwd_keys_32", SMALL_KEYS, 208),
-    keys(SMALL[1], "turing_bwd_keys_64", SMALL_KEYS, 252),
+    keys(SMALL[0], "turing_bwd_keys_32", SMALL_KEYS, 206),
+    keys(SMALL[1], "turing_bwd_keys_64", SMALL_KEYS, 243),
     keys(SPLIT[1], "turing_bwd_keys_96", SPLIT_KEYS, 208),
     keys(SPLIT[2], "turing_bwd_keys_128", SPLIT_KEYS, 240),
-    keys(SPLIT[3], "turing_bwd_keys_192", SPLIT_KEYS, 220),
+    keys(SPLIT[3], "turing_bwd_keys_192", SPLIT_KEYS, 213),
     keys(SPLIT[4], "turing_bwd_keys_256", SPLIT_KEYS, 232),
     // for general kernels alone
     keys(SPLIT[0], "turing_bwd_split_keys_64", SPLIT_KEYS, 190),
@@ -164,22 +164,22 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[5],
     FINISH,
     PREPARE.covering(Needs::RAGGED, "turing_bwd_ragged_prepare", 56),
-    SMALL[0].covering(Needs::RAGGED, "turing_bwd_ragged_32", 221),
+    SMALL[0].covering(Needs::RAGGED, "turing_bwd_ragged_32", 220),
     SMALL[1].covering(Needs::RAGGED, "turing_bwd_ragged_64", 255),
-    SPLIT[1].covering(Needs::RAGGED, "turing_bwd_ragged_96", 218),
-    SPLIT[2].covering(Needs::RAGGED, "turing_bwd_ragged_128", 249),
-    SPLIT[3].covering(Needs::RAGGED, "turing_bwd_ragged_192", 249),
+    SPLIT[1].covering(Needs::RAGGED, "turing_bwd_ragged_96", 216),
+    SPLIT[2].covering(Needs::RAGGED, "turing_bwd_ragged_128", 252),
+    SPLIT[3].covering(Needs::RAGGED, "turing_bwd_ragged_192", 248),
     SPLIT[4].covering(Needs::RAGGED, "turing_bwd_ragged_256", 238),
     FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 49),
-    SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 219),
-    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 228),
-    SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 245),
-    SPLIT[3].covering(Needs::GENERAL, "turing_bwd_general_192", 243),
+    SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
+    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 226),
+    SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 247),
+    SPLIT[3].covering(Needs::GENERAL, "turing_bwd_general_192", 248),
     SPLIT[4].covering(Needs::GENERAL, "turing_bwd_general_256", 236),
-    KEYS[6].covering(Needs::GENERAL, "turing_bwd_general_keys_64", 215),
-    KEYS[2].covering(Needs::GENERAL, "turing_bwd_general_keys_96", 221),
+    KEYS[6].covering(Needs::GENERAL, "turing_bwd_general_keys_64", 225),
+    KEYS[2].covering(Needs::GENERAL, "turing_bwd_general_keys_96", 223),
     KEYS[3].covering(Needs::GENERAL, "turing_bwd_general_keys_128", 255),
-    KEYS[4].covering(Needs::GENERAL, "turing_bwd_general_keys_192", 222),
+    KEYS[4].covering(Needs::GENERAL, "turing_bwd_general_keys_192", 216),
     KEYS[5].covering(Needs::GENERAL, "turing_bwd_general_keys_256", 254),
     QUERIES[1].covering(Needs::GENERAL, "turing_bwd_general_queries_64", 218),
     QUERIES[2].covering(Needs::GENERAL, "turing_bwd_general_queries_96", 166),
