@@ -139,7 +139,7 @@ def test_library_size():
 
 
 @pytest.mark.parametrize("major, minor", [(7, 5), (8, 0), (9, 0)])
-def test_turing_is_taken_forward_only(major, minor):
+def test_turing_is_taken_where_it_has_kernels(major, minor):
     """The families as they are: what Turing has is preferred from its own GPUs on, the rest is Volta's."""
     found = json.loads(torch.ops.volta_fa._families(major, minor))
     assert [f["name"] for f in found] == ["turing", "volta"]
@@ -148,4 +148,7 @@ def test_turing_is_taken_forward_only(major, minor):
     for headdim, family in ((64, "turing"), (72, "volta")):
         chosen = plan(headdim, major=major, minor=minor)
         assert chosen["forward"]["family"] == family
-        assert {kernel["family"] for kernel in chosen["backward"].values()} == {"volta"}
+    for headdim in (64, 72, 256):
+        for mode in ({}, {"deterministic": True}, {"needs": "dropout"}):
+            chosen = plan(headdim, major=major, minor=minor, **mode)
+            assert {kernel["family"] for kernel in chosen["backward"].values()} == {"turing"}

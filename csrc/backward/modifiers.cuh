@@ -30,6 +30,35 @@ __device__ __forceinline__ float capped_score(float s, float statistic, const Bw
 
 // ALiBi and bias, to scores in units of log2. Queries from query_end on do not exist, or see none of the keys.
 template <class Layout>
+__device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdParams& p, int batch, int head, int query_end,
+                                         const ScorePlace<Layout>& place) {
+    const ScoreOptions& options = p.score_options;
+    const Bias bias(p.problem, options, batch, head);
+    if constexpr (Layout::kKeys == 2) {
+        uint4 loaded[Layout::kRows];
+#pragma unroll
+        for (int r = 0; r < Layout::kRows; r++)
+            loaded[r] = bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0) & ~3);
+        float2 of_keys[Layout::kRows];
+        Bias::every_second(options, loaded, place.key(0) & 1, of_keys);
+#pragma unroll
+        for (int r = 0; r < Layout::kRows; r++) {
+            float &first_key = s[Layout::element(r, 0)], &second_key = s[Layout::element(r, 1)];
+            first_key = fmaf(of_keys[r].x, kLog2e, first_key);
+            second_key = fmaf(of_keys[r].y, kLog2e, second_key);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < Layout::kRows; r++) {
+            float of_keys[4];
+            Bias::to_float(options, bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0)),
+                           of_keys);
+#pragma unroll
+            for (int j = 0; j < 4; j++) s[Layout::element(r, j)] = fmaf(of_keys[j], kLog2e, s[Layout::element(r, j)]);
+        }
+    }
+}
+template <class Layout>
 __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
                                                    const ScorePlace<Layout>& place) {
     const ScoreOptions& options = p.score_options;
@@ -43,32 +72,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
         for (int v = 0; v < Layout::kElements; v++)
             s[v] = alibi(s[v], first + static_cast<float>(ScorePlace<Layout>::query_minus_key(v)));
     }
-    if (options.bias) {
-        const Bias bias(p.problem, options, batch, head);
-        if constexpr (Layout::kKeys == 2) {
-            uint4 loaded[Layout::kRows];
-#pragma unroll
-            for (int r = 0; r < Layout::kRows; r++)
-                loaded[r] = bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0) & ~3);
-            float2 of_keys[Layout::kRows];
-            Bias::every_second(options, loaded, place.key(0) & 1, of_keys);
-#pragma unroll
-            for (int r = 0; r < Layout::kRows; r++) {
-                float &first_key = s[Layout::element(r, 0)], &second_key = s[Layout::element(r, 1)];
-                first_key = fmaf(of_keys[r].x, kLog2e, first_key);
-                second_key = fmaf(of_keys[r].y, kLog2e, second_key);
-            }
-        } else {
-#pragma unroll
-            for (int r = 0; r < Layout::kRows; r++) {
-                float of_keys[4];
-                Bias::to_float(options, bias.load4(options, min(place.query(Layout::element(r, 0)), query_end - 1), place.key(0)),
-                               of_keys);
-#pragma unroll
-                for (int j = 0; j < 4; j++) s[Layout::element(r, j)] = fmaf(of_keys[j], kLog2e, s[Layout::element(r, j)]);
-            }
-        }
-    }
+    if (options.bias) add_bias(s, p, batch, head, query_end, place);
 }
 
 // Adds the gradient of a tile's scores to that of the bias.

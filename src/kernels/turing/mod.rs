@@ -1,9 +1,25 @@
-//! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`. Forward only so far: backward is Volta's, through PTX.
+//! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
 
+mod backward;
 mod forward;
 
+pub use backward::BACKWARD;
 pub use forward::FORWARD;
 
-use super::variants::{Family, Needs, Pass, Variant};
+use super::variants::{Family, Needs, Pass, Scratch, Variant};
 
-pub const TURING: Family = Family { name: "turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+pub const TURING: Family = Family {
+    name: "turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    // csrc/turing/backward/row_stats.cuh
+    scratch: Some(Scratch {
+        row_rounding: 32,
+        group_rows: 16,
+        group_floats: 32,
+        minus_lse_at: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+        minus_delta_at: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
+    }),
+};

@@ -1,0 +1,26 @@
+// The order of dq's fp32 accumulator: that of the products' accumulators, so that a warp adds to whole lines of 128 bytes.
+//
+// 16 rows by 8 columns, a tile of C (turing/mma.cuh), are 128 floats, [element v][lane]; the tiles of 16 rows follow one another.
+#pragma once
+
+namespace turing {
+
+struct DqAccumulator {
+    static constexpr int kTileFloats = 128, kElementFloats = 32;
+
+    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first.
+    template <class Integer>
+    static __device__ __forceinline__ Integer row(Integer row, int headdim) {
+        return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kElementFloats) + row % 8 * 4;
+    }
+    static __device__ __forceinline__ int column(int column) {
+        return column / 8 * kTileFloats + column % 2 * kElementFloats + column % 8 / 2;
+    }
+    // The eight elements from one whose column is a multiple of 8.
+    static __device__ __forceinline__ void eight(const float* from, float4& a, float4& b) {
+        const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kElementFloats);
+        a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,67 @@
+// dQ += dS K, added to the accumulator in global memory by atomics: the product that all warps of a main kernel share.
+#pragma once
+
+#include "turing/backward/dq_accumulator.cuh"
+#include "turing/backward/fragments.cuh"
+
+namespace turing {
+
+// dQ of a step is kStep queries x headdim: a warp computes kPairs tiles of 16 queries x 16 columns, over the keys of the block or,
+// where that divides the columns evenly, over half of them.
+template <class S>
+struct DqProduct {
+    static constexpr int kAllPairs = S::kChunks / 2;
+    static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // that share 16 queries
+    static constexpr int kKeyParts = kAllPairs % kTileWarps != 0 && 2 * kAllPairs % kTileWarps == 0 ? 2 : 1;
+    static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // the pairs of a warp are that far apart
+    static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;
+    static constexpr int kKeys = S::kRows / kKeyParts;
+
+    static __device__ __forceinline__ u32 query_tile(u32 warp) { return warp / kTileWarps; }
+    static __device__ __forceinline__ u32 first_key(u32 warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
+    static __device__ __forceinline__ u32 pair(u32 warp) { return warp % kColumnWarps; }
+    // Where there are fewer pairs than warps, the last warps have none.
+    static __device__ __forceinline__ bool has_pair(u32 warp) { return kAllPairs >= kColumnWarps || pair(warp) < u32(kAllPairs); }
+
+    // dS^T, transposed on the way: matrices 0 and 1 are the queries of the first eight keys.
+    static __device__ __forceinline__ u32 a_operand(u32 scores, u32 lane, u32 warp) {
+        return scores +
+               score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
+    }
+    static __device__ __forceinline__ u32 b_operand(u32 keys, u32 lane, u32 warp) {
+        return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
+    }
+    // Where the lane's first element goes, from the first of the step's rows.
+    static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
+        return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
+    }
+
+    // Adds pair number j of the warp to the accumulator in global memory, at `accum`. (Several pairs together would save loads of
+    // dS, for registers that the kernels with several pairs do not have.)
+    static __device__ __forceinline__ void multiply_and_add(u32 a_address, u32 b_address, float* accum, int j) {
+        Accumulator c[1][2];
+        clear(c);
+        b_address = pair_after<S>(b_address, kColumnWarps * j);
+#pragma unroll
+        for (int key = 0; key < kKeys; key += 16) {
+            u32 a[4], b[4];
+            load_matrices_transposed(a, a_address + key * S::kScoreRowBytes);
+            load_matrices_transposed(b, b_address + key * S::kRowBytes);
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const OperandA queries = {a[2 * k], a[2 * k + 1]};
+                    mma(c[0][i], queries, b[2 * i + k]);
+                }
+        }
+        accum += 2 * kColumnWarps * j * DqAccumulator::kTileFloats;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int v = 0; v < 4; v++)
+                add_global(accum + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[0][i][v]);
+    }
+};
+
+}  // namespace turing

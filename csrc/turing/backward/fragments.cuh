@@ -1,0 +1,220 @@
+// The arithmetic layer of the backward pass on m16n8k8: which element a lane holds of scores and of gradients, and where its
+// operands lie in shared memory. Nothing outside this folder knows.
+//
+// A block of the main kernels owns keys and walks over queries; in the queries kernel the two change places ("own rows": keys in
+// the main kernels, queries there; "rows of the step" are the others). The products, for 16 own rows:
+//
+//   S^T  = K Q^T     A: own rows, fragments in registers     B: rows of the step, from shared memory as they lie
+//   dP^T = V dO^T    the same
+//   dV += P^T dO     A: the packed scores of the same lane    B: rows of the step, transposed on the way
+//   dK += dS^T Q     the same
+//   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
+//
+// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds all in a tile of 32 keys
+// of S^T, and in one of 16 keys or in S the first and the third, or the second and the fourth: rows and columns of the products are
+// permutations of keys (KeysLayout, QueriesLayout). Tiles of shared memory whose rows are keys of the block are stored in the
+// products' order, so that eight rows of one matrix are neighbours, which the swizzle keeps in different banks.
+#pragma once
+
+#include "backward/gradient_type.cuh"
+#include "backward/memory.cuh"
+#include "backward/score_place.cuh"
+#include "half.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+#include "turing/backward/row_stats.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+// thread_index_here() and what is made of it, unsigned: divisions by powers of 2 are then one instruction.
+__device__ __forceinline__ u32 thread_here() { return thread_index_here(); }
+__device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
+
+// ---- scores ---------------------------------------------------------------------------------------
+
+// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.
+template <int KeyTiles>
+struct KeysLayout {
+    static_assert(KeyTiles == 1 || KeyTiles == 2, "see the file's head");
+    using Lane = turing::Lane;
+    using Tile = float[4 * KeyTiles];
+    static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return 2 * l.quad; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) {
+        return KeyTiles == 2 ? 4 * l.group : l.group / 2 * 4 + l.group % 2;
+    }
+    __device__ __forceinline__ static constexpr int query_slot(int v) { return v & 1; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return (v >> 1) * kKeyStride; }
+    __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
+    __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
+
+    static constexpr bool kKeyRows = true;
+    static constexpr int kRows = 2, kKeys = 2 * KeyTiles, kKeyStride = 2 / KeyTiles;
+    __device__ __forceinline__ static constexpr int row_of(int v) { return v & 1; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
+    __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
+
+    static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
+    // The key of row h of two of a lane in operand A number m of the tile ...
+    __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
+        return key(first_key(l), 4 * m + 2 * h);
+    }
+    // ... and which row of the operands, and of tiles in shared memory, a key is.
+    __device__ __forceinline__ static constexpr int row_of_key(int key) {
+        if (KeyTiles == 2) return key / 32 * 32 + key / 2 % 2 * 16 + key % 2 * 8 + key / 4 % 8;
+        return key / 16 * 16 + key / 2 % 2 * 8 + key / 4 % 4 * 2 + key % 2;
+    }
+};
+
+// S and dP in the queries kernel: 16 queries by 8 keys.
+struct QueriesLayout {
+    using Lane = turing::Lane;
+    using Tile = Accumulator;
+    static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.group; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return l.quad / 2 * 4 + l.quad % 2; }
+    __device__ __forceinline__ static constexpr int query_slot(int v) { return v >> 1 << 3; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return (v & 1) << 1; }
+    __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
+    __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
+
+    static constexpr bool kKeyRows = false;
+    static constexpr int kRows = 2, kKeys = 2, kKeyStride = 2;
+    __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return 8 * r; }
+    __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j; }
+
+    static constexpr int kKeyMate = 1;
+    // Which key of eight column n of operand B is.
+    __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
+};
+static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
+static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
+              "backward/score_place.cuh");
+
+template <int M, int N>
+__device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int v = 0; v < 4; v++) c[m][n][v] = 0.f;
+}
+
+// ---- operands -------------------------------------------------------------------------------------
+
+// One k of 8 of operand A of a tile of 16 rows.
+using OperandA = u32[2];
+
+// Takes the last place of a warp's packed scores, all of which move down by one (compare next_tile in backward/modifiers.cuh).
+template <int M, int N>
+__device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
+#pragma unroll
+    for (int i = 0; i < M * N; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
+}
+
+// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(lane, m, h)` is
+// the lane's row h of two in tile m, from the warp's first row.
+template <int M, int Chunks, class RowOfLane>
+__device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base,
+                                                   int row, int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
+    const Lane lane(threadIdx.x & 31);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int i = row + row_of_lane(lane, m, h);
+            const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
+#pragma unroll
+            for (int c = 0; c < Chunks; c++) {
+                a[m][c][h] = 0;
+                if (i < rows && c * kChunk < headdim)
+                    a[m][c][h] = __ldg(reinterpret_cast<const u32*>(source + c * kChunk)) ^ sign_flip;
+            }
+        }
+}
+__device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, int h) { return 16 * m + lane.group + 8 * h; }
+
+// swizzled() of unsigned numbers.
+template <int Chunks>
+__device__ __forceinline__ u32 swizzled_here(u32 row, u32 chunk) {
+    const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
+    return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
+}
+// Addresses of the lane for load_matrices: two by two matrices, 16 rows by two chunks. Matrices 0 and 1 are the two chunks of the
+// first eight rows ...
+template <class S>
+__device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+// ... or all 16 rows of the first chunk.
+template <class S>
+__device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
+    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
+}
+// The same where rows are keys that become columns of QueriesLayout.
+template <class S>
+__device__ __forceinline__ u32 keys_by_chunks(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
+}
+template <class S>
+__device__ __forceinline__ u32 keys_by_rows(u32 tile, u32 lane) {
+    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
+}
+// Two chunks further in the same rows, `pair` times.
+template <class S>
+__device__ __forceinline__ u32 pair_after(u32 address, int pair) {
+    return chunk_after<S::kChunks>(address, 2 * pair);
+}
+
+// Tiles of dS^T: rows are keys of the block, as row_of_key says, of Chunks (2 or 4) chunks of eight queries.
+template <int Chunks>
+__device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
+    static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
+    // Eight rows of two chunks are two wavefronts' worth of banks: the chunks of the second four rows change places.
+    if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
+    return swizzled_here<4>(row, chunk);
+}
+// The same of another chunk, from that of chunk 0.
+__device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }
+
+// ---- output ---------------------------------------------------------------------------------------
+
+// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist. Of pairs of column tiles it has every PairStep-th
+// from first_pair on.
+template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
+__device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
+                                                  float factor, int row, int rows, int headdim, RowOfLane row_of_lane,
+                                                  int first_pair) {
+    const Lane lane = lane_here();
+    const int first_column = first_pair * 2 * kChunk;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int i = row + row_of_lane(lane, m, h);
+            unsigned short* to = base + i * out.row_stride + first_column + 2 * lane.quad;
+#pragma unroll
+            for (int j = 0; j < Tiles; j++) {
+                const int column = (j / 2 * PairStep * 2 + j % 2) * kChunk;
+                if (i < rows && column < headdim - first_column)
+                    *reinterpret_cast<u32*>(to + column) = to_gradient2<BF16>(c[m][j][2 * h] * factor, c[m][j][2 * h + 1] * factor);
+            }
+        }
+}
+// One branch around all of it: the code is there twice, and runs once.
+template <int PairStep = 1, int M, int Tiles, class RowOfLane>
+__device__ __forceinline__ void write_gradient(const Accumulator (&c)[M][Tiles], const BwdParams& p, const Output& out,
+                                               unsigned short* base, float factor, int row, int rows, int headdim,
+                                               RowOfLane row_of_lane, int first_pair = 0) {
+    if (gradients_are_bf16(p))
+        write_gradient_as<true, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
+    else
+        write_gradient_as<false, PairStep>(c, out, base, factor, row, rows, headdim, row_of_lane, first_pair);
+}
+
+}  // namespace turing
