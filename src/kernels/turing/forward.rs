@@ -1,12 +1,19 @@
-//! The forward kernels, and why their tiles are what they are. Figures: `docs/forward-kernel.md`. `registers` comes last in each
-//! row, of the 255 that one thread can have.
+//! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
+//! `docs/turing-kernels.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
 use super::{Needs, Pass, Variant, TURING};
 
-/// `turing/forward/pipelined`: 4 warps, steps of 16 keys through a ring of 8 slots. 32 KB, so that two blocks fill an SM's shared
-/// memory.
-const fn pipelined(name: &'static str, headdim: u32, block_rows: u32, registers: u32) -> Variant {
-    let (slots, step) = (8, 16);
+/// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
+/// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
+const fn pipelined(
+    name: &'static str,
+    (headdim, headdim_v): (u32, u32),
+    (warps, warp_rows): (u32, u32),
+    slots: u32,
+    blocks_per_sm: u32,
+    registers: u32,
+) -> Variant {
+    let step = 16;
     Variant {
         name,
         family: TURING,
@@ -14,24 +21,58 @@ const fn pipelined(name: &'static str, headdim: u32, block_rows: u32, registers:
         needs: Needs::NONE,
         source: "turing/forward/pipelined.cu",
         headdim,
-        headdim_v: headdim,
-        block_rows,
+        headdim_v,
+        block_rows: warps * warp_rows,
         step,
-        threads: 128,
-        shared_bytes: slots * step * 2 * 2 * headdim,
-        blocks_per_sm: 2,
+        threads: 32 * warps,
+        shared_bytes: slots * step * 2 * (headdim + headdim_v),
+        blocks_per_sm,
         registers,
     }
 }
 
-/// 48 rows a warp: a fragment of K or V that a warp reads serves three products, and shared memory is half as fast as Volta's.
-const LARGE: Variant = pipelined("turing_fwd_64x64", 64, 192, 235);
+/// What changes scores lives beside them: fewer rows a warp than the plain kernel has.
+const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(Needs::GENERAL, name, registers)
+}
+
+const PLAIN: [Variant; 7] = [
+    pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 120),
+    // 48 registers of Q and 96 of output; 32 KB: two blocks.
+    pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 249),
+    pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 241),
+    // 64 registers of Q and 128 of output; the 64 KB that an SM has.
+    pipelined("turing_fwd_128x128", (128, 128), (8, 32), 8, 1, 255),
+    // 32 rows of Q and of output do not fit: 16 rows a warp.
+    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 189),
+    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 224),
+    pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
+];
 
 pub const FORWARD: &[Variant] = &[
-    LARGE,
+    PLAIN[0],
+    PLAIN[1],
     // 16 rows a warp, for grids that would leave SMs idle
-    pipelined("turing_fwd_64x64_small", 64, 64, 117),
-    LARGE.covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 240),
-    // 32 rows a warp: 48 are 254 registers, without spills and a quarter slower
-    Variant { block_rows: 128, ..LARGE }.covering(Needs::GENERAL, "turing_fwd_general_64x64", 194),
+    pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 122),
+    PLAIN[2],
+    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 2, 164),
+    PLAIN[3],
+    pipelined("turing_fwd_128x128_small", (128, 128), (4, 16), 4, 2, 197),
+    PLAIN[4],
+    PLAIN[5],
+    PLAIN[6],
+    PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 124),
+    PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 249),
+    PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 243),
+    PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
+    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 191),
+    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 226),
+    PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
+    Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 160) },
+    general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 208),
+    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 168),
+    general("turing_fwd_general_128x128", PLAIN[3], (8, 16), 194),
+    general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 232),
+    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
+    general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
 ];

@@ -1,0 +1,51 @@
+// K and V on their way from global memory to a ring in shared memory, without branches or predicates on rows.
+#pragma once
+
+#include "tile.cuh"
+
+namespace turing {
+
+// The steps of Step rows of K or of V, one after the other, a chunk of a row at a time. Rows beyond the last are the last one
+// again: their scores are masked, so that a row of V counts as 0 times a finite value or not more than the row itself would.
+// Where a step has fewer chunks than there are threads, the last of them take none.
+template <int Chunks, int Step, int Threads>
+struct RowStream {
+    static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
+    static constexpr int kRowsPerPass = Step / kPasses;
+    static constexpr bool kAllTakePart = kRowsPerPass * Chunks == Threads;
+    static_assert(kRowsPerPass * kPasses == Step && kRowsPerPass * Chunks <= Threads && kRowsPerPass % 8 == 0,
+                  "the rows of one thread have the same swizzle");
+
+    const unsigned short* column;  // the thread's chunk of row 0
+    int row;                       // its first row of a step; negative: it takes none
+    bool inside;                   // whether there is such a chunk
+
+    // `thread` decides which chunk; columns beyond the matrix are another chunk of the row, unless load() is to skip them.
+    __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
+        const int chunk = thread % Chunks, last = columns / kChunk - 1;
+        column = matrix + min(chunk, last) * kChunk;
+        row = thread / Chunks;
+        if (!kAllTakePart && row >= kRowsPerPass) row = -1;
+        inside = chunk <= last;
+    }
+    // Where its chunk of slot 0 goes.
+    __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
+
+    // Loads what pass number `pass` takes of the step whose first row is number `first`. With OnlyInside, chunks beyond the columns
+    // keep what they held.
+    template <bool OnlyInside>
+    __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int first, int last) const {
+        if (!kAllTakePart && row < 0) return;
+        const unsigned short* from = rows_after(column, min(first + row + pass * kRowsPerPass, last), row_stride);
+        if (OnlyInside)
+            load_global_if(inside, data, from);
+        else
+            data = load_global(from);
+    }
+    __device__ __forceinline__ void store(const uint4& data, int pass, unsigned address) const {
+        if (!kAllTakePart && row < 0) return;
+        store_shared(address + pass * kRowsPerPass * Chunks * kChunkBytes, data);
+    }
+};
+
+}  // namespace turing
