@@ -48,9 +48,8 @@ struct ForwardPipelined {
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
-    // Where registers are short, a row's limit is computed from its reference in each tile.
-    static constexpr bool kLimitsKept = RowTiles * (2 * kChunks + 4 * kChunksV) < 192;
-    static constexpr bool kFragmentsAhead = RowTiles * (2 * kChunks + 4 * kChunksV) < 192;
+    // Where registers are short, a group of fragments is loaded when it is used.
+    static constexpr bool kFragmentsAhead = RowTiles == 1 || RowTiles * (2 * kChunks + 4 * kChunksV) < 192;
 
     // From the address of a chunk of group 0 to that of group c in the same row.
     template <int Chunks>
@@ -77,30 +76,10 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here()));
     }
 
-    // Whether a score is above its row's limit, for any row of the warp.
-    __device__ __forceinline__ static bool exceed_limit(const Tile& s, const Softmax& softmax, float scale) {
-        if (kLimitsKept) return s.exceed_limit(softmax);
-        bool exceeds = false;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kSlack - kReferenceShift;
-        return __any_sync(~0u, exceeds);
-    }
     __device__ __forceinline__ static void move_references(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                            Probabilities& p_last) {
         // 1 / scale again, so that it holds no register in between
         const float inverse_scale = kGeneral ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
-        if (!kLimitsKept) {
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                for (int r = 0; r < ForwardLayout::kRows; r++) {
-                    SoftmaxRow& row = softmax.row[mt][r];
-                    row.limit = (row.reference - kReferenceShift + kSlack) * inverse_scale;
-                }
-        }
         const auto rescale = rescale_output<ForwardLayout>(o);
         s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
@@ -120,7 +99,7 @@ struct ForwardPipelined {
         const int row = block.row + thread / 32 * kWarpRows;
         int key = mask.key_first(block.row);
         if (kGeneral) key &= ~3;  // bias and random numbers come in groups of 4 keys
-        const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        const int key_end = mask.key_end(block.row, kBlockRows);
 
         Softmax softmax;
         Output o;
@@ -147,9 +126,13 @@ struct ForwardPipelined {
             const u32 k_fragment = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
             const u32 v_fragment =
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
+            const int k_row = pinned(StreamK::row_of(thread));
+            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
             const auto load = [&](int pass, int first_key) {
-                if (pass < StreamK::kPasses) k.template load<true>(k_data, pass, k_stride, first_key, key_end - 1);
-                if (pass < StreamV::kPasses) v.template load<false>(v_data, pass, v_stride, first_key, key_end - 1);
+                if (pass < StreamK::kPasses)
+                    k.template load<true>(k_data, pass, k_stride, first_key + k_row, key_end - 1);
+                if (pass < StreamV::kPasses)
+                    v.template load<false>(v_data, pass, v_stride, first_key + v_row, key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 if (pass < StreamK::kPasses) k.store(k_data, pass, k_store + slot);
@@ -200,7 +183,7 @@ struct ForwardPipelined {
                     if (p.score_options.rng_state) kept.draw(p, warp_row_here(), first_key);
                 }
                 if (may_mask) s.apply(mask, warp_row_here(), first_key);
-                if (exceed_limit(s, softmax, scale)) move_references(s, softmax, scale, o, p_last);
+                if (s.exceed_limit(softmax)) move_references(s, softmax, scale, o, p_last);
                 s_next.clear();
 #pragma unroll
                 for (int c = 0; c < kMostGroups; c++) {
@@ -273,9 +256,10 @@ struct ForwardPipelined {
             for (;;) {
                 // (The shuffle tells ptxas that a warp is of one mind.)
                 const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(), 0), kWarpRows);
-                steps(true, key > unmasked.first ? key_end : min(unmasked.first, key_end));
+                const int last = unmasked.first + static_cast<int>(unmasked.span);
+                steps(true, key > last ? key_end : min(unmasked.first, key_end));
                 if (key >= key_end) break;
-                steps(false, min(unmasked.first + static_cast<int>(unmasked.span) + 1, key_end));
+                steps(false, min(last, key_end - 1) + 1);
             }
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;

@@ -17,33 +17,33 @@ struct RowStream {
                   "the rows of one thread have the same swizzle");
 
     const unsigned short* column;  // the thread's chunk of row 0
-    int row;                       // its first row of a step; negative: it takes none
-    bool inside;                   // whether there is such a chunk
+    bool takes_part, inside;       // whether it moves anything, and whether there is such a chunk
 
     // `thread` decides which chunk; columns beyond the matrix are another chunk of the row, unless load() is to skip them.
     __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
         const int chunk = thread % Chunks, last = columns / kChunk - 1;
         column = matrix + min(chunk, last) * kChunk;
-        row = thread / Chunks;
-        if (!kAllTakePart && row >= kRowsPerPass) row = -1;
+        takes_part = kAllTakePart || thread / Chunks < kRowsPerPass;
         inside = chunk <= last;
     }
+    // Its first row of a step.
+    __device__ __forceinline__ static int row_of(int thread) { return thread / Chunks; }
     // Where its chunk of slot 0 goes.
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
-    // Loads what pass number `pass` takes of the step whose first row is number `first`. With OnlyInside, chunks beyond the columns
-    // keep what they held.
+    // Loads what pass number `pass` takes of the step in which the thread's first row is number `row`. With OnlyInside, chunks
+    // beyond the columns keep what they held.
     template <bool OnlyInside>
-    __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int first, int last) const {
-        if (!kAllTakePart && row < 0) return;
-        const unsigned short* from = rows_after(column, min(first + row + pass * kRowsPerPass, last), row_stride);
+    __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int row, int last) const {
+        if (!takes_part) return;
+        const unsigned short* from = rows_after(column, min(row + pass * kRowsPerPass, last), row_stride);
         if (OnlyInside)
             load_global_if(inside, data, from);
         else
             data = load_global(from);
     }
     __device__ __forceinline__ void store(const uint4& data, int pass, unsigned address) const {
-        if (!kAllTakePart && row < 0) return;
+        if (!takes_part) return;
         store_shared(address + pass * kRowsPerPass * Chunks * kChunkBytes, data);
     }
 };
