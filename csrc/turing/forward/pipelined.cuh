@@ -39,9 +39,12 @@ struct ForwardPipelined {
 
     using StreamK = RowStream<kChunks, kStep, kThreads>;
     using StreamV = RowStream<kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and of V for each of these: in the middle of a step, and at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
-    static_assert(kPasses <= 2, "see above");
+    // Where registers are shortest, K and V take turns in those that they pass through.
+    static constexpr bool kTakeTurns = kRagged && RowTiles * (2 * kChunks + 4 * kChunksV) >= 192 && kPasses == 2;
+    // So many times in a step, evenly spread, a thread stores what it has loaded and loads what comes next.
+    static constexpr int kMoves = kTakeTurns ? 2 * kPasses : kPasses;
+    static_assert(kPasses <= 2 && (!kTakeTurns || StreamK::kPasses == StreamV::kPasses), "a move is of K, of V or of both");
     using Block = ForwardBlock<kBlockRows>;
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
@@ -119,7 +122,9 @@ struct ForwardPipelined {
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             const StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), problem.headdim);
             const StreamV v(thread_v, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), problem.headdim_v);
-            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
+            // Columns of K beyond the matrix are never loaded and stay zero, in these registers or in shared memory.
+            uint4 k_data = zero_chunk(), v_data_ = zero_chunk();
+            uint4& v_data = kTakeTurns ? k_data : v_data_;
             const u32 k_store = pinned(ring + StreamK::offset(thread));
             const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart ? k_store + kOffsetV
                                                                              : pinned(ring + kOffsetV + StreamV::offset(thread_v));
@@ -128,15 +133,16 @@ struct ForwardPipelined {
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
             const int k_row = pinned(StreamK::row_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
-            const auto load = [&](int pass, int first_key) {
-                if (pass < StreamK::kPasses)
-                    k.template load<true>(k_data, pass, k_stride, first_key + k_row, key_end - 1);
-                if (pass < StreamV::kPasses)
-                    v.template load<false>(v_data, pass, v_stride, first_key + v_row, key_end - 1);
+            const auto pass_of = [](int move) { return kTakeTurns ? move / 2 : move; };
+            const auto moves_k = [&](int move) { return pass_of(move) < StreamK::kPasses && !(kTakeTurns && move % 2 == 1); };
+            const auto moves_v = [&](int move) { return pass_of(move) < StreamV::kPasses && !(kTakeTurns && move % 2 == 0); };
+            const auto load = [&](int move, int first_key) {
+                if (moves_k(move)) k.template load<true>(k_data, pass_of(move), k_stride, first_key + k_row, key_end - 1);
+                if (moves_v(move)) v.template load<false>(v_data, pass_of(move), v_stride, first_key + v_row, key_end - 1);
             };
-            const auto store = [&](int pass, u32 slot) {
-                if (pass < StreamK::kPasses) k.store(k_data, pass, k_store + slot);
-                if (pass < StreamV::kPasses) v.store(v_data, pass, v_store + slot);
+            const auto store = [&](int move, u32 slot) {
+                if (moves_k(move)) k.template store<kTakeTurns>(k_data, pass_of(move), k_store + slot);
+                if (moves_v(move)) v.template store<false>(v_data, pass_of(move), v_store + slot);
             };
 
             // Modified scores are in units of log2 already.
@@ -145,11 +151,15 @@ struct ForwardPipelined {
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
+                v.template store<false>(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
+            if (kTakeTurns && !k.inside)
 #pragma unroll
-            for (int i = 0; i < kAhead * kPasses; i++) {
-                load(i % kPasses, key + i / kPasses * kStep);
-                store(i % kPasses, i / kPasses * kSlotBytes);
+                for (int i = 0; i < Slots * StreamK::kPasses; i++)
+                    k.template store<false>(k_data, i % StreamK::kPasses, k_store + i / StreamK::kPasses * kSlotBytes);
+#pragma unroll
+            for (int i = 0; i < kAhead * kMoves; i++) {
+                load(i % kMoves, key + i / kMoves * kStep);
+                store(i % kMoves, i / kMoves * kSlotBytes);
             }
             load(0, key + kAhead * kStep);
             __syncthreads();
@@ -167,11 +177,21 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
+            u32 slot = 0;  // of this step
+            // At the end of a quarter of a step.
+            const auto move = [&](int quarter) {
+                if ((quarter + 1) * kMoves % 4 != 0) return;
+                const int next = (quarter + 1) * kMoves / 4;
+                store(next - 1, slot_after(slot, kAhead));
+                load(next % kMoves, key + (kAhead + next / kMoves) * kStep);
+            };
+
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
             // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead.
+            // begins with, at k_ahead and v_ahead. `half`: whether it is a step's first or second tile.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
-                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key) {
+                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key,
+                                  int half) {
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kGeneral) {
                     s.modify(p, mask, warp_row_here(), first_key);
@@ -222,14 +242,15 @@ struct ForwardPipelined {
                                 p_this[mt][r] = pack_probabilities(x[0], x[1]);
                             }
                     }
+                    if (c == kMostGroups / 2 - 1) move(2 * half);
                 }
+                move(2 * half + 1);
             };
 
             if (kFragmentsAhead) {
                 fragments.load_k(k_fragment + kTileBytes, 0);
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
-            u32 slot = 0;  // of this step
             // The steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = mask_here(p);
@@ -240,15 +261,9 @@ struct ForwardPipelined {
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                     tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                         v_last + kTileBytesV, k_next, v_this, key);
-                    store(0, slot_after(slot, kAhead));
-                    load(kPasses - 1, key + (kAhead + 2 - kPasses) * kStep);
+                         v_last + kTileBytesV, k_next, v_this, key, 0);
                     tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
-                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys);
-                    if (kPasses == 2) {
-                        store(1, slot_after(slot, kAhead));
-                        load(0, key + (kAhead + 1) * kStep);
-                    }
+                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys, 1);
                     slot = next;
                 }
             };
