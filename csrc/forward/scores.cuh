@@ -5,6 +5,7 @@
 // registers are short, and it then holds none in between.
 #pragma once
 
+#include "forward/block.cuh"
 #include "mask.cuh"
 #include "score_layout.cuh"
 #include "score_modifier.cuh"
@@ -110,7 +111,7 @@ struct Scores {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }
         if (options.alibi_slopes) {
-            const Alibi alibi(options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+            const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q, mask.seqlen_k);
             each([&](float& x, int mt, int nt, int v) {
                 x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -
                                  (Layout::kTileKeys * nt + Layout::key_slot(v)));
@@ -142,7 +143,7 @@ struct ScoreBias {
 
     // key is a multiple of 4.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
-        const Bias bias(p.problem, p.score_options, block_batch_here(), block_head_here());
+        const Bias bias(p.problem, p.score_options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem));
         const typename Layout::Lane lane(lane_here());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -180,7 +181,8 @@ struct KeptProbabilities {
     // `row` and `key` are the tile's first; key is a multiple of 4.
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) {
         const ScoreOptions& options = p.score_options;
-        const Philox philox(options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + block_head_here());
+        const int head = head_here<Layout::kEitherOrder>(p.problem);
+        const Philox philox(options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
         const typename Layout::Lane lane(lane_here());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);

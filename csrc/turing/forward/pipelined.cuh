@@ -39,20 +39,23 @@ struct ForwardPipelined {
 
     using StreamK = RowStream<kChunks, kStep, kThreads>;
     using StreamV = RowStream<kChunksV, kStep, kThreads>;
+    // A thread moves one chunk of K and of V for each of these: in the middle of a step, and at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
-    // Where registers are shortest, K and V take turns in those that they pass through.
-    static constexpr bool kTakeTurns = kRagged && RowTiles * (2 * kChunks + 4 * kChunksV) >= 192 && kPasses == 2;
-    // So many times in a step, evenly spread, a thread stores what it has loaded and loads what comes next.
-    static constexpr int kMoves = kTakeTurns ? 2 * kPasses : kPasses;
-    static_assert(kPasses <= 2 && (!kTakeTurns || StreamK::kPasses == StreamV::kPasses), "a move is of K, of V or of both");
-    using Block = ForwardBlock<kBlockRows>;
+    static_assert(kPasses <= 2, "see above");
+    using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
-    // Where registers are short, a group of fragments is loaded when it is used.
-    static constexpr bool kFragmentsAhead = RowTiles == 1 || RowTiles * (2 * kChunks + 4 * kChunksV) < 192;
+    // What a lane holds of Q and of the output. Near the limit of 255 registers ptxas has to be helped: each of these was found by
+    // trying until nothing spilled.
+    static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
+    static constexpr bool kFull = kHeld >= 192;
+    static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
+    static constexpr bool kPlacesKept = !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else where chunks go is derived each time
+    static constexpr bool kMaskKept = !(kFull && RowTiles == 1 && kRagged);  // else it is derived in each masked tile
+    static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
     // From the address of a chunk of group 0 to that of group c in the same row.
     template <int Chunks>
@@ -74,7 +77,9 @@ struct ForwardPipelined {
         __device__ __forceinline__ void load_v(u32 address, int c) { load_matrices_transposed(v, at_group<kChunksV>(address, c)); }
     };
 
-    __device__ __forceinline__ static int warp_row_here() { return Block::row_here() + thread_index_here() / 32 * kWarpRows; }
+    __device__ __forceinline__ static int warp_row_here(const FwdParams& p) {
+        return Block::row_here(p.problem) + thread_index_here() / 32 * kWarpRows;
+    }
     __device__ __forceinline__ static Mask mask_here(const FwdParams& p) {
         return mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here()));
     }
@@ -122,9 +127,7 @@ struct ForwardPipelined {
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             const StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), problem.headdim);
             const StreamV v(thread_v, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), problem.headdim_v);
-            // Columns of K beyond the matrix are never loaded and stay zero, in these registers or in shared memory.
-            uint4 k_data = zero_chunk(), v_data_ = zero_chunk();
-            uint4& v_data = kTakeTurns ? k_data : v_data_;
+            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
             const u32 k_store = pinned(ring + StreamK::offset(thread));
             const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart ? k_store + kOffsetV
                                                                              : pinned(ring + kOffsetV + StreamV::offset(thread_v));
@@ -133,16 +136,17 @@ struct ForwardPipelined {
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
             const int k_row = pinned(StreamK::row_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
-            const auto pass_of = [](int move) { return kTakeTurns ? move / 2 : move; };
-            const auto moves_k = [&](int move) { return pass_of(move) < StreamK::kPasses && !(kTakeTurns && move % 2 == 1); };
-            const auto moves_v = [&](int move) { return pass_of(move) < StreamV::kPasses && !(kTakeTurns && move % 2 == 0); };
-            const auto load = [&](int move, int first_key) {
-                if (moves_k(move)) k.template load<true>(k_data, pass_of(move), k_stride, first_key + k_row, key_end - 1);
-                if (moves_v(move)) v.template load<false>(v_data, pass_of(move), v_stride, first_key + v_row, key_end - 1);
+            const auto load = [&](int pass, int first_key) {
+                if (pass < StreamK::kPasses)
+                    k.template load<true>(k_data, pass, k_stride, first_key + k_row, key_end - 1);
+                if (pass < StreamV::kPasses)
+                    v.template load<false>(v_data, pass, v_stride, first_key + v_row, key_end - 1);
             };
-            const auto store = [&](int move, u32 slot) {
-                if (moves_k(move)) k.template store<kTakeTurns>(k_data, pass_of(move), k_store + slot);
-                if (moves_v(move)) v.template store<false>(v_data, pass_of(move), v_store + slot);
+            const auto store = [&](int pass, u32 slot) {
+                const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
+                if (pass < StreamK::kPasses) k.store(k_data, pass, k_to + slot);
+                const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(thread_index_here());
+                if (pass < StreamV::kPasses) v.store(v_data, pass, v_to + slot);
             };
 
             // Modified scores are in units of log2 already.
@@ -151,15 +155,11 @@ struct ForwardPipelined {
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                v.template store<false>(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
-            if (kTakeTurns && !k.inside)
+                v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
 #pragma unroll
-                for (int i = 0; i < Slots * StreamK::kPasses; i++)
-                    k.template store<false>(k_data, i % StreamK::kPasses, k_store + i / StreamK::kPasses * kSlotBytes);
-#pragma unroll
-            for (int i = 0; i < kAhead * kMoves; i++) {
-                load(i % kMoves, key + i / kMoves * kStep);
-                store(i % kMoves, i / kMoves * kSlotBytes);
+            for (int i = 0; i < kAhead * kPasses; i++) {
+                load(i % kPasses, key + i / kPasses * kStep);
+                store(i % kPasses, i / kPasses * kSlotBytes);
             }
             load(0, key + kAhead * kStep);
             __syncthreads();
@@ -177,32 +177,22 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
-            u32 slot = 0;  // of this step
-            // At the end of a quarter of a step.
-            const auto move = [&](int quarter) {
-                if ((quarter + 1) * kMoves % 4 != 0) return;
-                const int next = (quarter + 1) * kMoves / 4;
-                store(next - 1, slot_after(slot, kAhead));
-                load(next % kMoves, key + (kAhead + next / kMoves) * kStep);
-            };
-
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
             // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead. `half`: whether it is a step's first or second tile.
+            // begins with, at k_ahead and v_ahead.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
-                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key,
-                                  int half) {
+                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key) {
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kGeneral) {
-                    s.modify(p, mask, warp_row_here(), first_key);
+                    s.modify(p, mask, warp_row_here(p), first_key);
                     if (p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
-                        bias.load(p, warp_row_here(), first_key);
+                        bias.load(p, warp_row_here(p), first_key);
                         bias.add_to(s, p.score_options);
                     }
-                    if (p.score_options.rng_state) kept.draw(p, warp_row_here(), first_key);
+                    if (p.score_options.rng_state) kept.draw(p, warp_row_here(p), first_key);
                 }
-                if (may_mask) s.apply(mask, warp_row_here(), first_key);
+                if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
                 if (s.exceed_limit(softmax)) move_references(s, softmax, scale, o, p_last);
                 s_next.clear();
 #pragma unroll
@@ -242,15 +232,14 @@ struct ForwardPipelined {
                                 p_this[mt][r] = pack_probabilities(x[0], x[1]);
                             }
                     }
-                    if (c == kMostGroups / 2 - 1) move(2 * half);
                 }
-                move(2 * half + 1);
             };
 
             if (kFragmentsAhead) {
                 fragments.load_k(k_fragment + kTileBytes, 0);
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
+            u32 slot = 0;  // of this step
             // The steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = mask_here(p);
@@ -261,20 +250,26 @@ struct ForwardPipelined {
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                     tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                         v_last + kTileBytesV, k_next, v_this, key, 0);
+                         v_last + kTileBytesV, k_next, v_this, key);
+                    store(0, slot_after(slot, kAhead));
+                    load(kPasses - 1, key + (kAhead + 2 - kPasses) * kStep);
                     tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
-                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys, 1);
+                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys);
+                    if (kPasses == 2) {
+                        store(1, slot_after(slot, kAhead));
+                        load(0, key + (kAhead + 1) * kStep);
+                    }
                     slot = next;
                 }
             };
             // Masked steps, unmasked ones, masked ones. What these loops need is derived again between them: registers are short.
             for (;;) {
                 // (The shuffle tells ptxas that a warp is of one mind.)
-                const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(), 0), kWarpRows);
+                const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
-                steps(true, key > last ? key_end : min(unmasked.first, key_end));
+                steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
                 if (key >= key_end) break;
-                steps(false, min(last, key_end - 1) + 1);
+                if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
             }
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
@@ -287,7 +282,7 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(o[mt][4 * c + i], probabilities[1][mt], fragments.v[i]);
             }
         }
-        write_output(p, block_batch_here(), block_head_here(), warp_row_here(), softmax, o);
+        write_output(p, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), warp_row_here(p), softmax, o);
     }
 
 private:

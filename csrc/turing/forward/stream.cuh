@@ -42,9 +42,8 @@ struct RowStream {
         else
             data = load_global(from);
     }
-    template <bool OnlyInside>
     __device__ __forceinline__ void store(const uint4& data, int pass, unsigned address) const {
-        if (!takes_part || (OnlyInside && !inside)) return;
+        if (!takes_part) return;
         store_shared(address + pass * kRowsPerPass * Chunks * kChunkBytes, data);
     }
 };
