@@ -39,7 +39,7 @@ impl DeviceLimits {
 pub struct PlannedKernel {
     /// what is launched: it has the threads and the shared memory of a block too
     pub variant: &'static Variant,
-    /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
+    /// blocks of rows and heads, in this order or the other; the third axis is the batch, see [`batch_chunks`]
     pub blocks: [u32; 2],
 }
 
@@ -176,7 +176,13 @@ fn planned(variant: &'static Variant, a: &Attention) -> PlannedKernel {
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
     };
-    on_grid(variant, rows, heads)
+    let mut planned = on_grid(variant, rows, heads);
+    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
+    // come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed an H200's cache.)
+    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() {
+        planned.blocks.reverse();
+    }
+    planned
 }
 
 fn on_grid(variant: &'static Variant, rows: i64, heads: i64) -> PlannedKernel {
@@ -190,17 +196,29 @@ fn scratch(variant: &Variant) -> Scratch {
 /// The variant of the same headdims with smaller blocks, where its grid
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
-/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding.
+/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding;
+/// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes.
 ///
-/// Figures: `docs/forward-kernel.md`.
+/// Figures: `docs/forward-kernel.md`, `docs/turing-kernels.md`.
 fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<&'static Variant> {
     let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
-    kernels.of(&large.family, large.pass).find(|v| {
-        (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v)
-            && v.block_rows < large.block_rows
-            && v.shared_bytes <= d.shared_bytes_per_block
-            && (blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(large))
-    })
+    // rows that an SM has worked on when it is done, side by side and one after the other
+    let rows = |v: &Variant| {
+        let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
+        blocks(v).div_ceil(u64::from(d.sms * v.blocks_per_sm)) * at_once * u64::from(v.block_rows)
+    };
+    // 32 rows a warp instead of 48 are 10% slower, 16 are 25 to 30%
+    const WORTH_IT: (u64, u64) = (7, 10);
+    kernels
+        .of(&large.family, large.pass)
+        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(|v| v.shared_bytes <= d.shared_bytes_per_block)
+        .fold(None, |best, v| {
+            let now = best.unwrap_or(large);
+            let fewer_rows = rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0;
+            let pays = blocks(v) <= (d.sms * v.blocks_per_sm) as u64 || blocks(v) <= blocks(now) || fewer_rows;
+            (v.block_rows < now.block_rows && pays).then_some(v).or(best)
+        })
 }
 
 /// Plan the forward pass of a non-empty problem.

@@ -92,6 +92,36 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
+/// Under a causal mask all heads' long blocks start before any short one, where the kernels can; else a head's blocks stay together.
+#[test]
+fn the_order_of_a_grid() {
+    let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
+    let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
+    let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
+    for (a, expected) in [(right(None), [8, 8]), (right(Some(0)), [8, 8]), (Attention { nheads: 3, ..right(Some(0)) }, [3, 8])] {
+        let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
+        assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
+    }
+    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
+    assert_eq!((volta.variant.block_rows, volta.blocks), (128, [16, 3]));
+}
+
+/// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
+#[test]
+fn blocks_of_a_family_with_three_sizes() {
+    let rows = |batch, nheads, seqlen, headdim| {
+        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+        plan::forward(&a, &H200).unwrap().variant.block_rows
+    };
+    assert_eq!(rows(4, 32, 8192, 64), 192);
+    assert_eq!(rows(1, 32, 2048, 64), 128, "512 blocks in two rounds of 264 instead of 352 in as many");
+    assert_eq!(rows(1, 8, 512, 64), 64, "all resident");
+    assert_eq!(rows(4, 32, 8192, 128), 256);
+    assert_eq!(rows(1, 32, 2048, 128), 256);
+    assert_eq!(rows(1, 16, 1024, 128), 128);
+    assert_eq!(rows(1, 8, 512, 128), 64);
+}
+
 #[test]
 fn small_grids_get_small_blocks() {
     let blocks = |batch, nheads, seqlen, headdim, sms| {
@@ -308,7 +338,15 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
 
 // ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
-const TURING: Family = Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+const TURING: Family = Family {
+    name: "made-up turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    scratch: None,
+    either_order: false,
+};
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None };
 

@@ -104,13 +104,13 @@ struct Scores {
         const typename Layout::Lane lane(lane_here());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
-        if (options.softcap > 0.f) {
+        if (kHasSoftcap && options.softcap > 0.f) {
             const Softcap softcap(p.problem, options);
             each([&](float& x, int, int, int) { x = softcap(x); });
         } else {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }
-        if (options.alibi_slopes) {
+        if (kHasAlibi && options.alibi_slopes) {
             const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q, mask.seqlen_k);
             each([&](float& x, int mt, int nt, int v) {
                 x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -

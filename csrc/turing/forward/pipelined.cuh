@@ -13,6 +13,7 @@
 #pragma once
 
 #include "forward/block.cuh"
+#include "turing/forward/carried_alibi.cuh"
 #include "turing/forward/layout.cuh"
 #include "turing/forward/stream.cuh"
 
@@ -32,6 +33,10 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kSharedBytes = Slots * kSlotBytes;
+    // ALiBi alone: keys come from the last to the first, since scores mostly rise towards the last, and references with them.
+    static constexpr bool kCarriedAlibi = kHasAlibi && !kHasSoftcap && !kHasBias && !kHasDropout;
+    static constexpr bool kBackwards = kCarriedAlibi;
+    static constexpr int kWalk = kBackwards ? -kStep : kStep;
     static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
     static constexpr int kAhead = kEverySecond ? 3 : 2;
     static_assert(Slots == 4 || Slots == 8, "see above");
@@ -105,9 +110,10 @@ struct ForwardPipelined {
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + thread / 32 * kWarpRows;
-        int key = mask.key_first(block.row);
-        if (kGeneral) key &= ~3;  // bias and random numbers come in groups of 4 keys
+        int key_first = mask.key_first(block.row);
+        if (kGeneral) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         const int key_end = mask.key_end(block.row, kBlockRows);
+        int key = kBackwards ? key_first + (key_end - 1 - key_first) / kStep * kStep : key_first;
 
         Softmax softmax;
         Output o;
@@ -136,11 +142,13 @@ struct ForwardPipelined {
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
             const int k_row = pinned(StreamK::row_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
+            // Beyond the last step in a backwards walk lies what is not there.
+            const auto bounded = [](int first_key) { return kBackwards ? max(first_key, 0) : first_key; };
             const auto load = [&](int pass, int first_key) {
                 if (pass < StreamK::kPasses)
-                    k.template load<true>(k_data, pass, k_stride, first_key + k_row, key_end - 1);
+                    k.template load<true>(k_data, pass, k_stride, bounded(first_key) + k_row, key_end - 1);
                 if (pass < StreamV::kPasses)
-                    v.template load<false>(v_data, pass, v_stride, first_key + v_row, key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride, bounded(first_key) + v_row, key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
@@ -152,16 +160,18 @@ struct ForwardPipelined {
             // Modified scores are in units of log2 already.
             const float scale = kGeneral ? 1.f : problem.scale_log2;
             Probabilities probabilities[2] = {};
+            CarriedAlibi<RowTiles> alibi;
+            if (kCarriedAlibi) alibi.start(p, mask, row, key);
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
                 v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
 #pragma unroll
             for (int i = 0; i < kAhead * kPasses; i++) {
-                load(i % kPasses, key + i / kPasses * kStep);
+                load(i % kPasses, key + i / kPasses * kWalk);
                 store(i % kPasses, i / kPasses * kSlotBytes);
             }
-            load(0, key + kAhead * kStep);
+            load(0, key + kAhead * kWalk);
             __syncthreads();
 
             // Scores of even and of odd tiles.
@@ -183,14 +193,16 @@ struct ForwardPipelined {
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key) {
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
-                if (kGeneral) {
+                if (kCarriedAlibi) {
+                    alibi.add_to(s, problem.scale_log2);
+                } else if (kGeneral) {
                     s.modify(p, mask, warp_row_here(p), first_key);
-                    if (p.score_options.bias) {
+                    if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
                         bias.load(p, warp_row_here(p), first_key);
                         bias.add_to(s, p.score_options);
                     }
-                    if (p.score_options.rng_state) kept.draw(p, warp_row_here(p), first_key);
+                    if (kHasDropout && p.score_options.rng_state) kept.draw(p, warp_row_here(p), first_key);
                 }
                 if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
                 if (s.exceed_limit(softmax)) move_references(s, softmax, scale, o, p_last);
@@ -227,7 +239,7 @@ struct ForwardPipelined {
 #pragma unroll
                                 for (int w = 0; w < 2; w++) {
                                     x[w] = softmax.row[mt][r].probability(s.tile[mt][0][2 * r + w], scale);
-                                    if (kGeneral && !kept(mt, 2 * r + w)) x[w] = 0.f;
+                                    if (kHasDropout && !kept(mt, 2 * r + w)) x[w] = 0.f;
                                 }
                                 p_this[mt][r] = pack_probabilities(x[0], x[1]);
                             }
@@ -244,22 +256,24 @@ struct ForwardPipelined {
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = mask_here(p);
 #pragma unroll 1
-                for (; key < until; key += kStep) {
+                for (; kBackwards ? key >= until : key < until; key += kWalk) {
                     if (!kEverySecond || slot % (2 * kSlotBytes) == 0) barrier();
                     const u32 next = slot_after(slot, 1);
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                     tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
                          v_last + kTileBytesV, k_next, v_this, key);
+                    if (kCarriedAlibi) alibi.go(-kTileKeys);
                     store(0, slot_after(slot, kAhead));
-                    load(kPasses - 1, key + (kAhead + 2 - kPasses) * kStep);
+                    load(kPasses - 1, key + (kAhead + 2 - kPasses) * kWalk);
                     tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
                          k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys);
                     if (kPasses == 2) {
                         store(1, slot_after(slot, kAhead));
-                        load(0, key + (kAhead + 1) * kStep);
+                        load(0, key + (kAhead + 1) * kWalk);
                     }
                     slot = next;
+                    if (kCarriedAlibi) alibi.go(kTileKeys - kWalk);
                 }
             };
             // Masked steps, unmasked ones, masked ones. What these loops need is derived again between them: registers are short.
@@ -267,9 +281,16 @@ struct ForwardPipelined {
                 // (The shuffle tells ptxas that a warp is of one mind.)
                 const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
-                steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
-                if (key >= key_end) break;
-                if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
+                if (kBackwards) {
+                    const int none = key + 1;
+                    steps(true, key > last ? max(last + 1, key_first) : key < unmasked.first ? key_first : none);
+                    if (key < key_first) break;
+                    if (key >= unmasked.first && key <= last) steps(false, max(unmasked.first, key_first));
+                } else {
+                    steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
+                    if (key >= key_end) break;
+                    if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
+                }
             }
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;

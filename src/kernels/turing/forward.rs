@@ -52,12 +52,16 @@ const PLAIN: [Variant; 7] = [
 pub const FORWARD: &[Variant] = &[
     PLAIN[0],
     PLAIN[1],
-    // 16 rows a warp, for grids that would leave SMs idle
+    // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
+    pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 186),
     pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 122),
     PLAIN[2],
-    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 2, 164),
+    pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 164),
+    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 164),
     PLAIN[3],
-    pipelined("turing_fwd_128x128_small", (128, 128), (4, 16), 4, 2, 197),
+    pipelined("turing_fwd_128x128_medium", (128, 128), (8, 16), 8, 1, 190),
+    // One block, though two fit: two of 64 rows are slower than one of 128.
+    pipelined("turing_fwd_128x128_small", (128, 128), (4, 16), 4, 1, 197),
     PLAIN[4],
     PLAIN[5],
     PLAIN[6],

@@ -6,4 +6,12 @@ pub use forward::FORWARD;
 
 use super::variants::{Family, Needs, Pass, Variant};
 
-pub const TURING: Family = Family { name: "turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+pub const TURING: Family = Family {
+    name: "turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    scratch: None,
+    either_order: true,
+};
