@@ -179,7 +179,8 @@ fn planned(variant: &'static Variant, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid(variant, rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
     // come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed an H200's cache.)
-    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() {
+    let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_Z);
+    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() && fits {
         planned.blocks.reverse();
     }
     planned

@@ -23,7 +23,8 @@ struct ForwardBlock {
     int row, head, head_k, batch;
     __device__ __forceinline__ explicit ForwardBlock(const Problem& p)
         : row((heads_first<EitherOrder>(p) ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x) * BlockRows),
-          head(heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y), head_k(head / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
+          head(heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y),
+          head_k((heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y) / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
     // `row`, for a branch that is rarely taken: thread_index_here().
     __device__ __forceinline__ static int row_here(const Problem& p) {
         return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - block_head_here() : gridDim.x - 1 - block_index_here()) * BlockRows;

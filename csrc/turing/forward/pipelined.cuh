@@ -36,6 +36,10 @@ struct ForwardPipelined {
     // ALiBi alone: keys come from the last to the first, since scores mostly rise towards the last, and references with them.
     static constexpr bool kCarriedAlibi = kHasAlibi && !kHasSoftcap && !kHasBias && !kHasDropout;
     static constexpr bool kBackwards = kCarriedAlibi;
+    // A bias alone: each half of a step loads that of the same half of the next one.
+    static constexpr bool kCarriedBias = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasDropout;
+    // Dropout alone: what the numbers of a head have in common stays in registers.
+    static constexpr bool kCarriedDropout = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
     static constexpr int kWalk = kBackwards ? -kStep : kStep;
     static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
     static constexpr int kAhead = kEverySecond ? 3 : 2;
@@ -162,6 +166,13 @@ struct ForwardPipelined {
             Probabilities probabilities[2] = {};
             CarriedAlibi<RowTiles> alibi;
             if (kCarriedAlibi) alibi.start(p, mask, row, key);
+            ScoreBias<ForwardLayout, RowTiles, 1> bias[2];
+            const Bias bias_source = bias[0].source(p);
+            if (kCarriedBias) {
+                bias[0].load(p, bias_source, row, key);
+                bias[1].load(p, bias_source, row, key + kTileKeys);
+            }
+            const Philox philox = kCarriedDropout ? KeptProbabilities<ForwardLayout, RowTiles>::numbers_of(p) : Philox();
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
@@ -189,20 +200,24 @@ struct ForwardPipelined {
 
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
             // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead.
+            // begins with, at k_ahead and v_ahead. `half`: the step's first or second.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
-                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key) {
+                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key,
+                                  int half) {
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kCarriedAlibi) {
                     alibi.add_to(s, problem.scale_log2);
                 } else if (kGeneral) {
                     s.modify(p, mask, warp_row_here(p), first_key);
                     if (kHasBias && p.score_options.bias) {
-                        ScoreBias<ForwardLayout, RowTiles, 1> bias;
-                        bias.load(p, warp_row_here(p), first_key);
-                        bias.add_to(s, p.score_options);
+                        if (!kCarriedBias) bias[half].load(p, warp_row_here(p), first_key);
+                        bias[half].add_to(s, p.score_options);
+                        if (kCarriedBias) bias[half].load(p, bias_source, warp_row_here(p), first_key + kStep);
                     }
-                    if (kHasDropout && p.score_options.rng_state) kept.draw(p, warp_row_here(p), first_key);
+                    if (kCarriedDropout)
+                        kept.draw(p, philox, warp_row_here(p), first_key);
+                    else if (kHasDropout && p.score_options.rng_state)
+                        kept.draw(p, warp_row_here(p), first_key);
                 }
                 if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
                 if (s.exceed_limit(softmax)) move_references(s, softmax, scale, o, p_last);
@@ -262,12 +277,12 @@ struct ForwardPipelined {
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                     tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
-                         v_last + kTileBytesV, k_next, v_this, key);
+                         v_last + kTileBytesV, k_next, v_this, key, 0);
                     if (kCarriedAlibi) alibi.go(-kTileKeys);
                     store(0, slot_after(slot, kAhead));
                     load(kPasses - 1, key + (kAhead + 2 - kPasses) * kWalk);
                     tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
-                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys);
+                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys, 1);
                     if (kPasses == 2) {
                         store(1, slot_after(slot, kAhead));
                         load(0, key + (kAhead + 1) * kWalk);

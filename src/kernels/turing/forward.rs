@@ -1,7 +1,7 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
 //! `docs/turing-kernels.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{Needs, Pass, Variant, TURING};
+use super::{Need, Needs, Pass, Variant, TURING};
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
 /// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
@@ -34,6 +34,13 @@ const fn pipelined(
 /// What changes scores lives beside them: fewer rows a warp than the plain kernel has.
 const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(Needs::GENERAL, name, registers)
+}
+
+/// Ragged kernels that do one thing to scores besides, the one that a problem asks for: what the general ones ask at every tile is
+/// known here, and what can be is carried from tile to tile.
+const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
+    let needs = Needs::RAGGED.union(Needs::of(&[need]));
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
 }
 
 const PLAIN: [Variant; 7] = [
@@ -72,6 +79,14 @@ pub const FORWARD: &[Variant] = &[
     PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 191),
     PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 226),
     PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
+    with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 48), 239),
+    with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 185),
+    with(Need::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 253),
+    with(Need::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], (8, 16), 186),
+    with(Need::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 197),
+    with(Need::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 196),
+    with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 198),
+    with(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], (8, 16), 192),
     Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 160) },
     general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 208),
     general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 168),

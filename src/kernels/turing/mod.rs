@@ -4,7 +4,7 @@ mod forward;
 
 pub use forward::FORWARD;
 
-use super::variants::{Family, Needs, Pass, Variant};
+use super::variants::{Family, Need, Needs, Pass, Variant};
 
 pub const TURING: Family = Family {
     name: "turing",
