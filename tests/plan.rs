@@ -338,15 +338,8 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
 
 // ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
-const TURING: Family = Family {
-    name: "made-up turing",
-    sm: 75,
-    native: &[75],
-    shared_bytes: 64 * 1024,
-    threads: 1024,
-    scratch: None,
-    either_order: false,
-};
+const TURING: Family =
+    Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: false };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None };
 

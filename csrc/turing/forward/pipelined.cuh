@@ -62,7 +62,7 @@ struct ForwardPipelined {
     static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept = !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else where chunks go is derived each time
+    static constexpr bool kPlacesKept = !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else a thread's chunks are derived each time
     static constexpr bool kMaskKept = !(kFull && RowTiles == 1 && kRagged);  // else it is derived in each masked tile
     static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
@@ -150,9 +150,9 @@ struct ForwardPipelined {
             const auto bounded = [](int first_key) { return kBackwards ? max(first_key, 0) : first_key; };
             const auto load = [&](int pass, int first_key) {
                 if (pass < StreamK::kPasses)
-                    k.template load<true>(k_data, pass, k_stride, bounded(first_key) + k_row, key_end - 1);
+                    k.template load<true>(k_data, pass, k_stride, bounded(first_key) + (kPlacesKept ? k_row : StreamK::row_of(thread_index_here())), key_end - 1);
                 if (pass < StreamV::kPasses)
-                    v.template load<false>(v_data, pass, v_stride, bounded(first_key) + v_row, key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride, bounded(first_key) + (kPlacesKept ? v_row : StreamV::row_of(thread_index_here())), key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());

@@ -6,12 +6,5 @@ pub use forward::FORWARD;
 
 use super::variants::{Family, Need, Needs, Pass, Variant};
 
-pub const TURING: Family = Family {
-    name: "turing",
-    sm: 75,
-    native: &[75],
-    shared_bytes: 64 * 1024,
-    threads: 1024,
-    scratch: None,
-    either_order: true,
-};
+pub const TURING: Family =
+    Family { name: "turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: true };
