@@ -24,7 +24,7 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 8] {
+fn wishes() -> [(Features, Option<Packed>, Needs); 9] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     let features = Features::default();
     [
@@ -36,6 +36,7 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 8] {
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
         (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
         (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
+        (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
     ]
 }
 
@@ -75,7 +76,7 @@ fn every_variant_is_chosen_for_some_problem() {
     unused.retain(|name| *name != merge.variant.name);
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
-            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
+            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
                 for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a =
                         Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };

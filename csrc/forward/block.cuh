@@ -4,8 +4,9 @@
 #include "tile.cuh"
 #include "volta_fa_params.h"
 
-// The grid's first axis counts blocks of rows and its second heads. With EitherOrder it may be the other way round: the plan decides
-// (src/plan.rs), and the kernel finds out from the sizes. Where there are as many heads as blocks of rows, either reading is right.
+// The grid's first axis counts blocks of rows and its second heads. With EitherOrder it may be the other way round: the plan
+// decides (src/plan.rs), and the kernel finds out from the sizes. Where there are as many heads as blocks of rows, either reading
+// is right.
 template <bool EitherOrder>
 __device__ __forceinline__ bool heads_first(const Problem& p) {
     return EitherOrder && gridDim.x == p.nheads;

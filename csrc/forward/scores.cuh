@@ -111,7 +111,8 @@ struct Scores {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }
         if (kHasAlibi && options.alibi_slopes) {
-            const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q, mask.seqlen_k);
+            const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q,
+                              mask.seqlen_k);
             each([&](float& x, int mt, int nt, int v) {
                 x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -
                                  (Layout::kTileKeys * nt + Layout::key_slot(v)));

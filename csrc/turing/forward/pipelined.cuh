@@ -33,13 +33,14 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kSharedBytes = Slots * kSlotBytes;
-    // ALiBi alone: keys come from the last to the first, since scores mostly rise towards the last, and references with them.
-    static constexpr bool kCarriedAlibi = kHasAlibi && !kHasSoftcap && !kHasBias && !kHasDropout;
+    // Kernels of one feature run only what asks for it (plan::cost), and carry along the keys what belongs to it: of ALiBi a
+    // distance, of a bias what the same half of the next step needs, of dropout what the numbers of a head have in common.
+    static constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
+    static constexpr bool kCarriedAlibi = kOneFeature && kHasAlibi;
+    static constexpr bool kCarriedBias = kOneFeature && kHasBias;
+    static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
+    // With ALiBi scores mostly rise towards the last key, and references with them: so the last keys come first.
     static constexpr bool kBackwards = kCarriedAlibi;
-    // A bias alone: each half of a step loads that of the same half of the next one.
-    static constexpr bool kCarriedBias = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasDropout;
-    // Dropout alone: what the numbers of a head have in common stays in registers.
-    static constexpr bool kCarriedDropout = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
     static constexpr int kWalk = kBackwards ? -kStep : kStep;
     static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
     static constexpr int kAhead = kEverySecond ? 3 : 2;
@@ -48,9 +49,9 @@ struct ForwardPipelined {
 
     using StreamK = RowStream<kChunks, kStep, kThreads>;
     using StreamV = RowStream<kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and of V for each of these: in the middle of a step, and at its end.
+    // A thread moves one chunk of K and of V in each of these, the first in the middle of a step and the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
-    static_assert(kPasses <= 2, "see above");
+    static_assert(kPasses <= 2, "a step has two halves");
     using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
@@ -62,7 +63,8 @@ struct ForwardPipelined {
     static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept = !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else a thread's chunks are derived each time
+    static constexpr bool kPlacesKept =
+        !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else a thread's chunks are derived each time
     static constexpr bool kMaskKept = !(kFull && RowTiles == 1 && kRagged);  // else it is derived in each masked tile
     static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
@@ -129,8 +131,8 @@ struct ForwardPipelined {
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
         if (key < key_end) {
             OperandA q[RowTiles][kChunks];
-            load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.first_q()), row, sequence.seqlen_q(), problem.headdim,
-                         problem.sign_flip);
+            load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.first_q()), row, sequence.seqlen_q(),
+                         problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first do for K, the last for V.
@@ -146,13 +148,17 @@ struct ForwardPipelined {
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
             const int k_row = pinned(StreamK::row_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
-            // Beyond the last step in a backwards walk lies what is not there.
+            // (Backwards, what is loaded ahead may lie before the first row.)
             const auto bounded = [](int first_key) { return kBackwards ? max(first_key, 0) : first_key; };
             const auto load = [&](int pass, int first_key) {
                 if (pass < StreamK::kPasses)
-                    k.template load<true>(k_data, pass, k_stride, bounded(first_key) + (kPlacesKept ? k_row : StreamK::row_of(thread_index_here())), key_end - 1);
+                    k.template load<true>(k_data, pass, k_stride,
+                                          bounded(first_key) + (kPlacesKept ? k_row : StreamK::row_of(thread_index_here())),
+                                          key_end - 1);
                 if (pass < StreamV::kPasses)
-                    v.template load<false>(v_data, pass, v_stride, bounded(first_key) + (kPlacesKept ? v_row : StreamV::row_of(thread_index_here())), key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride,
+                                           bounded(first_key) + (kPlacesKept ? v_row : StreamV::row_of(thread_index_here())),
+                                           key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
@@ -199,8 +205,8 @@ struct ForwardPipelined {
             }
 
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
-            // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next call
-            // begins with, at k_ahead and v_ahead. `half`: the step's first or second.
+            // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next
+            // call begins with, at k_ahead and v_ahead. `half`: the step's first or second.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key,
                                   int half) {
@@ -291,7 +297,7 @@ struct ForwardPipelined {
                     if (kCarriedAlibi) alibi.go(kTileKeys - kWalk);
                 }
             };
-            // Masked steps, unmasked ones, masked ones. What these loops need is derived again between them: registers are short.
+            // Masked steps, unmasked ones, masked ones; what these need is derived again between them.
             for (;;) {
                 // (The shuffle tells ptxas that a warp is of one mind.)
                 const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(p), 0), kWarpRows);

@@ -5,9 +5,9 @@
 
 namespace turing {
 
-// The steps of Step rows of K or of V, one after the other, a chunk of a row at a time. Rows beyond the last are the last one
-// again: their scores are masked, so that a row of V counts as 0 times a finite value or not more than the row itself would.
-// Where a step has fewer chunks than there are threads, the last of them take none.
+// Steps of Step rows of K or of V, a chunk of a row at a time. Rows beyond the last are the last one again: their scores are
+// masked, and 0 times a row that is there anyway adds no NaN of its own. Where a step has fewer chunks than there are threads, the
+// last of these take none.
 template <int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
@@ -16,10 +16,9 @@ struct RowStream {
     static_assert(kRowsPerPass * kPasses == Step && kRowsPerPass * Chunks <= Threads && kRowsPerPass % 8 == 0,
                   "the rows of one thread have the same swizzle");
 
-    const unsigned short* column;  // the thread's chunk of row 0
-    bool takes_part, inside;       // whether it moves anything, and whether there is such a chunk
+    const unsigned short* column;  // the thread's chunk of row 0; where there is none, the row's last
+    bool takes_part, inside;       // whether it moves anything, and whether its chunk is inside the matrix
 
-    // `thread` decides which chunk; columns beyond the matrix are another chunk of the row, unless load() is to skip them.
     __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
         const int chunk = thread % Chunks, last = columns / kChunk - 1;
         column = matrix + min(chunk, last) * kChunk;
