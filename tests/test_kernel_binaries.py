@@ -145,7 +145,9 @@ def test_turing_is_taken_forward_only(major, minor):
     assert [f["name"] for f in found] == ["turing", "volta"]
     assert found[0]["native"] == ((major, minor) == (7, 5))
     assert not found[1]["native"]
-    for headdim, family in ((64, "turing"), (72, "volta")):
+    for headdim in (8, 72, 256):
         chosen = plan(headdim, major=major, minor=minor)
-        assert chosen["forward"]["family"] == family
+        assert chosen["forward"]["family"] == "turing"
         assert {kernel["family"] for kernel in chosen["backward"].values()} == {"volta"}
+    whole = plan(256, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,dropout")
+    assert whole["forward"]["family"] == "turing"
