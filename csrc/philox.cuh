@@ -4,6 +4,7 @@
 struct Philox {
     unsigned key[2], head, offset;
 
+    __device__ __forceinline__ Philox() {}
     // `head` counts over batch and heads.
     __device__ __forceinline__ Philox(const unsigned long long* state, unsigned head_) : head(head_) {
         const unsigned long long seed = __ldg(state);

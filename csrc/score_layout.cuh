@@ -17,6 +17,7 @@
 //   kRows, row_of(v), row_slot(r)  element v is of the lane's row row_of(v) < kRows, query first_query + row_slot(r)
 //   kKeys                          consecutive keys of each of its rows, from first_key on, which is a multiple of kKeys:
 //                                  2 or 4, so that they lie in one group of four random numbers and one load of the bias
+//   kEitherOrder                   whether the family's grids may have heads first (forward/block.cuh)
 //   kRowMates                      the lanes that hold a row's other keys: shfl_xor over each of these distances in turn
 //   leads_row(lane)                one of them, true of the lane that writes what a row has once
 //

@@ -13,6 +13,12 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Of what general kernels can do, what this one is compiled for: NEEDS is its row's in src/kernels.
+constexpr bool kHasSoftcap = NEEDS & kNeedSoftcap;
+constexpr bool kHasAlibi = NEEDS & kNeedAlibi;
+constexpr bool kHasBias = NEEDS & kNeedBias;
+constexpr bool kHasDropout = NEEDS & kNeedDropout;
+
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -49,6 +49,8 @@ pub enum Reason {
     Resident,
     /// it has smaller blocks than the cheapest, and no more of them
     NoMoreBlocks,
+    /// it has smaller blocks than the cheapest, and an SM gets so many fewer rows by them that it pays
+    FewerRows,
     /// the card's tuning says so
     Tuned,
     /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
@@ -64,6 +66,7 @@ impl fmt::Display for Reason {
             Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
             Reason::Resident => "smaller blocks, since all run at once",
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
+            Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -76,7 +79,7 @@ impl fmt::Display for Reason {
 pub struct PlannedKernel {
     /// what is launched: it has the threads and the shared memory of a block too
     pub variant: &'static Variant,
-    /// blocks of rows, heads; the third axis is the batch, see [`batch_chunks`]
+    /// blocks of rows and heads, in this order or the other; the third axis is the batch, see [`batch_chunks`]
     pub blocks: [u32; 2],
     /// why it is this one
     pub reason: Reason,
@@ -261,7 +264,14 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
     };
-    on_grid((variant, reason), rows, heads)
+    let mut planned = on_grid((variant, reason), rows, heads);
+    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
+    // come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed an H200's cache.)
+    let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_Z);
+    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() && fits {
+        planned.blocks.reverse();
+    }
+    planned
 }
 
 fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
@@ -275,22 +285,39 @@ fn scratch(variant: &Variant) -> Scratch {
 /// The variant of the same headdims with smaller blocks, where its grid
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
-/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding.
+/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding;
+/// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes.
 ///
-/// Figures: `docs/forward-kernel.md`.
+/// Figures: `docs/forward-kernel.md`, `docs/turing-kernels.md`.
 fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
     let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
-    let small = |v: &&Variant| {
-        (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v)
-            && v.block_rows < large.block_rows
-            && v.shared_bytes <= d.shared_bytes_per_block
-            && !d.tuning.is_some_and(|t| t.has_failed(v))
+    // rows that an SM has worked on when it is done, side by side and one after the other
+    let rows = |v: &Variant| {
+        let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
+        blocks(v).div_ceil(u64::from(d.sms * v.blocks_per_sm)) * at_once * u64::from(v.block_rows)
     };
-    kernels.of(&large.family, large.pass).filter(small).find_map(|v| {
-        let resident = blocks(v) <= (d.sms * v.blocks_per_sm) as u64;
-        let reason = if resident { Reason::Resident } else { Reason::NoMoreBlocks };
-        (resident || blocks(v) <= blocks(large)).then_some((v, reason))
-    })
+    // 32 rows a warp instead of 48 are 10% slower, 16 are 25 to 30%
+    const WORTH_IT: (u64, u64) = (7, 10);
+    kernels
+        .of(&large.family, large.pass)
+        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(|v| v.shared_bytes <= d.shared_bytes_per_block)
+        .filter(|v| !d.tuning.is_some_and(|t| t.has_failed(v)))
+        .fold(None, |best: Option<(&'static Variant, Reason)>, v| {
+            let now = best.map_or(large, |(now, _)| now);
+            let reason = if v.block_rows >= now.block_rows {
+                None
+            } else if blocks(v) <= (d.sms * v.blocks_per_sm) as u64 {
+                Some(Reason::Resident)
+            } else if blocks(v) <= blocks(now) {
+                Some(Reason::NoMoreBlocks)
+            } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
+                Some(Reason::FewerRows)
+            } else {
+                None
+            };
+            reason.map(|reason| (v, reason)).or(best)
+        })
 }
 
 /// Plan the forward pass of a non-empty problem.

@@ -26,7 +26,7 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 8] {
+fn wishes() -> [(Features, Option<Packed>, Needs); 9] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     let features = Features::default();
     [
@@ -38,6 +38,7 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 8] {
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
         (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
         (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
+        (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
     ]
 }
 
@@ -77,7 +78,7 @@ fn every_variant_is_chosen_for_some_problem() {
     unused.retain(|name| *name != merge.variant.name);
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
-            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 16), (4096, 32)] {
+            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
                 for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a =
                         Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
@@ -92,6 +93,36 @@ fn every_variant_is_chosen_for_some_problem() {
         }
     }
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
+
+/// Under a causal mask all heads' long blocks start before any short one, where the kernels can; else a head's blocks stay together.
+#[test]
+fn the_order_of_a_grid() {
+    let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
+    let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
+    let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
+    for (a, expected) in [(right(None), [8, 8]), (right(Some(0)), [8, 8]), (Attention { nheads: 3, ..right(Some(0)) }, [3, 8])] {
+        let plan = plan::forward_among(turing, &Attention { batch: 64, nheads_k: a.nheads, ..a }, &T4).unwrap();
+        assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
+    }
+    let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
+    assert_eq!((volta.variant.block_rows, volta.blocks), (128, [16, 3]));
+}
+
+/// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
+#[test]
+fn blocks_of_a_family_with_three_sizes() {
+    let rows = |batch, nheads, seqlen, headdim| {
+        let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+        plan::forward(&a, &H200).unwrap().variant.block_rows
+    };
+    assert_eq!(rows(4, 32, 8192, 64), 192);
+    assert_eq!(rows(1, 32, 2048, 64), 128, "512 blocks in two rounds of 264 instead of 352 in as many");
+    assert_eq!(rows(1, 8, 512, 64), 64, "all resident");
+    assert_eq!(rows(4, 32, 8192, 128), 256);
+    assert_eq!(rows(1, 32, 2048, 128), 256);
+    assert_eq!(rows(1, 16, 1024, 128), 128);
+    assert_eq!(rows(1, 8, 512, 128), 64);
 }
 
 #[test]
@@ -310,7 +341,8 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
 
 // ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
-const TURING: Family = Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None };
+const TURING: Family =
+    Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: false };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 

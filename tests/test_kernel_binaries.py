@@ -140,15 +140,18 @@ def test_library_size():
 
 @pytest.mark.parametrize("major, minor", [(7, 5), (8, 0), (9, 0)])
 def test_turing_is_taken_where_it_has_kernels(major, minor):
-    """The families as they are: what Turing has is preferred from its own GPUs on, the rest is Volta's."""
+    """The families as they are: Turing's kernels are preferred from its own GPUs on, for everything but merging."""
     found = json.loads(torch.ops.volta_fa._families(major, minor))
     assert [f["name"] for f in found] == ["turing", "volta"]
     assert found[0]["native"] == ((major, minor) == (7, 5))
     assert not found[1]["native"]
-    for headdim, family in ((64, "turing"), (72, "volta")):
+    for headdim in (8, 72, 256):
         chosen = plan(headdim, major=major, minor=minor)
-        assert chosen["forward"]["family"] == family
+        assert chosen["forward"]["family"] == "turing"
+    whole = plan(256, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,dropout")
+    assert whole["forward"]["family"] == "turing"
     for headdim in (64, 72, 256):
         for mode in ({}, {"deterministic": True}, {"needs": "dropout"}):
             chosen = plan(headdim, major=major, minor=minor, **mode)
-            assert {kernel["family"] for kernel in chosen["backward"].values()} == {"turing"}
+            kernels = [chosen["backward"][name] for name in ("prepare", "main", "finish")]
+            assert {kernel["family"] for kernel in kernels} == {"turing"}

@@ -4,14 +4,30 @@
 #include "tile.cuh"
 #include "volta_fa_params.h"
 
-// Blocks start in the order of blockIdx: the last rows first, since under a causal mask they see the most keys and a
-// late long block is a tail.
-template <int BlockRows>
+// The grid's first axis counts blocks of rows and its second heads. With EitherOrder it may be the other way round: the plan
+// decides (src/plan.rs), and the kernel finds out from the sizes. Where there are as many heads as blocks of rows, either reading
+// is right.
+template <bool EitherOrder>
+__device__ __forceinline__ bool heads_first(const Problem& p) {
+    return EitherOrder && gridDim.x == p.nheads;
+}
+// The block's head, for a branch that is rarely taken: thread_index_here().
+template <bool EitherOrder>
+__device__ __forceinline__ int head_here(const Problem& p) {
+    return heads_first<EitherOrder>(p) ? block_index_here() : block_head_here();
+}
+
+// Blocks start in the order of blockIdx, the first axis first: the last rows first, since under a causal mask they see the most
+// keys and a late long block is a tail.
+template <int BlockRows, bool EitherOrder = false>
 struct ForwardBlock {
     int row, head, head_k, batch;
     __device__ __forceinline__ explicit ForwardBlock(const Problem& p)
-        : row((gridDim.x - 1 - blockIdx.x) * BlockRows), head(blockIdx.y), head_k(blockIdx.y / (p.nheads / p.nheads_k)),
-          batch(blockIdx.z) {}
+        : row((heads_first<EitherOrder>(p) ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x) * BlockRows),
+          head(heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y),
+          head_k((heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y) / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
     // `row`, for a branch that is rarely taken: thread_index_here().
-    __device__ __forceinline__ static int row_here() { return (gridDim.x - 1 - block_index_here()) * BlockRows; }
+    __device__ __forceinline__ static int row_here(const Problem& p) {
+        return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - block_head_here() : gridDim.x - 1 - block_index_here()) * BlockRows;
+    }
 };

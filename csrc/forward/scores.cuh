@@ -5,6 +5,7 @@
 // registers are short, and it then holds none in between.
 #pragma once
 
+#include "forward/block.cuh"
 #include "mask.cuh"
 #include "score_layout.cuh"
 #include "score_modifier.cuh"
@@ -103,14 +104,15 @@ struct Scores {
         const typename Layout::Lane lane(lane_here());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
-        if (options.softcap > 0.f) {
+        if (kHasSoftcap && options.softcap > 0.f) {
             const Softcap softcap(p.problem, options);
             each([&](float& x, int, int, int) { x = softcap(x); });
         } else {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }
-        if (options.alibi_slopes) {
-            const Alibi alibi(options, block_batch_here(), block_head_here(), mask.seqlen_q, mask.seqlen_k);
+        if (kHasAlibi && options.alibi_slopes) {
+            const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q,
+                              mask.seqlen_k);
             each([&](float& x, int mt, int nt, int v) {
                 x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -
                                  (Layout::kTileKeys * nt + Layout::key_slot(v)));
@@ -140,9 +142,14 @@ template <class Layout, int RowTiles, int KeyTiles>
 struct ScoreBias {
     Bias::Loaded<Layout::kKeys> loaded[RowTiles][KeyTiles][Layout::kRows];
 
+    // Where it lies: for all tiles of the block.
+    __device__ __forceinline__ static Bias source(const FwdParams& p) {
+        return Bias(p.problem, p.score_options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem));
+    }
+
     // key is a multiple of 4.
-    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
-        const Bias bias(p.problem, p.score_options, block_batch_here(), block_head_here());
+    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) { load(p, source(p), row, key); }
+    __device__ __forceinline__ void load(const FwdParams& p, const Bias& bias, int row, int key) {
         const typename Layout::Lane lane(lane_here());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -177,24 +184,43 @@ struct KeptProbabilities {
     unsigned bits = ~0u;
     static_assert(RowTiles * Layout::kRows * Layout::kKeys <= 32, "one word");
 
+    __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
+        const int head = head_here<Layout::kEitherOrder>(p.problem);
+        return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
+    }
+
     // `row` and `key` are the tile's first; key is a multiple of 4.
-    __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) {
+    __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) { draw(p, numbers_of(p), row, key); }
+    __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
         const ScoreOptions& options = p.score_options;
-        const Philox philox(options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + block_head_here());
         const typename Layout::Lane lane(lane_here());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         bits = 0;
-        // Rolled, for the instruction cache: of each row the group of four columns that has the lane's.
+        if constexpr (Layout::kKeys == 4) {
+            // Rolled, for the instruction cache: of each row the group of four columns that the lane has.
 #pragma unroll 1
-        for (int i = 0; i < RowTiles * Layout::kRows; i++) {
-            const int query = row + Layout::kTileQueries * (i / Layout::kRows) + Layout::row_slot(i % Layout::kRows);
-            unsigned of_row;
-            if constexpr (Layout::kKeys == 4)
-                of_row = kept(philox.numbers(query, key), options.dropout_threshold);
-            else
-                of_row = kept(philox.numbers(query, key & ~3), options.dropout_threshold) >> (key & 3) & ((1 << Layout::kKeys) - 1);
-            bits |= of_row << (Layout::kKeys * i);
+            for (int i = 0; i < RowTiles * Layout::kRows; i++) {
+                const int query = row + Layout::kTileQueries * (i / Layout::kRows) + Layout::row_slot(i % Layout::kRows);
+                const unsigned of_row = kept(philox.numbers(query, key), options.dropout_threshold);
+                bits |= of_row << (Layout::kKeys * i);
+            }
+        } else {
+            // Two lanes side by side have the same groups of four columns, of which each has two: one draws for the first of their
+            // rows and the other for the second.
+            static_assert(Layout::kKeys == 2 && Layout::kRows == 2 && Layout::kRowMates[0] == 1, "see above");
+            const bool second = key & 2;
+            unsigned drawn = 0;
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                const int query = row + Layout::kTileQueries * mt + (second ? Layout::row_slot(1) : Layout::row_slot(0));
+                drawn |= kept(philox.numbers(query, key & ~3), options.dropout_threshold) << (4 * mt);
+            }
+            const unsigned received = __shfl_xor_sync(~0u, drawn, 1);
+            // of each four bits those of the lane's columns
+            const unsigned first_row = (second ? received >> 2 : drawn) & 0x33333333u;
+            const unsigned second_row = (second ? drawn >> 2 : received) & 0x33333333u;
+            bits = first_row | second_row << 2;
         }
     }
     __device__ __forceinline__ bool operator()(int mt, int v) const {

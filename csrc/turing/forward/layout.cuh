@@ -13,6 +13,7 @@ struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
+    static constexpr bool kEitherOrder = true;
     // Two rows, each with two consecutive keys.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.group; }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * l.quad; }

@@ -1,12 +1,19 @@
-//! The forward kernels, and why their tiles are what they are. Figures: `docs/forward-kernel.md`. `registers` comes last in each
-//! row, of the 255 that one thread can have.
+//! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
+//! `docs/turing-kernels.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{Needs, Pass, Variant, TURING};
+use super::{Need, Needs, Pass, Variant, TURING};
 
-/// `turing/forward/pipelined`: 4 warps, steps of 16 keys through a ring of 8 slots. 32 KB, so that two blocks fill an SM's shared
-/// memory.
-const fn pipelined(name: &'static str, headdim: u32, block_rows: u32, registers: u32) -> Variant {
-    let (slots, step) = (8, 16);
+/// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
+/// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
+const fn pipelined(
+    name: &'static str,
+    (headdim, headdim_v): (u32, u32),
+    (warps, warp_rows): (u32, u32),
+    slots: u32,
+    blocks_per_sm: u32,
+    registers: u32,
+) -> Variant {
+    let step = 16;
     Variant {
         name,
         family: TURING,
@@ -14,24 +21,77 @@ const fn pipelined(name: &'static str, headdim: u32, block_rows: u32, registers:
         needs: Needs::NONE,
         source: "turing/forward/pipelined.cu",
         headdim,
-        headdim_v: headdim,
-        block_rows,
+        headdim_v,
+        block_rows: warps * warp_rows,
         step,
-        threads: 128,
-        shared_bytes: slots * step * 2 * 2 * headdim,
-        blocks_per_sm: 2,
+        threads: 32 * warps,
+        shared_bytes: slots * step * 2 * (headdim + headdim_v),
+        blocks_per_sm,
         registers,
     }
 }
 
-/// 48 rows a warp: a fragment of K or V that a warp reads serves three products, and shared memory is half as fast as Volta's.
-const LARGE: Variant = pipelined("turing_fwd_64x64", 64, 192, 235);
+/// What changes scores lives beside them: fewer rows a warp than the plain kernel has.
+const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(Needs::GENERAL, name, registers)
+}
+
+/// Ragged kernels that do one thing to scores besides, the one that a problem asks for: what the general ones ask at every tile is
+/// known here, and what can be is carried from tile to tile.
+const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
+    let needs = Needs::RAGGED.union(Needs::of(&[need]));
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
+}
+
+const PLAIN: [Variant; 7] = [
+    pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 125),
+    // 48 registers of Q and 96 of output; 32 KB: two blocks.
+    pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 244),
+    pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 240),
+    // 64 registers of Q and 128 of output; the 64 KB that an SM has.
+    pipelined("turing_fwd_128x128", (128, 128), (8, 32), 8, 1, 255),
+    // 32 rows of Q and of output do not fit: 16 rows a warp.
+    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 187),
+    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 223),
+    pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
+];
 
 pub const FORWARD: &[Variant] = &[
-    LARGE,
-    // 16 rows a warp, for grids that would leave SMs idle
-    pipelined("turing_fwd_64x64_small", 64, 64, 117),
-    LARGE.covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 240),
-    // 32 rows a warp: 48 are 254 registers, without spills and a quarter slower
-    Variant { block_rows: 128, ..LARGE }.covering(Needs::GENERAL, "turing_fwd_general_64x64", 194),
+    PLAIN[0],
+    PLAIN[1],
+    // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
+    pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 181),
+    pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 116),
+    PLAIN[2],
+    pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 152),
+    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 156),
+    PLAIN[3],
+    pipelined("turing_fwd_128x128_medium", (128, 128), (8, 16), 8, 1, 181),
+    // One block, though two fit: two of 64 rows are slower than one of 128.
+    pipelined("turing_fwd_128x128_small", (128, 128), (4, 16), 4, 1, 191),
+    PLAIN[4],
+    PLAIN[5],
+    PLAIN[6],
+    PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 126),
+    PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 246),
+    PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 242),
+    PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
+    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 188),
+    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 225),
+    PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
+    with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 178),
+    with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 32), 255),
+    with(Need::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 32), 186),
+    with(Need::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], (8, 16), 186),
+    with(Need::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 197),
+    with(Need::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 196),
+    with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 198),
+    with(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], (8, 16), 192),
+    Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 158) },
+    general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 193),
+    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 156),
+    general("turing_fwd_general_128x128", PLAIN[3], (8, 16), 186),
+    general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 197),
+    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
+    general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
 ];

@@ -6,7 +6,7 @@ mod forward;
 pub use backward::BACKWARD;
 pub use forward::FORWARD;
 
-use super::variants::{Family, Needs, Pass, Scratch, Variant};
+use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
 
 pub const TURING: Family = Family {
     name: "turing",
@@ -14,6 +14,7 @@ pub const TURING: Family = Family {
     native: &[75],
     shared_bytes: 64 * 1024,
     threads: 1024,
+    either_order: true,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

@@ -26,4 +26,5 @@ pub const VOLTA: Family = Family {
         minus_lse_at: &[0, 1, 4, 5],
         minus_delta_at: &[8, 9, 12, 13],
     }),
+    either_order: false,
 };
