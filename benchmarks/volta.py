@@ -44,7 +44,6 @@ from .report import Grid, ratio, significant, times
 from .shapes import Shape
 
 
-
 @dataclass(frozen=True)
 class Gpu:
     """What volta-sim describes, as its users call it."""
@@ -310,7 +309,8 @@ def _in_order(chosen: Sequence[Case], gpu: str, jobs: int) -> Iterator[Row | Non
 
 
 def grids(rows: Sequence[Row], gpu: str) -> list[Grid]:
-    found = [_grid(direction, GPUS[gpu], of) for direction in (FORWARD, BACKWARD) if (of := [r for r in rows if r.case.direction == direction])]
+    by_pass = {direction: [r for r in rows if r.case.direction == direction] for direction in (FORWARD, BACKWARD)}
+    found = [_grid(direction, GPUS[gpu], of) for direction, of in by_pass.items() if of]
     peers = _peer_grid(rows)
     return found + [peers] if gpu == "v100" and peers.rows else found
 

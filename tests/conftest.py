@@ -1,7 +1,8 @@
 """One suite, several ways to run it: the `backend` fixture.
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
-- `sim`: the kernels' sm_70 machine code in the simulator, on fp16 CPU tensors, in both warp orders;
+- `sim`: the kernels' machine code in the simulator, on fp16 CPU tensors, in both warp orders; a V100's, unless VOLTA_FA_SIM_GPU
+  names another GPU;
 - `cuda`: the kernels on the GPU of this machine (newer than Volta: their PTX), fp16;
 - `sim-bf16`, `cuda-bf16`: the same, on bf16 tensors.
 

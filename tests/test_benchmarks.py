@@ -44,6 +44,7 @@ if LIBRARY.parent.name != "volta_fa":
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks import volta
 from benchmarks.peers import PEERS
+from benchmarks.shapes import Shape
 from volta_fa.errors import CommandError
 
 
@@ -111,6 +112,22 @@ def test_volta(tmp_path):
         # the figures are of the kernels that this library ships
         assert (row["pass"].capitalize(), row["headdim"], row["registers"], row["shared_bytes"]) in variants
         assert row["loop_bytes"] % 16 == 0 and row["loop_bytes"] > 0
+
+
+def test_volta_on_a_turing_card(tmp_path):
+    need("sim")
+    run("volta", "--quick", "--gpu", "rtx2080ti", "--cases", "forward", "D=64", *outputs(tmp_path, "volta"))
+    [row] = results(tmp_path, "volta")
+    assert 0 < row["tflops"] < volta.GPUS["rtx2080ti"].peak_tflops
+    assert ("turing", row["registers"]) in {(v["family"], v["registers"]) for v in INFO["variants"]}
+
+
+def test_the_gpus_are_those_of_the_simulator():
+    need("sim")
+    for name, gpu in volta.GPUS.items():
+        case = volta.Case(volta.FORWARD, Shape(1, 1, 64, 64, 64, False))
+        timing = volta._launch(case, name, "")[0]["timing"]
+        assert timing["kernel_us"] == pytest.approx(timing["kernel_cycles"] / gpu.ghz / 1e3)
 
 
 def test_volta_counts_every_kernel_of_the_pass():

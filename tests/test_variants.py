@@ -46,7 +46,8 @@ def candidates(variant):
     """Problems that may run on this variant: its own headdims, a smaller one that is padded to it, several grids."""
     # The plan picks a tile by how many blocks the grid has: the last one fills the GPU with large tiles of one row block.
     _, sms = GPUS[variant["sm"]]
-    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, {"batch": 2, "nheads": sms // 2 + 1, "seqlen_q": 113}):
+    large = {"batch": 2, "nheads": sms // 2 + 1, "seqlen_q": 113}
+    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large):
         for pad in (0, 8):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 

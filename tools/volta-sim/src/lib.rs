@@ -1,5 +1,5 @@
-//! Runs NVIDIA Volta (sm_70) machine code on a CPU: functionally, instruction by instruction, and
-//! cycle by cycle on a model of one SM of a V100. The README says what is modelled and how far to
+//! Runs NVIDIA Volta (sm_70) and Turing (sm_75) machine code on a CPU: functionally, instruction by instruction, and
+//! cycle by cycle on a model of one SM of a V100, a T4 or an RTX 2080 Ti. The README says what is modelled and how far to
 //! believe it.
 //!
 //! ```no_run

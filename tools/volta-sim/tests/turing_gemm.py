@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import volta_sim as vs
 
-cubin = vs.compile(HERE / "turing_gemm.cu", arch="sm_75")
+cubin = vs.compile(Path(__file__).resolve().parent / "turing_gemm.cu", arch="sm_75")
 rng = np.random.default_rng(1)
 
 

@@ -1,0 +1,62 @@
+"""VOLTA_FA_SIM_GPU: plans, kernels and times are the named GPU's."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import Case, check, on
+
+
+@pytest.fixture
+def problem(backend):
+    return Case(70, 60, 64, is_causal=True).problem(backend)
+
+
+def timed(backend, problem) -> list[dict]:
+    (q, k, v, _), options = problem
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+    torch.ops.volta_fa._sim_report()
+    torch.ops.volta_fa.fwd(q, k, v, **options)
+    backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
+    return json.loads(torch.ops.volta_fa._sim_report())
+
+
+@pytest.mark.parametrize("gpu,family", [("v100", "volta"), ("t4", "turing"), ("rtx2080ti", "turing")])
+@on("sim")
+def test_a_gpu_runs_its_own_family(backend, problem, gpu, family):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    [launch] = timed(backend, problem)
+    assert launch["kernel"].startswith(f"{family}_fwd_")
+    assert launch["timing"]["util"]["tensor"] > 0 and ("HMMA.1688" in launch["timing"]["mix"]) == (family == "turing")
+
+
+@on("sim")
+def test_half_the_tensor_rate_shows(backend):
+    """An RTX 2080 Ti's SM is a T4's but for the rate of fp32 accumulation."""
+    problem = Case(512, 512, 64, batch=1, nheads=8).problem(backend)
+    busy = {}
+    for gpu in ("t4", "rtx2080ti"):
+        backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+        [launch] = timed(backend, problem)
+        counters = launch["timing"]["counters"]
+        busy[gpu] = counters["tensor_busy"] / launch["timing"]["mix"]["HMMA.1688"]
+    assert busy == {"t4": 8, "rtx2080ti": 16}
+
+
+@on("sim")
+def test_what_is_ptx_there_runs_and_is_not_timed(backend, problem):
+    """Volta's kernels on a T4: PTX, for which their sm_70 code stands in."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")
+    (q, k, v, _), options = problem
+    check(backend, q, k, v, **options)
+    with pytest.raises(NotImplementedError, match="volta_fwd_.*: a t4 gets its PTX, which the simulator cannot time"):
+        timed(backend, problem)
+
+
+@on("sim")
+def test_an_unknown_gpu(backend, problem):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "p100")
+    with pytest.raises(ValueError, match="VOLTA_FA_SIM_GPU: got `p100`, expected v100 or t4 or rtx2080ti"):
+        timed(backend, problem)
