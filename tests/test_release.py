@@ -23,7 +23,12 @@ def write_wheel(path, files):
     """With the RECORD that pip checks."""
     info = "volta_fa-0.1.0.dist-info"
     tag = path.stem.split("-", 2)[2]
-    files = {**files, f"{info}/METADATA": METADATA.encode(), f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode()}
+    files = {
+        **files,
+        "volta_fa/shim/flash_attn.dist-info/METADATA": b"Version: 2.8.3\n",
+        f"{info}/METADATA": METADATA.encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode(),
+    }
     lines = []
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in files.items():

@@ -38,7 +38,8 @@ class Refusal(Exception):
 def metadata(wheel: Path) -> tuple[str, str]:
     """The wheel's own version and the Pythons that it is for."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        # at the top: the stand-in for flash_attn brings one of its own
+        (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         found = HeaderParser().parsestr(archive.read(name).decode())
     return found["Version"], found["Requires-Python"]
 
