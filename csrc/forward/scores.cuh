@@ -185,8 +185,8 @@ struct KeptProbabilities {
     static_assert(RowTiles * Layout::kRows * Layout::kKeys <= 32, "one word");
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
-        const int head = head_here<Layout::kEitherOrder>(p.problem);
-        return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
+        return Philox(p.score_options.rng_state,
+                      (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head_here<Layout::kEitherOrder>(p.problem));
     }
 
     // `row` and `key` are the tile's first; key is a multiple of 4.
