@@ -23,6 +23,7 @@ fn variant(v: &Variant) -> Value {
         "sm": v.family.sm,
         "pass": format!("{:?}", v.pass),
         "needs": names(v.needs),
+        "requires": names(v.requires),
         "source": v.source,
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,

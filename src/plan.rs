@@ -165,6 +165,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.needs.covers(needs)
+        && needs.covers(v.requires)
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 

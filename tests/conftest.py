@@ -85,7 +85,7 @@ hypothesis.settings.load_profile("default")
 
 def run_process(code: str, *arguments, **environment) -> subprocess.CompletedProcess:
     """A program in a process of its own, which can import the package under test."""
-    path = os.pathsep.join(filter(None, [str(LIBRARY.parent.parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,

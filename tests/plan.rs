@@ -464,6 +464,20 @@ fn the_kernel_with_the_fewest_needs_wins() {
     }
 }
 
+/// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
+#[test]
+fn a_kernel_gets_what_it_requires() {
+    let needs = Needs::of(&[Need::Alibi]);
+    let alibi = Variant { name: "alibi", needs, requires: needs, ..like("volta_fwd_64x64", VOLTA) };
+    let name = |kernels, features| {
+        let a = Attention { features, ..attention(2000, 2000, 64, 64) };
+        plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
+    };
+    let alone: &'static [&'static [Variant]] = Vec::leak(vec![&*Vec::leak(vec![alibi])]);
+    assert_eq!(name(Kernels(alone), Features { alibi: true, ..Features::default() }).unwrap(), "alibi");
+    assert!(name(Kernels(alone), Features::default()).is_err());
+}
+
 /// Whose scaled_dot_product_attention is ours without being asked twice.
 #[test]
 fn a_device_is_served_by_whole_families_of_its_own() {

@@ -55,6 +55,30 @@ def test_what_is_ptx_there_runs_and_is_not_timed(backend, problem):
         timed(backend, problem)
 
 
+@pytest.mark.parametrize("asked", [{"softcap": 20.0}, {"alibi": "h"}, {"bias": "qk"}, {"dropout_p": 0.2}], ids=lambda a: next(iter(a)))
+@on("sim")
+def test_blocks_of_rows_without_a_key(backend, asked):
+    """Kernels of one feature, one of which walks the keys backwards: 128 rows end 128 keys before the first one."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    (q, k, v, _), options = Case(288, 33, 64, nheads=1, is_causal=True, **asked).problem(backend)
+    check(backend, q, k, v, **options)
+
+
+@on("sim")
+def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem):
+    """Forced or not: it would read what is not there."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    choices = [{"pass": "Forward", "variant": f"turing_fwd_{name}_64x64"} for name in ("alibi", "bias", "dropout", "softcap")]
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": ["turing_fwd_64x64", "turing_fwd_ragged_64x64"]}))
+    try:
+        [launch] = timed(backend, problem)
+        assert not any(launch["kernel"] == choice["variant"] for choice in choices)
+        (q, k, v, _), options = problem
+        check(backend, q, k, v, **options)
+    finally:
+        torch.ops.volta_fa._set_tuning("")
+
+
 @on("sim")
 def test_an_unknown_gpu(backend, problem):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "p100")

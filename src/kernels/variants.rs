@@ -282,6 +282,8 @@ pub struct Variant {
     pub pass: Pass,
     /// what it is prepared for
     pub needs: Needs,
+    /// what of that a problem has to ask for: such a kernel does it unasked
+    pub requires: Needs,
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merging: any)

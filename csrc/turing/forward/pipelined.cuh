@@ -129,7 +129,7 @@ struct ForwardPipelined {
             for (int j = 0; j < kChunksV; j++)
 #pragma unroll
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
-        if (key < key_end) {
+        if (key_first < key_end) {
             OperandA q[RowTiles][kChunks];
             load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.first_q()), row, sequence.seqlen_q(),
                          problem.headdim, problem.sign_flip);

@@ -130,6 +130,15 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
     return [v for v in variants if v["family"] in names]
 
 
+#: How a problem asks for what a kernel cannot do without.
+_ASKING: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 20.0},
+    "alibi": {"alibi": True},
+    "bias": {"bias": "additive"},
+    "dropout": {"dropout_p": 0.2},
+}
+
+
 def problems(variant: dict[str, Any]) -> list[Problem]:
     """Odd problems that ask for all that a kernel is prepared for, the simplest first."""
     if variant["family"] == "cpu":
@@ -141,7 +150,14 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     deterministic = variant["pass"] in ("BackwardKeys", "BackwardQueries")
     if variant["pass"] in ("BackwardPrepare", "BackwardFinish"):
         d = dv = 64  # they take any headdim
-    if "softcap" in needs:
+    if own := set(variant.get("requires", ())):
+        # (In the last, whole blocks of rows see no key.)
+        found = [
+            Problem(141, 155, d, dv, lengths="packed", sinks=True, is_causal=True),
+            Problem(77, 131, d - 8, dv - 8, batch=2, lengths="used", window_left=60),
+            Problem(288, 33, d, dv, is_causal=True),
+        ]
+    elif "softcap" in needs:
         found = [
             *plain,
             Problem(141, 155, d, dv, dtype=dtype, softcap=20.0, alibi=True, bias="additive", sinks=True, is_causal=True),
@@ -161,4 +177,5 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
         ]
     if "bf16_gradients" in needs or (variant["pass"] == "Forward" and needs and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=True, alibi="alibi" in needs, is_causal=True))
-    return [dataclasses.replace(p, deterministic=deterministic) for p in found]
+    asked = {name: value for need in own for name, value in _ASKING[need].items()}
+    return [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]

@@ -19,6 +19,7 @@ const fn pipelined(
         family: TURING,
         pass: Pass::Forward,
         needs: Needs::NONE,
+        requires: Needs::NONE,
         source: "turing/forward/pipelined.cu",
         headdim,
         headdim_v,
@@ -39,8 +40,12 @@ const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u
 /// Ragged kernels that do one thing to scores besides, the one that a problem asks for: what the general ones ask at every tile is
 /// known here, and what can be is carried from tile to tile.
 const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
-    let needs = Needs::RAGGED.union(Needs::of(&[need]));
-    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
+    let requires = Needs::of(&[need]);
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, requires, ..plain }.covering(
+        Needs::RAGGED.union(requires),
+        name,
+        registers,
+    )
 }
 
 const PLAIN: [Variant; 7] = [

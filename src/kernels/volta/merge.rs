@@ -9,6 +9,7 @@ pub const MERGE: &[Variant] = &[Variant {
     family: VOLTA,
     pass: Pass::Merge,
     needs: Needs::NONE,
+    requires: Needs::NONE,
     source: "merge/merge.cu",
     headdim: 256,
     headdim_v: 256,
