@@ -27,12 +27,12 @@ SIMULATED = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] != "Me
 
 def features_for(variant):
     """Two problems for a kernel, each with all that it covers or that its pass never needs. Where it covers something, a problem
-    asks for that, so that no lesser kernel is taken."""
-    own = set(variant["needs"])
+    asks for that, so that no lesser kernel is taken; and always for what a kernel requires."""
+    own, required = set(variant["needs"]), set(variant["requires"])
     free = {need for ways in ASKED for need in ways} - set(NEEDS_OF_PASS[variant["pass"]])
     found = []
     for ways in ASKED:
-        if not own or own & ways.keys():
+        if required <= ways.keys() and (not own or own & ways.keys()):
             found.append({name: value for need, way in ways.items() if need in own | free for name, value in way.items()})
     return found[0], found[-1]
 
@@ -47,7 +47,9 @@ def candidates(variant):
     # The plan picks a tile by how many blocks the grid has: the last one fills the GPU with large tiles of one row block.
     _, sms = GPUS[variant["sm"]]
     large = {"batch": 2, "nheads": sms // 2 + 1, "seqlen_q": 113}
-    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large):
+    # Where there are three sizes, one block an SM and a third of the SMs idle is still the largest's; likewise of two blocks.
+    largest = [{"batch": 1, "nheads": blocks * sms * 2 // 3 + 1} for blocks in (1, 2)]
+    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large, *largest):
         for pad in (0, 8):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 
@@ -119,7 +121,7 @@ def test_headdims_run_on_the_tightest_variant(backend):
         if variant["pass"] != "Forward":
             continue
         simulate(backend, variant)
-        case = with_features(Case(40, 40, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
+        case = with_features(Case(40, 70, variant["headdim"], variant["headdim_v"]), features_for(variant)[0])
         [name] = launched(backend, case, forward=True)
         found = next(v for v in INFO["variants"] if v["name"] == name)
         assert (found["headdim"], found["headdim_v"]) == (variant["headdim"], variant["headdim_v"])

@@ -15,6 +15,8 @@ import torch
 from .problems import Problem
 
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
+#: Unset, the simulator is a V100.
+SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
 
 
 @contextmanager
@@ -84,7 +86,7 @@ class Target:
         simulate = "1" if self.kind == "simulator" else None
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:
-            with environment(**{SIMULATE_VARIABLE: simulate}):
+            with environment(**{SIMULATE_VARIABLE: simulate, SIMULATED_GPU_VARIABLE: None}):
                 yield
         finally:
             torch.ops.volta_fa._set_tuning("")
