@@ -146,7 +146,7 @@ pub fn tuning(device: i64) -> Result<Value> {
     }))
 }
 
-/// The device that [`plan`] is asked about: one of this machine, with the tuning it has, or the one that the numbers describe.
+/// The device that [`plan()`] is asked about: one of this machine, with the tuning it has, or the one that the numbers describe.
 fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
     let only = only_family()?;
     match device {

@@ -68,8 +68,8 @@ this version lacks raises NotImplementedError; a failure of the device or driver
 the schema does not have raises PyTorch's own RuntimeError. Values in cu_seqlens and seqused_k are not looked at on a GPU, where
 wrong ones give NaN: docs/features.md, "Lengths on a GPU".
 
-GPUs: Volta (compute capability 7.0, 7.2) has kernels of its own. Turing (7.5) has them for the forward pass up to headdim 64; there, and
-on newer GPUs, the rest is Volta's, through PTX, where shared memory is large enough: correct but slow, for tests. All others raise
+GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's through PTX, where they
+are faster than emulation but not made for the card: for tests, and where nothing else does what is asked. Older ones raise
 NotImplementedError.
 
 Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
@@ -80,8 +80,10 @@ Environment, read at each call unless it says otherwise:
 
     VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
     VOLTA_FA_FAMILY=volta       take kernels of this family alone, for tests and comparisons
+    VOLTA_FA_TUNING=0           read no tuning file (docs/tuning.md); a path: read this one. Read once for each device
+    VOLTA_FA_LOG=1              each distinct plan once to standard error, with the reason for each kernel. Read once
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
-    VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the sm_70 machine code in the simulator
+    VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
                                 (more in docs/architecture.md)
 
 `python -m volta_fa --help` lists the command line's commands.

@@ -1,5 +1,5 @@
 //! The uniform datapath of sm_75: scalar instructions that a warp executes once. A uniform register is kept as a register whose
-//! lanes are equal ([`UR0`](crate::isa::UR0)), so that most of these are the instruction of the same name without the U, for all
+//! lanes are equal ([`UR0`]), so that most of these are the instruction of the same name without the U, for all
 //! lanes whatever path their threads take.
 
 use super::{Class, Op, Select};
