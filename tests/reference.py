@@ -1,6 +1,6 @@
 """What the ops must compute, written as plainly as possible.
 
-Nothing here is shared with the library: the whole score matrix in fp64, the mask straight from its rule,
+Nothing here is shared with the kernels or the CPU backend: the whole score matrix in fp64, the mask straight from its rule,
 gradients from their formulas. How far a result may be from it is the rule of `python -m volta_fa check`.
 """
 
@@ -32,7 +32,7 @@ Budget, FORWARD_FACTOR, GRADIENT_FACTOR = rule.Budget, rule.FORWARD_FACTOR, rule
 delta_noise, gradient_sums, lse_tolerance = rule.delta_noise, rule.gradient_sums, rule.lse_tolerance
 eager, eager_gradients, gradient_names = rule.eager, rule.eager_gradients, rule.gradient_names
 max_error, rms_error, visible = rule.max_error, rule.rms_error, rule.visible
-by_row, distance, heads_first, largest, sum_groups = rule.by_row, rule.distance, rule.heads_first, rule.largest, rule.sum_groups
+by_row, heads_first, largest, score, sum_groups = rule.by_row, rule.heads_first, rule.largest, rule.score, rule.sum_groups
 
 
 def philox(seed: int, offset: int, column: Tensor, row: Tensor, head: Tensor) -> Tensor:
@@ -170,33 +170,16 @@ def forward(
     k: Tensor,
     v: Tensor,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
+    *,
     dropout_p: float = 0.0,
     kept: Tensor | None = None,
-    **mask,
+    **options,
 ) -> Forward:
     """A dense problem; `kept` is dropout's mask."""
     q, k, v = q.double(), k.double(), v.double()
-    nheads = q.shape[2]
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
-    scores = torch.einsum("bhid,bhjd->bhij", heads_first(q, nheads), heads_first(k, nheads)) * scale
-    largest_score = largest(scores)
-    tanh = None
-    if softcap > 0:
-        tanh = torch.tanh(scores / softcap)
-        scores = softcap * tanh
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[..., None, None] * distance(q.shape[1], k.shape[1], q.device)
-    if attn_bias is not None and attn_bias.dtype == torch.bool:
-        seen = seen & attn_bias
-    elif attn_bias is not None:
-        scores = scores + attn_bias.double()
-    scores = scores.masked_fill(~seen, -math.inf)
-    logits = scores if sinks is None else torch.cat([scores, by_row(sinks.double(), scores)], -1)
+    exact = {name: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for name, t in options.items()}
+    s = score(q, k, softmax_scale, **exact)
+    logits = s.logits
     row_max = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((*logits.shape[:3], 1), -math.inf)
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     weights = torch.exp(logits - row_max)
@@ -205,10 +188,10 @@ def forward(
     probabilities = (weights / total.masked_fill(none, 1.0))[..., : k.shape[1]]
     # a bool tensor divided by a number would be fp32
     factors = 1.0 if kept is None else kept.double() / (1 - dropout_p)
-    out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, heads_first(v, nheads))
+    out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, heads_first(v, q.shape[2]))
     lse = (row_max + total.log()).masked_fill(none, math.inf).squeeze(-1)
-    largest_score = max(largest_score, largest(scores[probabilities > 1e-9]))
-    return Forward(out, lse, probabilities, factors, tanh, (scores == -math.inf).all(-1), largest_score)
+    largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9]))
+    return Forward(out, lse, probabilities, factors, s.tanh, (s.scores == -math.inf).all(-1), largest_score)
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **options):

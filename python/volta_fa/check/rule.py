@@ -75,27 +75,31 @@ class Eager:
     largest_score: float  # of those that are computed and those that count; only of fp64 tensors, for what is exact
 
 
-def attend(
+@dataclass
+class Scores:
+    """What the softmax gets."""
+
+    scores: Tensor  # (batch, nheads, seqlen_q, seqlen_k), -inf where a key is hidden
+    logits: Tensor  # the same, and the sinks as a column more
+    tanh: Tensor | None  # of softcap
+    products: Tensor  # softmax_scale * q.k, before anything happens to them
+
+
+def score(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    kept: Tensor | None = None,
     **mask: Any,
-) -> Eager:
-    """PyTorch's own eager attention of a dense problem, every step in the dtype of the inputs, or in fp32 from where an
-    fp32 tensor (slopes, a bias, sinks) comes in. `kept` is dropout's mask."""
+) -> Scores:
+    """The scores of a dense problem, every step in the dtype of the inputs."""
     nheads = q.shape[2]
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
-    scores = (heads_first(q, nheads) * scale) @ heads_first(k, nheads).transpose(-1, -2)
-    exact = q.dtype == torch.float64
-    largest_score = largest(scores) if exact else 0.0
+    scores = products = (heads_first(q, nheads) * scale) @ heads_first(k, nheads).transpose(-1, -2)
     tanh = None
     if softcap > 0:
         tanh = torch.tanh(scores / softcap)
@@ -108,15 +112,30 @@ def attend(
         scores = scores + attn_bias
     scores = scores.masked_fill(~seen, -math.inf)
     logits = scores if sinks is None else torch.cat([scores, by_row(sinks, scores)], -1)
+    return Scores(scores, logits, tanh, products)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    kept: Tensor | None = None,
+    **options: Any,
+) -> Eager:
+    """PyTorch's own eager attention of a dense problem with `score`'s options, every step in the dtype of the inputs, or in fp32 from
+    where an fp32 tensor (slopes, a bias, sinks) comes in. `kept` is dropout's mask."""
+    s = score(q, k, **options)
     # a row of -inf would be one of NaN, in the gradients too
-    none = (logits == -math.inf).all(-1, keepdim=True)
-    probabilities = logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
+    none = (s.logits == -math.inf).all(-1, keepdim=True)
+    probabilities = s.logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
     weights = probabilities if kept is None else probabilities * kept / (1 - dropout_p)
-    out = (weights.to(v.dtype) @ heads_first(v, nheads)).transpose(1, 2)
-    lse = logits.detach().logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
-    if exact:
-        largest_score = max(largest_score, largest(scores[probabilities > 1e-9]))
-    return Eager(out, lse, probabilities, tanh, largest_score)
+    out = (weights.to(v.dtype) @ heads_first(v, q.shape[2])).transpose(1, 2)
+    lse = s.logits.detach().logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
+    exact = q.dtype == torch.float64
+    largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9])) if exact else 0.0
+    return Eager(out, lse, probabilities, s.tanh, largest_score)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
