@@ -959,7 +959,8 @@ def test_dtensor():
             print(call(torch.compile(lambda *t: f(*t), backend="aot_eager", fullgraph=True)))
         dist.destroy_process_group()
     """
-    lines = run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines()
+    # of some releases of torch, gloo prints that it is connected
+    lines = [line for line in run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines() if not line.startswith("[Gloo]")]
     assert lines == [*["['flash_attention_for_cpu'] {'subclass': 1}"] * 2, "['volta_fa.fwd']", "None"]
 
 
