@@ -56,6 +56,7 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
     static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
+    static constexpr int kQueryMate = 2;
     // The key of row h of two of a lane in operand A number m of the tile ...
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);

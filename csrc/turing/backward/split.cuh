@@ -144,19 +144,19 @@ struct BackwardSplit {
                                                 int row) {
         const Lane lane = lane_here();
         const Philox philox = philox_of(p, head);
-        u32 kept = 0;  // 8 bits of each column tile, as kept_bits has them
+        u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
-            kept |= kept_of_tile<Layout>(philox, p.score_options.dropout_threshold, ScorePlace<Layout>(lane, row + 8 * n, key))
-                    << 8 * n;
+            kept |= kept_of_tile<Layout>(philox, DropoutRule(p.score_options), ScorePlace<Layout>(lane, row + 8 * n, key)) << 4 * n;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
             for (int m = 0; m < kKeyTiles; m++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int at = 8 * n + Layout::key_slot(4 * m + 2 * h);
-                    const u32 signs = (kept >> at & 1 ? 0 : 0x8000) | (kept >> (at + 4) & 1 ? 0 : 0x80000000);
+                    const int v = 4 * m + 2 * h;
+                    const u32 signs =
+                        (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
                     sent[n][m][h] = x[n][m][h] | signs;
                     x[n][m][h] &= ~halves_of(signs);
                 }

@@ -14,15 +14,18 @@ struct ForwardLayout {
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
-    // Two rows, each with two consecutive keys.
-    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.group; }
+    // Two rows, each with two consecutive keys. Rows of Q may be dealt out in any order: with dropout a lane has two that share
+    // random numbers (philox.cuh).
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
+        return kHasDropout ? l.group % 4 + l.group / 4 * 8 : l.group;
+    }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 1; }
 
     static constexpr int kRows = 2, kKeys = 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
-    __device__ __forceinline__ static constexpr int row_slot(int r) { return 8 * r; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
     static constexpr int kRowMates[2] = {1, 2};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
@@ -40,7 +43,7 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
     for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int i = row + 16 * mt + 8 * h + lane.group;
+            const int i = row + 16 * mt + ForwardLayout::row_slot(h) + ForwardLayout::first_query(lane);
             const unsigned short* source = base + i * from.row_stride + 2 * lane.quad;
 #pragma unroll
             for (int c = 0; c < Chunks; c++) {
@@ -65,7 +68,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int 
 #pragma unroll
         for (int r = 0; r < ForwardLayout::kRows; r++) {
             const float scale = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
-            const int i = row + 16 * mt + lane.group + 8 * r;
+            const int i = row + 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r);
             unsigned short* to = out + i * p.out.row_stride + 2 * lane.quad;
 #pragma unroll
             for (int j = 0; j < OutputTiles; j++)

@@ -174,7 +174,7 @@ pub const BACKWARD: &[Variant] = &[
     SPLIT[4].covering(Needs::RAGGED, "turing_bwd_ragged_256", 238),
     FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 49),
     SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
-    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 226),
+    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 224),
     SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 247),
     SPLIT[3].covering(Needs::GENERAL, "turing_bwd_general_192", 248),
     SPLIT[4].covering(Needs::GENERAL, "turing_bwd_general_256", 236),
