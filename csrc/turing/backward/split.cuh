@@ -185,8 +185,8 @@ struct BackwardSplit {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int v = 4 * m + 2 * h;
-                    const u32 signs = (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) |
-                                      (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
+                    const u32 signs =
+                        (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
                     sent[n][m][h] = x[n][m][h] | signs;
                     x[n][m][h] &= ~halves_of(signs);
                 }

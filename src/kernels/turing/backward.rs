@@ -187,7 +187,7 @@ pub const BACKWARD: &[Variant] = &[
     with(Need::Dropout, "turing_bwd_dropout_64", SMALL[1], 251),
     with(Need::Dropout, "turing_bwd_dropout_128", SPLIT[2], 250),
     SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
-    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 226),
+    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 224),
     SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 247),
     SPLIT[3].covering(Needs::GENERAL, "turing_bwd_general_192", 248),
     SPLIT[4].covering(Needs::GENERAL, "turing_bwd_general_256", 236),
