@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from weakref import WeakSet
 
@@ -62,10 +63,15 @@ class Transfer:
         self._work, self._sent = [], None
 
 
-def pack(tensors: Sequence[Tensor], rows: Sequence[Range], dtype: torch.dtype | None = None) -> Tensor:
-    """These rows of (batch, seqlen, ...) tensors, one after the other in one message."""
-    parts = [t[:, begin:end].to(dtype or t.dtype).flatten() for t in tensors for begin, end in rows]
-    return torch.cat(parts) if parts else tensors[0].new_empty(0)
+def pack(tensors: Sequence[Tensor], rows: Sequence[Range]) -> Tensor:
+    """These rows of (batch, seqlen, ...) tensors, in one message."""
+    return torch.cat([select(t, rows).flatten() for t in tensors])
+
+
+def select(t: Tensor, rows: Sequence[Range]) -> Tensor:
+    """These rows of a (batch, seqlen, ...) tensor; of one range a view."""
+    parts = [t[:, begin:end] for begin, end in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else t[:, :0]
 
 
 def room(tensors: Sequence[Tensor], count: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -74,26 +80,11 @@ def room(tensors: Sequence[Tensor], count: int, dtype: torch.dtype | None = None
 
 
 def _row(t: Tensor) -> int:
-    size = t.shape[0]
-    for n in t.shape[2:]:
-        size *= n
-    return size
+    """Elements of one row of all entries."""
+    return t.shape[0] * math.prod(t.shape[2:])
 
 
-def unpack(message: Tensor, tensors: Sequence[Tensor], rows: Sequence[Range]) -> list[list[Tensor]]:
-    """Of each of the tensors, the parts that `pack` made of it."""
-    found, at = [], 0
-    for t in tensors:
-        parts = []
-        for begin, end in rows:
-            n = _row(t) * (end - begin)
-            parts.append(message[at : at + n].view(t.shape[0], end - begin, *t.shape[2:]))
-            at += n
-        found.append(parts)
-    return found
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
-
-
+def unpack(message: Tensor, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Of each of the tensors, the rows that `pack` took."""
+    parts = message.split([count * _row(t) for t in tensors])
+    return [part.view(t.shape[0], count, *t.shape[2:]) for part, t in zip(parts, tensors)]

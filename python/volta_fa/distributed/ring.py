@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communication import Transfer, joined, pack, room, unpack
-from .layout import Range
+from .communication import Transfer, pack, room, select, unpack
+from .layout import Range, length
 from .plan import Distance, Launch, Mask, Step, plan
 
 
@@ -232,7 +232,7 @@ class _Returning:
         self._rows = (theirs := p.step(reader, p.rank)).rows
         self._like = (k, v)
         dtype = (torch.float64 if k.dtype == torch.float64 else torch.float32) if theirs.adds_up else k.dtype
-        send = pack((dkeys, dvalues), ((0, step.count),)) if step.count else None
+        send = pack((dkeys, dvalues), _whole(dkeys)) if step.count else None
         self._transfer = Transfer(
             p.op, p.group, send=send, to=owner, receive=room(self._like, theirs.count, dtype) if theirs.count else None, source=reader
         )
@@ -241,9 +241,7 @@ class _Returning:
         self._transfer.wait()
         if self._transfer.received is None:
             return
-        for whole, parts in zip((dk, dv), unpack(self._transfer.received, self._like, self._rows)):
-            for (begin, end), part in zip(self._rows, parts):
-                whole[:, begin:end].add_(part)
+        _add(dk, dv, self._rows, *unpack(self._transfer.received, self._like, length(self._rows)))
 
 
 def _come_by(p: Problem, k: Tensor, v: Tensor) -> Any:
@@ -260,21 +258,14 @@ def _come_by(p: Problem, k: Tensor, v: Tensor) -> Any:
 
     own = p.step(p.rank, p.rank)
     following = send_for(1)
-    if own.launches:
-        yield own, *(joined([_rows(x, rows) for rows in own.rows]) for x in (k, v))
-    else:
-        yield own, k[:, :0], v[:, :0]
+    yield own, select(k, own.rows), select(v, own.rows)
     for t in range(1, p.size):
         arriving, following = following, None
         assert arriving is not None
         arriving.wait()
         following = send_for(t + 1)
         step = p.step(p.rank, (p.rank - t) % p.size)
-        if arriving.received is None:
-            yield step, k[:, :0], v[:, :0]
-            continue
-        keys, values = unpack(arriving.received, (k, v), ((0, step.count),))
-        yield step, keys[0], values[0]
+        yield step, *((k[:, :0], v[:, :0]) if arriving.received is None else unpack(arriving.received, (k, v), step.count))
 
 
 class Ring(torch.autograd.Function):

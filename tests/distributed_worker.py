@@ -1,0 +1,428 @@
+"""What the ranks of tests/test_distributed.py do: every case of a world size in one process each.
+
+    python tests/distributed_worker.py RANK WORLD FOLDER
+
+Not a test file: a process of it imports no pytest. Each case is a function of a `World`; what it raises is written to
+FOLDER/RANK.json with its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+import reference
+import volta_fa  # registers the ops
+from volta_fa.distributed import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence
+from volta_fa.distributed import attention as attention_module
+from volta_fa.distributed import ring as ring_module
+
+assert volta_fa.__version__
+CASES = {}
+
+
+def case(*worlds: int):
+    """Runs with these numbers of ranks."""
+
+    def register(function):
+        CASES[function.__name__] = (worlds, function)
+        return function
+
+    return register
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device = torch.device("cpu")
+    meshes: dict = field(default_factory=dict)
+
+    def mesh(self, ring: int, ulysses: int):
+        if (ring, ulysses) not in self.meshes:
+            shape = (ring, ulysses)
+            self.meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=("ring", "ulysses"))
+        return self.meshes[ring, ulysses]
+
+
+def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
+    """The same on all ranks: q, k, v, dout of the whole problem."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [
+        (seqlen, nheads, headdim),
+        (seqlen_k or seqlen, nheads_k, headdim),
+        (seqlen_k or seqlen, nheads_k, headdim_v or headdim),
+        (seqlen, nheads, headdim_v or headdim),
+    ]
+    return [torch.randn(*(shape if packed else (batch, *shape)), generator=g).to(dtype).to(device) for shape in shapes]
+
+
+def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
+    """What one process has: out and the gradients of q, k, v and sinks."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+    if cu_seqlens is not None:
+        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+        options |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0])
+    out = torch.ops.volta_fa.fwd(*leaves[:3], sinks=leaves[3] if len(leaves) > 3 else None, **options)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
+    """The same from the ranks' shards, put together."""
+    dim = 0 if cu_seqlens is not None else 1
+    leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
+    if sinks is not None:
+        leaves.append(sinks.detach().clone().requires_grad_())
+    out = attend(
+        *leaves[:3], group, sinks=leaves[3] if sinks is not None else None, layout=layout, cu_seqlens=cu_seqlens, **options
+    )
+    assert out.dtype == q.dtype and out.shape == (*leaves[0].shape[:-1], v.shape[-1])
+    grads = torch.autograd.grad(out, leaves, shard_sequence(dout, group, dim, layout))
+    found = [unshard_sequence(t, group, dim, layout) for t in (out, *grads[:3])]
+    if sinks is not None:
+        total = grads[3].clone()
+        dist.all_reduce(total)
+        found.append(total)
+    return found
+
+
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
+#: softmax_lse is fp32, whatever q is
+CLOSE = {torch.float64: 2e-6, torch.float32: 2e-5}
+
+
+def compare(found, expected, dtype, what=""):
+    for name, f, e in zip(NAMES, found, expected, strict=False):
+        assert f.shape == e.shape, f"{what} {name}: {tuple(f.shape)}, expected {tuple(e.shape)}"
+        if not e.numel():
+            continue
+        limit = CLOSE[dtype] * max(1.0, e.abs().max().item())
+        error = (f - e).abs().max().item()
+        assert error <= limit, f"{what} {name}: off by {error:.2e}, expected at most {limit:.2e}"
+    assert len(found) == len(expected)
+
+
+PROBLEMS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(window_left=5, window_right=3),
+    "causal window": dict(is_causal=True, window_left=9),
+    "odd causal": dict(is_causal=True, seqlen=41),
+    "shorter than the chunks": dict(is_causal=True, seqlen=5),
+    "one position": dict(is_causal=True, seqlen=1),
+    "no position": dict(seqlen=0),
+    "cross": dict(seqlen=19, seqlen_k=30),
+    "cross causal": dict(seqlen=19, seqlen_k=30, is_causal=True),
+    "more queries than keys": dict(seqlen=30, seqlen_k=19, is_causal=True),
+    "softcap": dict(softcap=3.0, is_causal=True),
+    "scale": dict(softmax_scale=0.4, headdim_v=24),
+    "alibi": dict(alibi="h"),
+    "alibi causal": dict(alibi="bh", is_causal=True),
+    "alibi window": dict(alibi="h", window_left=6, window_right=4),
+    "alibi cross": dict(alibi="h", seqlen=19, seqlen_k=30),
+    "sinks": dict(sinks=True, is_causal=True),
+    "sinks alone": dict(sinks=True, seqlen=30, seqlen_k=19, is_causal=True),
+    "packed": dict(lengths=(7, 1, 12, 0, 17)),
+    "packed causal": dict(lengths=(7, 1, 12, 0, 17), is_causal=True),
+    "packed, one long": dict(lengths=(2, 60, 3), is_causal=True),
+    "packed, many short": dict(lengths=(3, 2, 4, 1, 5, 2, 2, 3, 4, 6, 1, 2), is_causal=True),
+    "packed window": dict(lengths=(20, 3, 18), window_left=4, window_right=1),
+    "packed alibi sinks": dict(lengths=(20, 3, 18), alibi="bh", sinks=True, is_causal=True),
+}
+
+
+def problem(name, dtype, device):
+    options = dict(PROBLEMS[name])
+    lengths, alibi, sinks = options.pop("lengths", None), options.pop("alibi", None), options.pop("sinks", False)
+    sizes = {key: options.pop(key) for key in ("seqlen", "seqlen_k", "headdim_v") if key in options}
+    if lengths is not None:
+        sizes |= dict(seqlen=sum(lengths), packed=True)
+        options["cu_seqlens"] = torch.tensor((0, *lengths)).cumsum(0).tolist()
+    tensors = inputs(dtype, device, **sizes)
+    nheads = tensors[0].shape[-2]
+    if alibi:
+        slopes = torch.tensor([0.5, 0.25, 0.11, 0.02], device=device)[:nheads]
+        entries = len(lengths) if lengths is not None else tensors[0].shape[0]
+        options["alibi_slopes"] = slopes if alibi == "h" else torch.stack([slopes * (i + 1) for i in range(entries)])
+    if sinks:
+        options["sinks"] = torch.tensor([0.3, -1.0, 2.0, -float("inf")], dtype=dtype, device=device)[:nheads]
+    return tensors, options
+
+
+@case(1, 2, 3, 4)
+def ring(world):
+    for name in PROBLEMS:
+        tensors, options = problem(name, torch.float64, world.device)
+        expected = whole_of(*tensors, **options)
+        for layout in ("zigzag", "contiguous"):
+            compare(sharded(ring_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+
+
+@case(1, 2, 4)
+def ulysses(world):
+    for name in PROBLEMS:
+        tensors, options = problem(name, torch.float64, world.device)
+        expected = whole_of(*tensors, **options)
+        for layout in ("zigzag", "contiguous"):
+            compare(sharded(ulysses_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+
+
+@case(2, 4)
+def mesh(world):
+    for shape in [(world.size, 1), (1, world.size), (world.size // 2, 2)]:
+        grid = world.mesh(*shape)
+        for name in PROBLEMS:
+            tensors, options = problem(name, torch.float64, world.device)
+            expected = whole_of(*tensors, **options)
+            found = sharded(context_parallel_attention, grid, *tensors, **options)
+            compare(found, expected, torch.float64, f"{name}, {shape}:")
+
+
+@case(2, 3)
+def fp32(world):
+    tensors, options = problem("packed causal", torch.float32, world.device)
+    compare(sharded(ring_attention, None, *tensors, **options), whole_of(*tensors, **options), torch.float32)
+
+
+def within_the_rule(world, dtype, attend=ring_attention, seqlen=93, headdim=32, **options):
+    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention in this dtype."""
+    q, k, v, dout = inputs(dtype, world.device, seqlen=seqlen, headdim=headdim, batch=1)
+    found = sharded(attend, None, q, k, v, dout, **options)
+    exact = reference.forward(q, k, v, **options)
+    gradients = reference.backward(dout, q, k, v, **options)
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    eager = reference.eager(*leaves, **options)
+    theirs = [eager.detach(), *torch.autograd.grad(eager, leaves, dout)]
+    for name, f, e, t in zip(NAMES, found, [exact.out, *gradients], theirs):
+        factor = 2 if name == "out" else 3
+        for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
+            error, allowed = measure(f.double() - e).item(), factor * measure(t.double() - e).item()
+            assert error <= allowed, f"{dtype} {options} {name}: off by {error:.2e}, expected at most {allowed:.2e}"
+
+
+@case(2, 4)
+def low_precision(world):
+    for dtype in (torch.float16, torch.bfloat16):
+        for options in ({}, dict(is_causal=True)):
+            within_the_rule(world, dtype, **options)
+    within_the_rule(world, torch.bfloat16, ulysses_attention, is_causal=True)
+
+
+@case(2)
+def simulated(world):
+    """The kernels' machine code: attention, and the merge of fp32 with fp16 parts."""
+    os.environ["VOLTA_FA_SIMULATE"] = "1"
+    try:
+        within_the_rule(world, torch.float16, is_causal=True)
+        within_the_rule(world, torch.bfloat16, window_left=20, window_right=9)
+    finally:
+        del os.environ["VOLTA_FA_SIMULATE"]
+
+
+@case(1, 3)
+def dropout(world):
+    """Each rank's launches have numbers of their own; with the masks that they give, the result is that of one process."""
+    p, seqlen = 0.3, 48
+    q, k, v, dout = inputs(torch.float64, world.device, seqlen=seqlen, batch=1)
+    for t in (q, k, v):
+        t.mul_(0.3)
+    states = []
+    inner = ring_module.forward
+
+    def remember(problem, *arguments):
+        result = inner(problem, *arguments)
+        states.append((problem, result[2]))
+        return result
+
+    ring_module.forward = remember
+    try:
+        torch.manual_seed(7)
+        found = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+        again = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+        torch.manual_seed(7)
+        repeated = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+    finally:
+        ring_module.forward = inner
+    assert all(torch.equal(a, b) for a, b in zip(found, repeated)), "the same seed gives other numbers"
+    assert not torch.equal(found[0], again[0]), "a second call has the numbers of the first"
+    # this rank's part of the whole mask
+    kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)
+    prob, rng_states = states[0]
+    number = 0
+    positions = [i for b, e in prob.q_ranges[prob.rank] for i in range(b, e)]
+    for t in range(prob.size):
+        source = (prob.rank - t) % prob.size
+        step = prob.step(prob.rank, source)
+        theirs = [i for b, e in prob.k_ranges[source] for i in range(b, e)]
+        keys = [theirs[i] for b, e in step.rows for i in range(b, e)]
+        for launch in step.launches:
+            call = launch.calls[0]
+            mask = torch.ops.volta_fa._dropout_mask(rng_states[number], 1, 4, call.rows, call.keys, p)
+            number += 1
+            for row in range(call.rows):
+                kept[:, :, positions[call.q[0] + row], keys[call.k[0] : call.k[1]]] = mask[:, :, row].to(torch.uint8)
+    dist.all_reduce(kept, op=dist.ReduceOp.MAX)
+    seen = torch.ones(seqlen, seqlen, dtype=torch.bool).tril()
+    share = kept[:, :, seen].double().mean().item()
+    assert abs(share - (1 - p)) < 0.03, share
+    heads = kept[:, :, seen].flatten(0, 1).double()
+    correlation = torch.corrcoef(heads).fill_diagonal_(0).abs().max().item()
+    assert correlation < 0.15, correlation
+    if world.size > 1:  # equal rows of different ranks would be the same numbers
+        rows = kept[0, 0, :, :4].tolist()
+        assert len({tuple(row) for row in rows[8:]}) > 8
+    options = dict(is_causal=True, dropout_p=p, kept=kept.bool())
+    expected = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
+    compare(found, expected, torch.float64, "dropout:")
+
+
+@case(4)
+def ulysses_dropout(world):
+    """Heads of different ranks are dropped differently, though their generators agree."""
+    torch.manual_seed(3)
+    q, k, v, _ = inputs(torch.float64, world.device, seqlen=40, batch=1)
+    q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.ones_like(v)
+    out = ulysses_attention(*(shard_sequence(t, None) for t in (q, k, v)), None, dropout_p=0.5)
+    out = unshard_sequence(out, None)[0, :, :, 0]
+    assert len({tuple(column) for column in out.T.tolist()}) == 4
+    assert abs(out.mean().item() - 1) < 0.05
+
+
+@case(2)
+def bit_equal(world):
+    """Two runs of a deterministic call."""
+    tensors = inputs(torch.float16, world.device, seqlen=80)
+    first, second = (sharded(ring_attention, None, *tensors, is_causal=True, deterministic=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@case(2, 3)
+def no_gradient(world):
+    """Under no_grad, and for some of the inputs alone."""
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    with torch.no_grad():
+        out = ring_attention(q, k, v, is_causal=True)
+    assert not out.requires_grad
+    k.requires_grad_()
+    other = ring_attention(q, k, v, is_causal=True)
+    assert torch.equal(other, out)
+    other.sum().backward()
+    assert k.grad is not None and q.grad is None
+
+
+@case(2)
+def autocast(world):
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float32, world.device))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_attention(q.requires_grad_(), k, v)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@case(3)
+def shards(world):
+    """Tokens, labels and positions too; whole again afterwards."""
+    for seqlen in (0, 2, 11, 48):
+        for layout in ("zigzag", "contiguous"):
+            positions = torch.arange(seqlen)
+            mine = shard_sequence(positions, None, 0, layout)
+            assert torch.equal(unshard_sequence(mine, None, 0, layout), positions)
+            labels = torch.randn(2, 3, seqlen, 2, generator=torch.Generator().manual_seed(1))
+            shard = shard_sequence(labels, None, -2, layout)
+            assert torch.equal(shard, labels[:, :, mine])
+            assert torch.equal(unshard_sequence(shard, None, -2, layout), labels)
+
+
+def refused(kind, action, *words):
+    try:
+        action()
+    except kind as error:
+        assert all(word in str(error) for word in words), (words, str(error))
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+@case(2, 3)
+def errors(world):
+    """Each on every rank, before anything is sent: the next one finds all ranks in step."""
+    last = world.rank == world.size - 1
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    prefix = "volta_fa.distributed.ring_attention: "
+    each = lambda t: t.float() if last else t
+    refused(ValueError, lambda: ring_attention(each(q), each(k), each(v)), prefix + "q: got float", f"on rank {world.size - 1}", "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(q.float() if last else q, k, v), prefix, "k: got dtype torch.float64", f"(on rank {world.size - 1} of the group)")
+    refused(ValueError, lambda: ring_attention(q, k[..., :8] if last else k, v), "k: got", "(on rank")
+    refused(ValueError, lambda: ring_attention(q, k, v, softcap=-1.0), prefix + "softcap")
+    refused(ValueError, lambda: ring_attention(q, k, v, is_causal=last), "options: got", "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(q, k, v, layout="zagzig"), "layout: got 'zagzig', expected 'zigzag' or 'contiguous'")
+    refused(ValueError, lambda: ring_attention(q, k, v, layout="contiguous" if last else "zigzag"), "layout: got zigzag on rank")
+    refused(ValueError, lambda: ring_attention(q[:, 1:] if last else q, k, v), "q: got shards of", "as shard_sequence makes them")
+    refused(ValueError, lambda: ring_attention(q[:, :, :3], k, v), "nheads")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5]), "cu_seqlens: got 5 tokens, expected the 37")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[1, 37]), "cu_seqlens: got [1, 37]", "begin with 0")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5 + last, 37]), "cu_seqlens: got 2 sequences of 37 tokens")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0]), "q: got a tensor of rank 3, expected rank 4")
+    refused(ValueError, lambda: ring_attention(q.detach().requires_grad_(last), k, v), "requires_grad: got False on rank")
+    generator = torch.Generator().manual_seed(world.rank)
+    refused(ValueError, lambda: ring_attention(q, k, v, dropout_p=0.1, generator=generator), "generator: got a state")
+    refused(ValueError, lambda: (ulysses_attention if last else ring_attention)(q, k, v), "call: got ")
+    heads = world.size + 1
+    q1, k1, v1, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device, nheads=heads, nheads_k=1))
+    refused(ValueError, lambda: ulysses_attention(q1, k1, v1), f"q: got {heads} heads", f"multiple of the {world.size} ranks")
+    refused(ValueError, lambda: unshard_sequence(q[..., :3] if last else q), "tensor: got")
+    # a group without this rank
+    pair = dist.new_group([0])
+    if world.rank:
+        refused(ValueError, lambda: ring_attention(q, k, v, pair), "group: got", f"that rank {world.rank} is in")
+    else:
+        assert ring_attention(q, q[:, :, :2], q[:, :, :2], pair).shape == q.shape
+    refused(ValueError, lambda: ring_attention(q, k, v, world.mesh(world.size, 1)), "group: got a mesh of 2 dimensions")
+    # still in step
+    ring_attention(q, k, v, is_causal=True)
+
+
+@case(2)
+def late(world):
+    """A rank that does not come: within the group's timeout the others say who is missing."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    if world.rank == 0:
+        refused(RuntimeError, lambda: ring_attention(q, k, v, group), "ring_attention: rank 1 of the group did not make this call", "timeout of 2 s")
+    dist.barrier()
+
+
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    world = World(rank, size)
+    failures = {}
+    for name, (worlds, function) in CASES.items():
+        if size not in worlds or (names and name not in names):
+            continue
+        try:
+            function(world)
+        except Exception:
+            failures[name] = traceback.format_exc()
+            break  # the other ranks may be elsewhere
+    (folder / f"{rank}.json").write_text(json.dumps(failures))
+    if not failures:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
