@@ -1,6 +1,6 @@
 """What the ranks of tests/test_distributed.py do: every case of a world size in one process each.
 
-    python tests/distributed_worker.py RANK WORLD FOLDER
+    python tests/distributed_worker.py RANK WORLD FOLDER [CASE ...]
 
 Not a test file: a process of it imports no pytest. Each case is a function of a `World`; what it raises is written to
 FOLDER/RANK.json with its name.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,11 +34,16 @@ assert volta_fa.__version__
 CASES = {}
 
 
-def case(*worlds: int):
-    """Runs with these numbers of ranks."""
+#: With VOLTA_FA_TEST_NCCL=1 each rank has a GPU.
+NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
+
+
+def case(*worlds: int, cpu: bool = True, gpu: bool = False):
+    """Runs with these numbers of ranks, over gloo and over NCCL."""
 
     def register(function):
-        CASES[function.__name__] = (worlds, function)
+        if gpu if NCCL else cpu:
+            CASES[function.__name__] = (worlds, function)
         return function
 
     return register
@@ -48,7 +54,11 @@ class World:
     rank: int
     size: int
     device: torch.device = torch.device("cpu")
+    folder: Path = Path()
     meshes: dict = field(default_factory=dict)
+
+    def finish(self, failures):
+        (self.folder / f"{self.rank}.json").write_text(json.dumps(failures))
 
     def mesh(self, ring: int, ulysses: int):
         if (ring, ulysses) not in self.meshes:
@@ -98,6 +108,8 @@ def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlen
     return found
 
 
+#: Of cases for which any will do.
+DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 #: softmax_lse is fp32, whatever q is
 CLOSE = {torch.float64: 2e-6, torch.float32: 2e-5}
@@ -143,8 +155,13 @@ PROBLEMS = {
 }
 
 
-def problem(name, dtype, device):
-    options = dict(PROBLEMS[name])
+def problem(name, dtype, device, stretch=1):
+    """`stretch` makes all lengths so many times longer."""
+    options = {"seqlen": 37} | PROBLEMS[name]
+    for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
+        options |= {key: options[key] * stretch} if key in options else {}
+    if "lengths" in options:
+        options["lengths"] = tuple(n * stretch for n in options["lengths"])
     lengths, alibi, sinks = options.pop("lengths", None), options.pop("alibi", None), options.pop("sinks", False)
     sizes = {key: options.pop(key) for key in ("seqlen", "seqlen_k", "headdim_v") if key in options}
     if lengths is not None:
@@ -300,10 +317,41 @@ def ulysses_dropout(world):
     assert abs(out.mean().item() - 1) < 0.05
 
 
-@case(2)
+@case(2, cpu=False, gpu=True)
+def as_one_device(world):
+    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of one device with the whole."""
+    for name in PROBLEMS:
+        for dtype in (torch.float16, torch.bfloat16):
+            tensors, options = problem(name, dtype, world.device, stretch=23)
+            exact = whole_of(*as_fp64(tensors), **as_fp64(options))
+            one = whole_of(*tensors, **options)
+            ways = [(ring_attention, None, "zigzag"), (ring_attention, None, "contiguous"), (ulysses_attention, None, "zigzag")]
+            ways += [(context_parallel_attention, world.mesh(*shape), "zigzag") for shape in ((2, 1), (1, 2))]
+            for attend, group, layout in ways:
+                found = sharded(attend, group, *tensors, layout=layout, **options)
+                for what, f, o, e in zip(NAMES, found, one, exact):
+                    if not e.numel():
+                        continue
+                    for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
+                        error = measure(f.double().cpu() - e).item()
+                        allowed = (2 if what == "out" else 3) * measure(o.double().cpu() - e).item() + 1e-7
+                        assert error <= allowed, f"{name}, {dtype}, {attend.__name__}, {layout}: {what}: {error:.2e} > {allowed:.2e}"
+
+
+def as_fp64(values):
+    """On the CPU, whose backend takes it."""
+    if isinstance(values, dict):
+        keep = ("alibi_slopes",)
+        return {
+            name: (v.cpu() if name in keep else v.double().cpu()) if torch.is_tensor(v) else v for name, v in values.items()
+        }
+    return [t.double().cpu() for t in values]
+
+
+@case(2, gpu=True)
 def bit_equal(world):
     """Two runs of a deterministic call."""
-    tensors = inputs(torch.float16, world.device, seqlen=80)
+    tensors = inputs(torch.float16, world.device, seqlen=2000 if NCCL else 80)
     first, second = (sharded(ring_attention, None, *tensors, is_causal=True, deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -355,15 +403,15 @@ def refused(kind, action, *words):
         raise AssertionError(f"not refused: {words}")
 
 
-@case(2, 3)
+@case(2, 3, gpu=True)
 def errors(world):
     """Each on every rank, before anything is sent: the next one finds all ranks in step."""
     last = world.rank == world.size - 1
-    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     prefix = "volta_fa.distributed.ring_attention: "
-    each = lambda t: t.float() if last else t
-    refused(ValueError, lambda: ring_attention(each(q), each(k), each(v)), prefix + "q: got float", f"on rank {world.size - 1}", "the same on all ranks")
-    refused(ValueError, lambda: ring_attention(q.float() if last else q, k, v), prefix, "k: got dtype torch.float64", f"(on rank {world.size - 1} of the group)")
+    each = lambda t: t.to(OTHER) if last else t
+    refused(ValueError, lambda: ring_attention(each(q), each(k), each(v)), prefix + "q: got ", f"on rank {world.size - 1}", "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(q.to(OTHER) if last else q, k, v), prefix, f"k: got dtype {DTYPE}", f"(on rank {world.size - 1} of the group)")
     refused(ValueError, lambda: ring_attention(q, k[..., :8] if last else k, v), "k: got", "(on rank")
     refused(ValueError, lambda: ring_attention(q, k, v, softcap=-1.0), prefix + "softcap")
     refused(ValueError, lambda: ring_attention(q, k, v, is_causal=last), "options: got", "the same on all ranks")
@@ -376,11 +424,11 @@ def errors(world):
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5 + last, 37]), "cu_seqlens: got 2 sequences of 37 tokens")
     refused(ValueError, lambda: ring_attention(q[0], k[0], v[0]), "q: got a tensor of rank 3, expected rank 4")
     refused(ValueError, lambda: ring_attention(q.detach().requires_grad_(last), k, v), "requires_grad: got False on rank")
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator(world.device).manual_seed(world.rank)
     refused(ValueError, lambda: ring_attention(q, k, v, dropout_p=0.1, generator=generator), "generator: got a state")
-    refused(ValueError, lambda: (ulysses_attention if last else ring_attention)(q, k, v), "call: got ")
+    refused(ValueError, lambda: (context_parallel_attention if last else ring_attention)(q, k, v), "call: got ")
     heads = world.size + 1
-    q1, k1, v1, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device, nheads=heads, nheads_k=1))
+    q1, k1, v1, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device, nheads=heads, nheads_k=1))
     refused(ValueError, lambda: ulysses_attention(q1, k1, v1), f"q: got {heads} heads", f"multiple of the {world.size} ranks")
     refused(ValueError, lambda: unshard_sequence(q[..., :3] if last else q), "tensor: got")
     # a group without this rank
@@ -394,22 +442,41 @@ def errors(world):
     ring_attention(q, k, v, is_causal=True)
 
 
-@case(2)
+@case(2, gpu=True)
 def late(world):
     """A rank that does not come: within the group's timeout the others say who is missing."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
     if world.rank == 0:
         refused(RuntimeError, lambda: ring_attention(q, k, v, group), "ring_attention: rank 1 of the group did not make this call", "timeout of 2 s")
     dist.barrier()
+
+
+@case(2, 3, gpu=True)
+def dying(world):
+    """The last case: a rank ends without a word between forward and backward. The others say so within the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
+    out = ring_attention(q.requires_grad_(), k, v, group, is_causal=True)
+    if world.rank == world.size - 1:
+        world.finish({})
+        os._exit(0)
+    begin = time.monotonic()
+    refused(RuntimeError, out.sum().backward, "ring_attention, backward: rank", f"{world.size - 1} of the group did not make this call")
+    assert time.monotonic() - begin < 10
+    world.finish({})
+    os._exit(0)  # with a member gone, a group cannot be taken down in order
 
 
 def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    world = World(rank, size)
+    device = torch.device("cuda", rank) if NCCL else torch.device("cpu")
+    if NCCL:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if NCCL else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    world = World(rank, size, device, folder)
     failures = {}
     for name, (worlds, function) in CASES.items():
         if size not in worlds or (names and name not in names):
@@ -419,7 +486,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
         except Exception:
             failures[name] = traceback.format_exc()
             break  # the other ranks may be elsewhere
-    (folder / f"{rank}.json").write_text(json.dumps(failures))
+    world.finish(failures)
     if not failures:
         dist.destroy_process_group()
 

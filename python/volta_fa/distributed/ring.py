@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import agree
 from .communication import Transfer, pack, room, select, unpack
 from .layout import Range, length
 from .plan import Distance, Launch, Mask, Step, plan
@@ -281,4 +282,6 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:  # noqa: D102
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
+        # a rank may have ended or gone elsewhere since the forward pass
+        agree([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
