@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 HERE = Path(__file__).resolve().parent
@@ -392,6 +393,188 @@ def shards(world):
             shard = shard_sequence(labels, None, -2, layout)
             assert torch.equal(shard, labels[:, :, mine])
             assert torch.equal(unshard_sequence(shard, None, -2, layout), labels)
+
+
+@case(2, 4)
+def dtensor(world):
+    """Batch, heads or nothing sharded; options too; forward, backward, compiled."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    flat, grid = world.mesh(1, world.size)["ulysses"], world.mesh(world.size // 2, 2)
+    batch, heads, both, neither = [Shard(0)], [Shard(2)], [Shard(0), Shard(2)], [Replicate()]
+    cases = [(flat, p, {}) for p in (batch, heads, neither, [Shard(1)])] + [(grid, both, {}), (flat, heads, dict(nheads_k=1))]
+    cases += [(flat, batch, dict(batch=3)), (flat, heads, dict(nheads=3, nheads_k=3))]
+    for mesh, placements, sizes in cases:
+        q, k, v, dout = inputs(torch.float64, world.device, **{"nheads_k": 4, "batch": 4} | sizes)
+        options = dict(is_causal=True, alibi_slopes=torch.rand(q.shape[0], q.shape[2]), window_left=20)
+        bias = torch.randn(1, q.shape[2], q.shape[1], 1, dtype=torch.float64)
+        sinks = torch.randn(q.shape[2], dtype=torch.float64)
+
+        def run(q, k, v, bias, sinks, dout, **options):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, bias, sinks)]
+            out, lse, _ = torch.ops.volta_fa.fwd(*leaves[:3], attn_bias=leaves[3], sinks=leaves[4], **options)
+            return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+
+        whole = [t.contiguous() for t in (q, k, v, bias, sinks, dout)]
+        for t in whole:
+            dist.broadcast(t, 0)
+        dist.broadcast(options["alibi_slopes"], 0)
+        spread = lambda t, p=None: distribute_tensor(t, mesh, p or [Replicate()] * mesh.ndim)
+        mine = [spread(t, placements) for t in whole[:3]] + [spread(t) for t in whole[3:]]
+        expected, found = run(*whole, **options), run(*mine, **options)
+        assert all(isinstance(t, DTensor) for t in found)
+        if placements in (batch, heads, both) and sizes.get("nheads") != 3:
+            assert list(found[0].placements) == placements, (found[0].placements, placements)
+        for name, f, e in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), found, expected):
+            assert f.shape == e.shape
+            error = (f.full_tensor() - e).abs().max().item()
+            assert error < 2e-6, (name, placements, sizes, error)
+
+
+@case(2, gpu=True)
+def dtensor_model(world):
+    """A tensor-parallel layer over PyTorch's own attention: eager and compiled, losses and gradients those of one process."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(5)
+    dtype = torch.float16 if NCCL else torch.float32
+    one = Layer().to(world.device, dtype)
+    x = torch.randn(2, 11, 32, device=world.device, dtype=dtype)
+    expected = one(x)
+    expected.pow(2).sum().backward()
+    mesh = world.mesh(1, world.size)["ulysses"]
+    local = dict(use_local_output=False)
+    plan = {n: ColwiseParallel(**local) for n in "qkv"} | {"o": RowwiseParallel()}
+    for compiled in (False, True):
+        layer = Layer().to(world.device, dtype)
+        layer.load_state_dict(one.state_dict())
+        layer = parallelize_module(layer, mesh, plan)
+        volta_fa.enable_sdpa(world.device, force=True)
+        volta_fa.sdpa_stats(reset=True)
+        try:
+            out = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(x)
+            out.pow(2).sum().backward()
+        finally:
+            volta_fa.disable_sdpa()
+        assert volta_fa.sdpa_stats()["traced" if compiled else "ran"] >= 1 and not volta_fa.sdpa_stats()["fell_back"], volta_fa.sdpa_stats()
+        assert (out - expected).abs().max() < (1e-2 if NCCL else 1e-5)
+        for name, p in layer.named_parameters():
+            assert isinstance(p.grad, DTensor)
+            assert (p.grad.full_tensor() - one.get_parameter(name).grad).abs().max() < (1e-1 if NCCL else 1e-4), name
+
+
+@case(2, 4)
+def dtensor_dropout(world):
+    """Shards of heads have other numbers, replicas the same."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = world.mesh(1, world.size)["ulysses"]
+    zeros, ones = torch.zeros(1, 32, 4, 8), torch.ones(1, 32, 4, 8)
+    for placement in (Shard(2), Replicate()):
+        torch.manual_seed(1)
+        q, k, v = (distribute_tensor(t, mesh, [placement]) for t in (zeros, zeros, ones))
+        out = torch.ops.volta_fa.fwd(q, k, v, dropout_p=0.5)[0]
+        first = out.to_local().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, out.to_local()) == (placement == Replicate() or world.rank == 0)
+
+
+@case(2, 3, 4, gpu=True)
+def pytorch_context_parallel(world):
+    """PyTorch's context_parallel with enable_sdpa(): our ring under its hooks."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mesh = world.mesh(world.size, 1)["ring"]
+    seqlen = 4 * world.size * (50 if NCCL else 1)
+    whole = [t.transpose(1, 2).contiguous() for t in inputs(DTYPE, world.device, seqlen=seqlen, nheads_k=4)]
+    for is_causal, balanced in ((True, True), (True, False), (False, False)):
+        leaves = [t.clone().requires_grad_() for t in whole[:3]]
+        out = attend(*leaves, is_causal=is_causal)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
+        _cp_options.enable_load_balance = balanced
+        q, k, v, dout = (t.clone() for t in whole)
+        volta_fa.enable_sdpa(world.device, force=True)
+        volta_fa.sdpa_stats(reset=True)
+        try:
+            with context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+                leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+                out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+                assert out.shape[2] == seqlen // world.size
+                found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+                found = context_parallel_unshard(mesh, found, [2] * 4)
+        finally:
+            volta_fa.disable_sdpa()
+            _cp_options.enable_load_balance = True
+        assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
+        for name, f, e in zip(NAMES, found, expected):
+            assert (f - e).abs().max() < (2e-2 if NCCL else 2e-6) * max(1.0, e.abs().max()), (name, is_causal, balanced)
+
+
+@case(2, 4)
+def transformers_llama(world):
+    """A Llama of transformers (with a window: Mistral) over a mesh: losses and gradients are those of one process; packed too."""
+    try:
+        import transformers
+
+        import volta_fa.transformers as on_transformers
+    except ImportError:
+        return
+    sizes = dict(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    for kind, mesh, packed in (
+        ("Llama", None, False),
+        ("Llama", world.mesh(world.size // 2, 2), False),
+        ("Mistral", None, False),
+        ("Llama", None, True),
+    ):
+        options = sizes | (dict(sliding_window=6) if kind == "Mistral" else {})
+        config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="volta_fa", use_cache=False)
+        torch.manual_seed(2)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+        lengths = (9, 4, 10)
+        tokens = torch.randint(50, (1 if packed else 2, sum(lengths)))
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        cu_seqlens = [0, 9, 13, 23] if packed else None
+        positions = torch.arange(23)[None] if not packed else torch.cat([torch.arange(n) for n in lengths])[None]
+        if packed:
+            labels[:, [8, 12]] = -100
+        positions = positions.expand(tokens.shape)
+        count = int((labels != -100).sum())
+        for checkpointed in (False, True):
+            if checkpointed:
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable(dict(use_reentrant=False))
+            model.train()
+            loss = model(input_ids=tokens, position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
+            loss.backward()
+            expected = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            with on_transformers.context_parallel(mesh, cu_seqlens=cu_seqlens):
+                mine = [shard_sequence(t, mesh) for t in (tokens, positions, labels)]
+                part = model(
+                    input_ids=mine[0], position_ids=mine[1], labels=mine[2], shift_labels=mine[2], num_items_in_batch=count
+                ).loss
+                part.backward()
+            total = part.detach().clone()
+            dist.all_reduce(total)
+            assert abs(total - loss) < 1e-6, (kind, total, loss)
+            for (name, p), e in zip(model.named_parameters(), expected):
+                dist.all_reduce(p.grad)
+                assert (p.grad - e).abs().max() < 1e-6, (kind, packed, name)
+            model.zero_grad()
 
 
 def refused(kind, action, *words):

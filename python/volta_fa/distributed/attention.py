@@ -16,7 +16,7 @@ from .communication import prepare
 from .groups import Grid, Group, check_layout, gather, grid_of, group_of
 from .layout import length, shard_ranges
 from .plan import Mask
-from .ring import Problem, Ring
+from .ring import Problem, Ring, derived_generator
 from .ulysses import to_heads, to_sequence
 
 
@@ -342,6 +342,13 @@ def _state(generator: torch.Generator | None, device: torch.device) -> int:
     else:
         text = bytes(generator.get_state().numpy())
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+
+
+def generator_for(given: torch.Generator | None, device: torch.device, part: tuple[int, ...]) -> torch.Generator:
+    """Whose numbers follow from the state of a generator, which moves on, and from the part that a rank computes."""
+    found = derived_generator(device, (_state(given, device), *part))
+    torch.empty(1, device=device).uniform_(generator=given)
+    return found
 
 
 def _check_locally(

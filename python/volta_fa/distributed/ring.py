@@ -70,8 +70,13 @@ class Problem:
         """Of a launch's random numbers. All ranks draw from generators in one state; rank and number make them different."""
         if not self.dropout_p:
             return None
-        text = repr((*self.seed, self.rank, number)).encode()
-        return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+        return derived_generator(device, (*self.seed, self.rank, number))
+
+
+def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.Generator:
+    """Whose state follows from these numbers, and is another one for others."""
+    text = repr(numbers).encode()
+    return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
 
 @dataclass
