@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import volta_fa
 from volta_fa.distributed import ring_attention, shard_sequence, ulysses_attention
-from volta_fa.distributed.communication import Transfer, pack, room
+from volta_fa.distributed.communication import Transfer, messages, room
 from volta_fa.distributed.layout import shard_ranges
 from volta_fa.distributed.plan import Mask, plan
 
@@ -54,7 +54,7 @@ def tensors(seqlen: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(1, seqlen, HEADS, HEADDIM, generator=g, device=device, dtype=torch.float16) for _ in range(4)]
 
 
-def messages(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None]:
+def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None]:
     """What a causal ring sends in its forward pass, without its kernels."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranges = [shard_ranges(seqlen, size, r, "zigzag") for r in range(size)]
@@ -64,14 +64,9 @@ def messages(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None
         for t in range(1, size):
             source, reader = (rank - t) % size, (rank + t) % size
             theirs, mine = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
-            Transfer(
-                "benchmark",
-                dist.group.WORLD,
-                send=pack((k, v), theirs.rows),
-                to=reader,
-                receive=room((k, v), mine.count),
-                source=source,
-            ).wait()
+            send = [message for x in (k, v) for message in messages(x, theirs.rows)]
+            receive = [part for x in (k, v) for part in room(x, mine.rows)[1]]
+            Transfer("benchmark", dist.group.WORLD, send=send, to=reader, receive=receive, source=source).wait()
 
     return send_all
 
@@ -109,7 +104,7 @@ def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
         found[name] = {"forward_ms": milliseconds(lambda: attend(q, k, v), rounds), "both_ms": milliseconds(both(attend, *inputs), rounds)}
         found[name]["peak_mib"] = peak(both(attend, *inputs)) / 2**20
     k, v = shards[1:3]
-    found["messages_ms"] = milliseconds(messages(k, v, seqlen))
+    found["messages_ms"] = milliseconds(exchange(k, v, seqlen))
     everyone = [torch.empty(dist.get_world_size() * t.numel(), dtype=t.dtype, device=device) for t in (k, v)]
     found["all_gather_ms"] = milliseconds(lambda: [dist.all_gather_into_tensor(e, t.flatten()) for e, t in zip(everyone, (k, v))])
     found["message_mib"] = sum(t.numel() * t.element_size() for t in (k, v)) / 2**20

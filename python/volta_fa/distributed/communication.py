@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from weakref import WeakSet
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Range
+from .layout import Range, length
 
 _ready: WeakSet[dist.ProcessGroup] = WeakSet()
 
@@ -24,30 +23,18 @@ def prepare(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class Transfer:
-    """Messages on their way: at most one to, and one from, another rank.
+    """Messages on their way: to at most one, and from at most one other rank.
 
     The backend sends and receives beside what the current stream does (NCCL on a stream of its own, gloo in threads of its
     own), once what has been asked of that stream so far is done.
     """
 
-    def __init__(
-        self,
-        op: str,
-        group: dist.ProcessGroup,
-        *,
-        send: Tensor | None = None,
-        to: int = 0,
-        receive: Tensor | None = None,
-        source: int = 0,
-    ):
-        self._op, self._source, self._to, self.received = op, source, to, receive
+    def __init__(self, op: str, group: dist.ProcessGroup, *, send: Sequence[Tensor], to: int, receive: Sequence[Tensor], source: int):
+        self._op, self._source, self._to = op, source, to
         # the messages of a pair of ranks are taken in the order in which they were sent
-        work = []
-        if send is not None and send.numel():
-            work.append(dist.P2POp(dist.isend, send, dist.get_global_rank(group, to), group))
-        if receive is not None and receive.numel():
-            work.append(dist.P2POp(dist.irecv, receive, dist.get_global_rank(group, source), group))
-        self._sent = send  # alive until it has been sent
+        work = [dist.P2POp(dist.isend, t, dist.get_global_rank(group, to), group) for t in send if t.numel()]
+        work += [dist.P2POp(dist.irecv, t, dist.get_global_rank(group, source), group) for t in receive if t.numel()]
+        self._alive = (send, receive)
         self._work = dist.batch_isend_irecv(work) if work else []
 
     def wait(self) -> None:
@@ -60,12 +47,7 @@ class Transfer:
                 f"volta_fa.distributed.{self._op}: sending to rank {self._to} or receiving from rank {self._source} of the group failed: "
                 f"such a process is late or has ended ({str(error).splitlines()[0]})"
             ) from error
-        self._work, self._sent = [], None
-
-
-def pack(tensors: Sequence[Tensor], rows: Sequence[Range]) -> Tensor:
-    """These rows of (batch, seqlen, ...) tensors, in one message."""
-    return torch.cat([select(t, rows).flatten() for t in tensors])
+        self._work, self._alive = [], ((), ())
 
 
 def select(t: Tensor, rows: Sequence[Range]) -> Tensor:
@@ -74,17 +56,12 @@ def select(t: Tensor, rows: Sequence[Range]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else t[:, :0]
 
 
-def room(tensors: Sequence[Tensor], count: int, dtype: torch.dtype | None = None) -> Tensor:
-    """For a message with so many rows of tensors like these."""
-    return tensors[0].new_empty(count * sum(_row(t) for t in tensors), dtype=dtype)
+def messages(t: Tensor, rows: Sequence[Range]) -> list[Tensor]:
+    """What a rank sends of a (batch, seqlen, ...) tensor. Without a batch each range is one piece of memory, and sent from there."""
+    return [t[:, begin:end].contiguous() for begin, end in rows] if t.shape[0] == 1 else [select(t, rows).contiguous()]
 
 
-def _row(t: Tensor) -> int:
-    """Elements of one row of all entries."""
-    return t.shape[0] * math.prod(t.shape[2:])
-
-
-def unpack(message: Tensor, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Of each of the tensors, the rows that `pack` took."""
-    parts = message.split([count * _row(t) for t in tensors])
-    return [part.view(t.shape[0], count, *t.shape[2:]) for part, t in zip(parts, tensors)]
+def room(like: Tensor, rows: Sequence[Range]) -> tuple[Tensor, list[Tensor]]:
+    """A tensor for these rows, one after the other, and the parts of it that `messages` are received into."""
+    whole = like.new_empty((like.shape[0], length(rows), *like.shape[2:]))
+    return whole, list(whole.split([end - begin for begin, end in rows], 1)) if like.shape[0] == 1 else [whole]

@@ -252,6 +252,17 @@ def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
+def at_most_two(ranges: Iterable[Range]) -> bool:
+    """Whether no position is in more than two of them."""
+    depth = 0
+    # an end before a beginning at the same position
+    for _, change in sorted((at, change) for begin, end in ranges for at, change in ((begin, 1), (end, -1))):
+        depth += change
+        if depth > 2:
+            return False
+    return True
+
+
 def _among(rows: Sequence[Range], part: Range) -> Range:
     """`part`, which lies in one of `rows`, counted in all of them."""
     at = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
-from .communication import Transfer, pack, room, select, unpack
-from .layout import Range, length
-from .plan import Distance, Launch, Mask, Step, plan
+from .communication import Transfer, messages, room, select
+from .layout import Range
+from .plan import Distance, Launch, Mask, Step, at_most_two, plan
 
 
 @dataclass
@@ -173,14 +173,17 @@ def backward(
     p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, states: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and sinks; those of sinks from this rank's rows alone."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dq, dk, dv = (torch.zeros(t.shape, dtype=kind, device=t.device) for t in (q, k, v))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    of_rows, of_keys = _parts(p)
+    dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
+    dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None
     number = 0
     for t, (step, keys, values) in enumerate(_come_by(p, k, v)):
-        # one launch's gradients are no more exact than their dtype; sums of several are
-        sums = kind if step.adds_up or t == 0 else q.dtype
-        dkeys, dvalues = (dk, dv) if t == 0 and step.rows == _whole(k) else (torch.zeros_like(x, dtype=sums) for x in (keys, values))
+        if own := t == 0 and step.rows == ((0, k.shape[1]),):
+            dkeys, dvalues = dk, dv
+        else:
+            dkeys, dvalues = (_Sum(x, wide if step.adds_up else x.dtype) for x in (keys, values))
         for launch in step.launches:
             a = _arguments(p, launch, q)
             rows_lse = _lse_rows(lse, launch.q)
@@ -198,80 +201,117 @@ def backward(
                 **a.options,
             )
             number += 1
-            parts = (part.unsqueeze(0) if a.packed else part for part in found[:3])
-            for whole, rows, part in zip((dq, dkeys, dvalues), (launch.q, launch.k, launch.k), parts):
-                _rows(whole, rows).add_(part)
-        if t == 0:
-            if dkeys is not dk:
-                _add(dk, dv, step.rows, dkeys, dvalues)
-            continue
+            for total, rows, part in zip((dq, dkeys, dvalues), (launch.q, launch.k, launch.k), found[:3]):
+                total.add(rows, part.unsqueeze(0) if a.packed else part)
+            del found, part
+        del keys, values
         if back is not None:
             back.add_to(dk, dv)
-        back = _Returning(p, t, step, dkeys, dvalues, k, v)
+        if t > 0:
+            back = _Returning(p, t, dkeys, dvalues, k, v)
+        elif not own:
+            _add(dk, dv, step.rows, dkeys.total(), dvalues.total())
+        del dkeys, dvalues
     if back is not None:
         back.add_to(dk, dv)
     dsinks = None
     if sinks is not None:
-        delta = (dout.to(kind) * out.to(kind)).sum(-1)
-        probability = torch.exp(sinks.to(kind).view(1, 1, -1) - lse.to(kind).transpose(1, 2))
+        delta = (dout.to(wide) * out.to(wide)).sum(-1)
+        probability = torch.exp(sinks.to(wide).view(1, 1, -1) - lse.to(wide).transpose(1, 2))
         dsinks = -(probability * delta).sum((0, 1)).to(sinks.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    return dq.total().to(q.dtype), dk.total().to(k.dtype), dv.total().to(v.dtype), dsinks
 
 
-def _whole(t: Tensor) -> tuple[Range, ...]:
-    return ((0, t.shape[1]),)
+def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
+    """Which of this rank's rows, and of its keys, each part of their gradients is of."""
+    of_rows, of_keys = [], []
+    for rank in range(p.size):
+        of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
+        of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
+    own = p.step(p.rank, p.rank)
+    # counted among the rows that the step reads, of which there are none between if it reads all
+    of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
+    return of_rows, of_keys
 
 
-def _add(dk: Tensor, dv: Tensor, rows: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
+class _Sum:
+    """The sum of what launches give for rows of a tensor: in fp32; or where no row gets more than two parts in their own
+    dtype, in which one addition rounds the exact sum once, as the conversion from fp32 would."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype):
+        self._like, self._dtype = like, dtype
+        self._total: Tensor | None = None
+
+    def add(self, rows: Range, part: Tensor) -> None:
+        if self._total is None and rows == (0, self._like.shape[1]) and part.dtype == self._dtype:
+            self._total = part
+        else:
+            _rows(self.total(), rows).add_(part)
+
+    def total(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+        return self._total
+
+
+def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
+    """`rows` are those of the keys; the gradients are of these alone."""
     at = 0
     for begin, end in rows:
-        for whole, part in ((dk, dkeys), (dv, dvalues)):
-            whole[:, begin:end].add_(part[:, at : at + end - begin])
+        for total, part in ((dk, dkeys), (dv, dvalues)):
+            total.add((begin, end), part[:, at : at + end - begin])
         at += end - begin
 
 
 class _Returning:
     """Gradients of other ranks' keys on their way to them, and of this rank's keys on their way here, of one step."""
 
-    def __init__(self, p: Problem, t: int, step: Step, dkeys: Tensor, dvalues: Tensor, k: Tensor, v: Tensor):
+    def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
         owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
-        self._rows = (theirs := p.step(reader, p.rank)).rows
-        self._like = (k, v)
-        dtype = (torch.float64 if k.dtype == torch.float64 else torch.float32) if theirs.adds_up else k.dtype
-        send = pack((dkeys, dvalues), _whole(dkeys)) if step.count else None
-        self._transfer = Transfer(
-            p.op, p.group, send=send, to=owner, receive=room(self._like, theirs.count, dtype) if theirs.count else None, source=reader
-        )
+        theirs, mine = p.step(reader, p.rank), p.step(p.rank, owner)
+        self._rows = theirs.rows
+        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        self._received = [
+            x.new_empty((x.shape[0], theirs.count, *x.shape[2:]), dtype=wide if theirs.adds_up else x.dtype) for x in (k, v)
+        ]
+        send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
+        self._transfer = Transfer(p.op, p.group, send=send, to=owner, receive=self._received, source=reader)
 
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+    def add_to(self, dk: _Sum, dv: _Sum) -> None:
         self._transfer.wait()
-        if self._transfer.received is None:
-            return
-        _add(dk, dv, self._rows, *unpack(self._transfer.received, self._like, length(self._rows)))
+        _add(dk, dv, self._rows, *self._received)
 
 
-def _come_by(p: Problem, k: Tensor, v: Tensor) -> Any:
+def _come_by(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """(step, keys, values) of each step, those of the next on their way."""
 
-    def send_for(t: int) -> Transfer | None:
+    def ask(t: int) -> tuple[Transfer, Step, list[Tensor]] | None:
         if t == p.size:
             return None
         source, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
         theirs, mine = p.step(reader, p.rank), p.step(p.rank, source)
-        send = pack((k, v), theirs.rows) if theirs.count else None
-        receive = room((k, v), mine.count) if mine.count else None
-        return Transfer(p.op, p.group, send=send, to=reader, receive=receive, source=source)
+        rooms = [room(x, mine.rows) for x in (k, v)]
+        transfer = Transfer(
+            p.op,
+            p.group,
+            send=[message for x in (k, v) for message in messages(x, theirs.rows)],
+            to=reader,
+            receive=[part for _, parts in rooms for part in parts],
+            source=source,
+        )
+        return transfer, mine, [whole for whole, _ in rooms]
 
     own = p.step(p.rank, p.rank)
-    following = send_for(1)
+    following = ask(1)
     yield own, select(k, own.rows), select(v, own.rows)
     for t in range(1, p.size):
-        arriving, following = following, None
-        assert arriving is not None
-        arriving.wait()
-        following = send_for(t + 1)
-        step = p.step(p.rank, (p.rank - t) % p.size)
-        yield step, *((k[:, :0], v[:, :0]) if arriving.received is None else unpack(arriving.received, (k, v), step.count))
+        assert following is not None
+        transfer, step, (keys, values) = following
+        transfer.wait()
+        following = None
+        following = ask(t + 1)
+        yield step, keys, values
+        del keys, values
 
 
 class Ring(torch.autograd.Function):

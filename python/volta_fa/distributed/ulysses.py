@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,10 +42,12 @@ def _product(shape: Sequence[int]) -> int:
 
 def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None:
     """Where each row of the shards, one after the other, belongs."""
-    if order is None:
-        return None
-    grid, layout = order
-    ranges = [r for rank in range(grid.ulysses_size) for r in shard_ranges(seqlen, grid.ulysses_size, rank, layout)]
+    return None if order is None else _places(order[0].ulysses_size, order[1], seqlen, device)
+
+
+@lru_cache(maxsize=16)
+def _places(size: int, layout: str, seqlen: int, device: torch.device) -> Tensor | None:
+    ranges = [r for rank in range(size) for r in shard_ranges(seqlen, size, rank, layout)]
     if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])):
         return None
     return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
