@@ -24,6 +24,15 @@ REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differe
 _console = Console(highlight=False)
 
 
+def silence() -> None:
+    """Of several processes that do the same, one reports."""
+    _console.quiet = True
+
+
+def say(text: str) -> None:
+    _console.print(text)
+
+
 def _code(major: int, minor: int) -> str:
     """How a GPU of this compute capability gets the kernels that it prefers."""
     if families((major, minor))[0]["native"]:
