@@ -114,7 +114,7 @@ def kernels(device: torch.device) -> str:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
     through = f"family {family['name']}, compiled by the driver from PTX for compute_{family['sm']}"
     if family["name"] == "volta":
-        return f"{through}: this GPU emulates its tensor-core instructions, so errors and memory are what they are on its own, and times are not"
+        return f"{through}: this GPU emulates its tensor-core instructions: errors and memory are as on its own GPUs, times are not"
     return f"{through}, which this GPU runs as it is: times are its own, not those of an sm_{family['sm']}"
 
 
