@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help run test build lint format docs wheel matrix release clean
 
 help: ## this list
-	@echo "volta_fa: exact attention for NVIDIA Volta GPUs, as PyTorch operators"
+	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
