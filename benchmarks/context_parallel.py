@@ -92,7 +92,10 @@ def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"seqlen": seqlen}
     whole = tensors(seqlen, device)
     shards = [shard_sequence(t).contiguous() for t in whole]
-    one = lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+
     ways: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
         "one": (one, whole),
         "ring": (lambda q, k, v: ring_attention(q, k, v, is_causal=True), shards),
@@ -116,7 +119,10 @@ def overlap(trace: Path) -> dict[str, float]:
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
-    spans = lambda ours: sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if ours(e["name"]))
+
+    def spans(which: Callable[[str], bool]) -> list[tuple[float, float]]:
+        return sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if which(e["name"]))
+
     nccl, ours = spans(lambda n: "nccl" in n.lower()), spans(lambda n: n.startswith(("volta_", "turing_")) and "merge" not in n)
     beside = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in nccl for b in ours)
     total = sum(b - a for a, b in nccl)
