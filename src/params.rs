@@ -114,8 +114,10 @@ pub struct ScoreOptions {
     pub sinks: *const f32,
     /// seed and offset; null: no dropout
     pub rng_state: *const u64,
-    /// a probability is kept where its random number is not below this
+    /// 15 bits, in both halves: a probability is kept where its random number is not below this ...
     pub dropout_threshold: u32,
+    /// ... or, where this is not 0 but all ones, where it is
+    pub dropout_inverted: u32,
     /// what kept probabilities are multiplied by
     pub dropout_scale: f32,
     /// 0: off

@@ -46,7 +46,7 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     window_left     query i sees the keys j >= i + seqlen_k - seqlen_q - window_left; -1 is no limit
     window_right    query i sees the keys j <= i + seqlen_k - seqlen_q + window_right; -1 is no limit. With is_causal -1 or 0
     sinks           (nheads), q's dtype or float32: a logit more for each head's softmax, whose value is 0
-    dropout_p       in [0, 1): probabilities are dropped, the others divided by 1 - dropout_p
+    dropout_p       in [0, 1): probabilities are dropped, the others divided by the share that is kept: 1 - dropout_p, within 2^-16
     deterministic   gradients equal to the bit, run to run; so with torch.use_deterministic_algorithms(True)
 
 Lengths:
