@@ -367,6 +367,20 @@ def bit_equal(world):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
+@case(1, 2)
+def compiled(world):
+    """As docs/context-parallel.md says: left out of torch.compile's graphs, of which there is then one before and one after it."""
+    attend = torch.compiler.disable(ring_attention)
+    q = shard_sequence(inputs(torch.float64, world.device, nheads_k=4)[0], None)
+
+    def f(q):
+        return attend(q * 2, q, q, is_causal=True) * 3
+
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(torch.compile(f, backend="eager")(q), f(q))
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1, torch._dynamo.utils.counters["graph_break"]
+
+
 @case(2, 3)
 def no_gradient(world):
     """Under no_grad, and for some of the inputs alone."""
