@@ -1,6 +1,7 @@
 """Attention over a sequence that is sharded over GPUs: time and memory against one GPU, what travels, and whether it hides.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel [--json FILE] [--trace FILE]
+    python -m benchmarks.context_parallel --json FILE --plot FILE
 
 Needs a CUDA device for each rank. Causal, fp16, (batch, heads, headdim) = (1, 16, 128). Each line: a whole sequence on one device
 (rank 0 alone), a ring of all ranks and Ulysses, forward and with backward; peak memory beside inputs; communication alone (the
@@ -92,7 +93,10 @@ def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"seqlen": seqlen}
     whole = tensors(seqlen, device)
     shards = [shard_sequence(t).contiguous() for t in whole]
-    one = lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+
     ways: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
         "one": (one, whole),
         "ring": (lambda q, k, v: ring_attention(q, k, v, is_causal=True), shards),
@@ -116,7 +120,10 @@ def overlap(trace: Path) -> dict[str, float]:
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
-    spans = lambda ours: sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if ours(e["name"]))
+
+    def spans(which: Callable[[str], bool]) -> list[tuple[float, float]]:
+        return sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if which(e["name"]))
+
     nccl, ours = spans(lambda n: "nccl" in n.lower()), spans(lambda n: n.startswith(("volta_", "turing_")) and "merge" not in n)
     beside = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in nccl for b in ours)
     total = sum(b - a for a, b in nccl)
@@ -138,12 +145,37 @@ def profile(seqlen: int, device: torch.device, trace: Path) -> dict[str, float]:
     return {}
 
 
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Peak memory of a rank, and speedup, over the length of the sequence."""
+    from .plots import panels, save
+
+    lines = results["lines"]
+    seqlens = [line["seqlen"] for line in lines]
+    figure, axes = panels(1, 2, f"{results['ranks']} x {results['device']}: causal, fp16, 16 heads of 128, forward and backward", (10, 4))
+    memory, speed = axes.flat
+    for name, title in (("one", "one GPU"), ("ring", "ring, a rank"), ("ulysses", "Ulysses, a rank")):
+        memory.plot(seqlens, [line[name]["peak_mib"] / 1024 for line in lines], marker="o", label=title)
+        if name != "one":
+            speed.plot(seqlens, [line["one"]["both_ms"] / line[name]["both_ms"] for line in lines], marker="o", label=title)
+    memory.set_ylabel("peak memory beside inputs, GiB")
+    speed.set_ylabel("times as fast as one GPU")
+    for axis in (memory, speed):
+        axis.set_xlabel("tokens")
+        axis.set_ylim(0)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="a .json.gz file")
     parser.add_argument("--seqlens", type=int, nargs="*", default=SEQLENS)
+    parser.add_argument("--plot", type=Path, help="draw --json's results, which are there, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        draw(json.loads(arguments.json.read_text()), arguments.plot)
+        return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

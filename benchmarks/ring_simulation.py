@@ -87,10 +87,7 @@ def simulate(setup: Setup, backward: bool = False) -> float:
     """Seconds until the last rank has its result."""
     n = setup.places
     place = numpy.arange(n)
-    zeros = lambda: numpy.zeros(n)
-    way_out, way_in, done = zeros(), zeros(), zeros()
-    arrived = zeros()
-    returned = zeros()
+    way_out, way_in, done, arrived, returned = numpy.zeros((5, n))
     for step in range(n):
         begin = numpy.maximum(done, arrived)
         if step + 1 < n:

@@ -85,6 +85,26 @@ def test_ddp():
     assert "gradients agree" in run("ddp.py").splitlines()[-1]
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_context_parallel():
+    """By itself, and as torchrun starts it, on a mesh of 1 x 2."""
+    assert "1 processes as 1 x 1" in run("context_parallel.py").splitlines()[-1]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / "context_parallel.py"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "2 processes as 1 x 2" in result.stdout and "agree with those of one process" in result.stdout
+
+
 def test_every_example_is_here_and_in_the_documentation():
     """None is forgotten: each is run by this file, and named where the ways in are listed."""
     tests = (REPOSITORY / "tests" / "test_examples.py").read_text()

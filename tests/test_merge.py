@@ -139,6 +139,58 @@ def test_fp32_on_a_gpu(backend):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2**-22, atol=2**-20)
 
 
+add = torch.ops.volta_fa.merge_attention_states_
+
+
+@pytest.mark.parametrize("layout", ["whole", "rows", "heads first", "odd headdim", "packed"])
+@BACKENDS
+def test_in_place(backend, layout):
+    """A part is added to a state in fp32 (fp64 of an fp64 part), to some rows of it alone too."""
+    simulated(backend)
+    headdim = 20 if layout == "odd headdim" else 64
+    shape = (40, 3, headdim) if layout == "packed" else (2, 40, 3, headdim)
+    wide = torch.float64 if backend.dtype == torch.float64 else torch.float32
+    (out_a, lse_a), (out_b, lse_b) = states(backend, *shape), states(backend, *shape)
+    out_a = out_a.to(wide)
+    if layout == "heads first":
+        out_a = out_a.transpose(1, 2).contiguous().transpose(1, 2)
+    lse_a.flatten()[::5] = math.inf
+    lse_b.flatten()[::7] = math.inf
+    rows = slice(7, 29) if layout == "rows" else slice(None)
+    some = (slice(None), rows) if out_a.dim() == 4 else (rows,)
+    expected, expected_lse = reference(out_a[some], lse_a[..., rows], out_b[some], lse_b[..., rows])
+    before, before_lse = out_a.clone(), lse_a.clone()
+    assert add(out_a[some], lse_a[..., rows], out_b[some], lse_b[..., rows]) is None
+    torch.testing.assert_close(lse_a[..., rows].double(), expected_lse, rtol=2**-22, atol=2**-20)
+    torch.testing.assert_close(out_a[some].double(), expected, rtol=2**-20, atol=2**-20)
+    others = torch.ones(40, dtype=torch.bool, device=out_a.device)
+    others[rows] = False
+    assert torch.equal(out_a.movedim(-3, 0)[others], before.movedim(-3, 0)[others])
+    assert torch.equal(lse_a[..., others], before_lse[..., others])
+
+
+@on("cpu-bf16", "sim", "cuda")
+def test_many_parts_lose_nothing(backend):
+    """Sixteen parts added in fp32 have the error of one rounding of the parts, not of sixteen of the sum."""
+    simulated(backend)
+    parts = [states(backend, 1, 32, 2, 64) for _ in range(16)]
+    out, lse = torch.zeros(1, 32, 2, 64, device=backend.device), torch.full((1, 2, 32), math.inf, device=backend.device)
+    weights = torch.stack([lse for _, lse in parts]).double().softmax(0).transpose(-1, -2)[..., None]
+    for part, part_lse in parts:
+        add(out, lse, part, part_lse)
+    expected = (weights * torch.stack([part for part, _ in parts]).double()).sum(0)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_opcheck_in_place(backend):
+    simulated(backend)
+    (out_a, lse_a), (out_b, lse_b) = states(backend, 2, 9, 3, 16), states(backend, 2, 9, 3, 16)
+    opcheck(add.default, (out_a.float(), lse_a, out_b, lse_b))
+    refused(lambda: add(out_a.half(), lse_a, out_b.double(), lse_b), ValueError, "volta_fa::merge_attention_states_", "out_b: got dtype")
+    refused(lambda: add(out_a.float(), lse_a, out_b[:, 1:], lse_b), ValueError, "out_b: got shape")
+
+
 @on("cpu-fp32", "sim", "cuda")
 def test_nothing_to_merge(backend):
     simulated(backend)

@@ -266,6 +266,43 @@ class _Module(torch.nn.Module):
 
 
 @check
+def context_parallelism() -> None:
+    """A group of one rank: what a ring, DTensor's rules and the hook into PyTorch's context_parallel need of a release."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise NotHereError("torch.distributed is not in this torch")
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    from volta_fa.distributed import context_parallel_attention
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))
+        q, k, v = qkv(seqlen=(9, 9), grad=True)
+        expected = attention(q, k, v)
+        gradient = torch.autograd.grad(expected.sum(), q)[0]
+        found = context_parallel_attention(q, k, v, mesh, is_causal=True)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), q)[0], gradient)
+        of_heads = [distribute_tensor(t.detach(), mesh["ring"], [Shard(2)]) for t in (q, k, v)]
+        torch.testing.assert_close(attention(*of_heads).to_local(), expected)
+        buffers = [t.detach().transpose(1, 2).repeat_interleave(4 // t.shape[2], 1)[:, :, :8].contiguous() for t in (q, k, v)]
+        whole = F.scaled_dot_product_attention(*buffers, is_causal=True)
+        volta_fa.enable_sdpa("cpu")
+        try:
+            with context_parallel(mesh["ring"], buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+                torch.testing.assert_close(F.scaled_dot_product_attention(*buffers, is_causal=True), whole)
+            assert volta_fa.sdpa_stats(reset=True)["ran"] == 1
+        finally:
+            volta_fa.disable_sdpa()
+    finally:
+        dist.destroy_process_group()
+
+
+@check
 def torchscript() -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated

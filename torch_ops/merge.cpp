@@ -51,9 +51,8 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
         "merge_attention_states(Tensor out_a, Tensor softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) "
         "-> (Tensor out, Tensor softmax_lse)",
         {at::Tag::pt2_compliant_tag});
-    m.def(
-        "merge_attention_states_(Tensor(a!) out_a, Tensor(b!) softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) -> ()",
-        {at::Tag::pt2_compliant_tag});
+    m.def("merge_attention_states_(Tensor(a!) out_a, Tensor(b!) softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) -> ()",
+          {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(volta_fa, CPU, m) {

@@ -1,5 +1,5 @@
-// Tensor subclasses that the ops have rules for: DTensor, whose rules are in Python (python/volta_fa/distributed/dtensor.py) and are
-// loaded when its first tensor comes. Programs without Python have no such tensors.
+// Tensor subclasses that the ops have rules for: DTensor, whose rules are in Python (python/volta_fa/distributed/dtensor.py) and
+// are loaded when its first tensor comes. Programs without Python have no such tensors.
 
 #include "subclass.h"
 
@@ -15,7 +15,8 @@ bool has_rules(const Tensor& t) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_has_rules", "").typed<bool(const Tensor&)>();
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
     // the question is about the tensor, not one for it
-    const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+    const c10::impl::ExcludeDispatchKeyGuard guard(
+        c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
     return op.call(t);
 }
 

@@ -8,9 +8,12 @@ Importing this package loads the native library, which registers
         -> (dq, dk, dv, dattn_bias, dsinks)
     torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> (out, softmax_lse)
+    torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
+        -> ()
 
 fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. The others have
-no derivative. merge_attention_states, also a function of this package, has a docstring of its own.
+no derivative. merge_attention_states, also a function of this package, has a docstring of its own; with an underscore it leaves the
+result in the first two, and its out_a may be float32 beside an out_b in lower precision: many parts lose nothing that way.
 
 Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (on the kernels what
 is not a multiple of 8 costs a copy):
@@ -74,6 +77,7 @@ NotImplementedError.
 
 Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
 `install_flash_attn_shim()` lets programs import it as flash_attn; `volta_fa.transformers` is for Hugging Face models;
+`volta_fa.distributed` attends over sequences that are sharded over several GPUs;
 `enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models.
 
 Environment, read at each call unless it says otherwise:

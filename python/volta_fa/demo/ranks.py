@@ -6,10 +6,10 @@ import os
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from ..distributed import ring_attention, shard_sequence
 from ..errors import CommandError
@@ -52,7 +52,8 @@ def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: P
     if settings.seqlen < 2 * ranks:
         raise CommandError(f"--ranks {ranks}: expected at most {settings.seqlen // 2}, of which each has two chunks of a window")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_work, (ranks, settings, device.type, output.absolute(), folder), nprocs=ranks)
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_work, (ranks, settings, device.type, output.absolute(), folder), nprocs=ranks)
         return (Path(folder) / "agree").exists()
 
 

@@ -65,7 +65,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
         return [json.loads(json.dumps(mine))]
     number = _calls.get(group, 0)
     _calls[group] = number + 1
-    store = dist.distributed_c10d._world.pg_map[group][1]
+    store: Any = dist.distributed_c10d._world.pg_map[group][1]
     keys = [f"volta_fa/{number}/{r}" for r in range(size)]
     everyone = f"volta_fa/{number}/all"
     timeout = group_timeout(group, device) or store.timeout
@@ -86,7 +86,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
     return texts
 
 
-def _missing(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> str:
+def _missing(store: Any, keys: Sequence[str], timeout: timedelta) -> str:
     within = f"within the group's timeout of {timeout.total_seconds():g} s"
     try:
         absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]

@@ -16,7 +16,7 @@ from .communication import prepare
 from .groups import Grid, Group, check_layout, gather, grid_of, group_of
 from .layout import length, shard_ranges
 from .plan import Mask
-from .ring import Problem, Ring, derived_generator
+from .ring import Problem, attend, derived_generator
 from .ulysses import to_heads, to_sequence
 
 
@@ -247,7 +247,8 @@ def _attention(
     seqlen_k = _check_lengths(op, "k", grid, k_lengths, layout)
     if starts is not None and (starts[-1] != seqlen_q or starts[-1] != seqlen_k):
         raise ValueError(
-            f"volta_fa.distributed.{op}: cu_seqlens: got {starts[-1]} tokens, expected the {seqlen_q} queries and {seqlen_k} keys of all ranks"
+            f"volta_fa.distributed.{op}: cu_seqlens: got {starts[-1]} tokens, "
+            f"expected the {seqlen_q} queries and {seqlen_k} keys of all ranks"
         )
     for group in groups:
         prepare(group, q.device)
@@ -277,9 +278,7 @@ def _attention(
     if grid.ring is None:
         ring_ranges: list[list[Any]] = [[((0, seqlen_q),)], [((0, seqlen_k),)]]
     else:
-        ring_ranges = [
-            [shard_ranges(n, grid.ring_size, rank, layout) for rank in range(grid.ring_size)] for n in (seqlen_q, seqlen_k)
-        ]
+        ring_ranges = [[shard_ranges(n, grid.ring_size, rank, layout) for rank in range(grid.ring_size)] for n in (seqlen_q, seqlen_k)]
     problem = Problem(
         op=op,
         group=grid.ring if grid.ring is not None else grid.ulysses,  # type: ignore[arg-type]
@@ -294,7 +293,7 @@ def _attention(
         deterministic=bool(options["deterministic"]),
         alibi_slopes=alibi_slopes,
     )
-    out = Ring.apply(problem, q, k, v, sinks)
+    out = attend(problem, q, k, v, sinks)
     if grid.ulysses is not None:
         out = to_sequence(op, grid.ulysses, out, q_lengths[place], order)
     return out.squeeze(0) if packed else out
@@ -321,7 +320,9 @@ def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
     starts = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
     if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:])):
         given = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
-        raise ValueError(f"volta_fa.distributed.{op}: cu_seqlens: got {given}, expected at least 2 numbers that begin with 0 and never fall")
+        raise ValueError(
+            f"volta_fa.distributed.{op}: cu_seqlens: got {given}, expected at least 2 numbers that begin with 0 and never fall"
+        )
     return starts
 
 
@@ -370,13 +371,12 @@ def _check_locally(
             raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {t.device}, expected {q.device}, that of q")
         if q.device.type == "cuda" and t.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"volta_fa.distributed.{op}: {name}: got dtype {t.dtype}, expected torch.float16 or torch.bfloat16")
-    meta: dict[str, Any] = {
-        name: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-        for name, t in (("alibi_slopes", alibi_slopes), ("sinks", sinks))
-    }
-    for name, t in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if t is not None and t.device != q.device:
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {t.device}, expected {q.device}, that of q")
+    meta: dict[str, Any] = {}
+    for name, option in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if option is not None and option.device != q.device:
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {option.device}, expected {q.device}, that of q")
+        if option is not None:
+            meta[name] = torch.empty_strided(option.shape, option.stride(), dtype=option.dtype, device="meta")
     if starts is not None:
         # one row of each sequence is enough to check all but lengths, of which a shard knows nothing
         count = len(starts) - 1

@@ -41,7 +41,7 @@ _DIMENSIONS = {
 
 def register() -> None:
     """From now on; and while `context_parallel` is open, which has a table of handlers of its own."""
-    table = DTensor._op_dispatcher._custom_op_handlers
+    table: Any = DTensor._op_dispatcher._custom_op_handlers
     table.setdefault(torch.ops.volta_fa.fwd.default, _fwd)
     table.setdefault(torch.ops.volta_fa.bwd.default, _bwd)
 
@@ -74,13 +74,13 @@ def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dq, dk, dv, dbias, dsinks = torch.ops.volta_fa.bwd(
             call.local(dout, call.operand), *local, call.local(out, call.operand), call.local(lse, call.softmax_lse), **call.options(kwargs)
         )
-        asked = bias is not None and kwargs.get("attn_bias_requires_grad", False)
+        wanted = bias if kwargs.get("attn_bias_requires_grad", False) else None
         return (
             call.wrap(dq, q.shape, call.operand),
             call.wrap(dk, k.shape, call.summed(call.keys)),
             call.wrap(dv, v.shape, call.summed(call.keys)),
-            call.wrap(dbias, bias.shape if asked else (0,), call.summed(call.bias(bias)) if asked else call.replicated),
-            call.wrap(dsinks, sinks.shape if sinks is not None else (0,), call.summed(call.sinks) if sinks is not None else call.replicated),
+            call.wrap(dbias, (0,), call.replicated) if wanted is None else call.wrap(dbias, wanted.shape, call.summed(call.bias(wanted))),
+            call.wrap(dsinks, (0,), call.replicated) if sinks is None else call.wrap(dsinks, sinks.shape, call.summed(call.sinks)),
         )
 
 
@@ -204,7 +204,8 @@ def _spec(mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, shape
 
 def _wrap(t: Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
     """A DTensor of local parts. Below autograd: the functions for users would record themselves."""
-    return DTensor._op_dispatcher.wrap(t, _spec(mesh, placements, t, shape))
+    wrap: Any = DTensor._op_dispatcher.wrap
+    return wrap(t, _spec(mesh, placements, t, shape))
 
 
 # ---- inside context_parallel ------------------------------------------------------------------------------------------
@@ -278,6 +279,6 @@ def _ring_bwd(
     mesh = q.device_mesh
     call = _Sharding(q, ())
     dout, out, lse = (call.local(t, [Shard(dim)]) for t, dim in ((dout, 1), (out, 1), (lse, 2)))
-    found = ring.backward(problem, dout, q._local_tensor, k._local_tensor, v._local_tensor, out, lse, None, ())
+    found: Any = ring.backward(problem, dout, q._local_tensor, k._local_tensor, v._local_tensor, out, lse, None, ())
     nothing = _wrap(dout.new_empty(0), mesh, (0,), [Replicate()])
     return *(_wrap(gradient, mesh, t.shape, [Shard(1)]) for t, gradient in zip((q, k, v), found)), nothing, nothing

@@ -50,7 +50,9 @@ def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup
     found: Any = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
-        raise ValueError(f"volta_fa.distributed.{op}: {name}: got {given}, expected a process group or mesh that rank {dist.get_rank()} is in")
+        raise ValueError(
+            f"volta_fa.distributed.{op}: {name}: got {given}, expected a process group or mesh that rank {dist.get_rank()} is in"
+        )
     if dist.get_rank(found) < 0:
         raise ValueError(f"volta_fa.distributed.{op}: {name}: got a group without rank {dist.get_rank()}, expected one with it")
     return found
@@ -70,6 +72,7 @@ def grid_of(op: str, group: Group) -> Grid:
 
 
 def check_layout(op: str, layout: str) -> None:
+    """Raises for a name that is none."""
     if layout not in LAYOUTS:
         raise ValueError(f"volta_fa.distributed.{op}: layout: got {layout!r}, expected {' or '.join(map(repr, LAYOUTS))}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: First position, and the one after the last.
 Range = tuple[int, int]
@@ -27,13 +27,14 @@ def shard_ranges(seqlen: int, size: int, rank: int, layout: str, parts: int = 1,
 
 
 def length(ranges: Sequence[Range]) -> int:
+    """Of all of them together."""
     return sum(end - begin for begin, end in ranges)
 
 
-def join(ranges: Sequence[Range] | object) -> tuple[Range, ...]:
+def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Without empty ranges; each that begins where the one before it ends becomes part of that."""
     joined: list[Range] = []
-    for begin, end in ranges:  # type: ignore[attr-defined]
+    for begin, end in ranges:
         if begin == end:
             continue
         if joined and joined[-1][1] == begin:

@@ -67,10 +67,12 @@ class Call:
 
     @property
     def rows(self) -> int:
+        """How many."""
         return self.q[1] - self.q[0]
 
     @property
     def keys(self) -> int:
+        """How many."""
         return self.k[1] - self.k[0]
 
     @property
@@ -85,6 +87,7 @@ class Call:
 
     @property
     def sees_all(self) -> bool:
+        """Nothing is hidden."""
         return self.sees_to_the_left and self.sees_to_the_right
 
 
@@ -96,18 +99,22 @@ class Launch:
 
     @property
     def q(self) -> Range:
+        """Of all its calls."""
         return (self.calls[0].q[0], self.calls[-1].q[1])
 
     @property
     def k(self) -> Range:
+        """Of all its calls."""
         return (self.calls[0].k[0], self.calls[-1].k[1])
 
     @property
     def left(self) -> int | None:
+        """The op's window_left; None where no call has one that hides anything."""
         return None if all(c.sees_to_the_left for c in self.calls) else self.calls[0].left
 
     @property
     def right(self) -> int | None:
+        """The same of window_right."""
         return None if all(c.sees_to_the_right for c in self.calls) else self.calls[0].right
 
 
@@ -154,8 +161,8 @@ def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask
                 (sq0, sq1), (sk0, sk1) = mask.queries[number], mask.keys[number]
                 if sq0 >= q_end:
                     break
-                q, k = (max(q_begin, sq0), min(q_end, sq1)), (max(k_begin, sk0), min(k_end, sk1))
-                for q, k, distance in _by_distance(q, k, sk1 - sq1, mask):
+                both = (max(q_begin, sq0), min(q_end, sq1)), (max(k_begin, sk0), min(k_end, sk1))
+                for q, k, distance in _by_distance(*both, sk1 - sq1, mask):
                     cut = _cut(q, k, sk1 - sq1, mask)
                     if cut is not None:
                         (q0, q1), (k0, k1), left, right = cut

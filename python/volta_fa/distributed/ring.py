@@ -51,6 +51,7 @@ class Problem:
 
     @property
     def size(self) -> int:
+        """Ranks."""
         return len(self.q_ranges)
 
     def step(self, queries: int, keys: int) -> Step:
@@ -58,6 +59,7 @@ class Problem:
         return plan(self.q_ranges[queries], self.k_ranges[keys], self.mask)
 
     def lengths(self, launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cu_seqlens_q and cu_seqlens_k of a packed launch."""
         if launch not in self._lengths:
             q = [launch.q[0], *(call.q[1] for call in launch.calls)]
             k = [launch.k[0], *(call.k[1] for call in launch.calls)]
@@ -224,7 +226,8 @@ def backward(
 
 def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
     """Which of this rank's rows, and of its keys, each part of their gradients is of."""
-    of_rows, of_keys = [], []
+    of_rows: list[Range] = []
+    of_keys: list[Range] = []
     for rank in range(p.size):
         of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
         of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
@@ -271,9 +274,7 @@ class _Returning:
         theirs, mine = p.step(reader, p.rank), p.step(p.rank, owner)
         self._rows = theirs.rows
         wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-        self._received = [
-            x.new_empty((x.shape[0], theirs.count, *x.shape[2:]), dtype=wide if theirs.adds_up else x.dtype) for x in (k, v)
-        ]
+        self._received = [x.new_empty((x.shape[0], theirs.count, *x.shape[2:]), dtype=wide if theirs.adds_up else x.dtype) for x in (k, v)]
         send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
         self._transfer = Transfer(p.op, p.group, send=send, to=owner, receive=self._received, source=reader)
 
@@ -314,19 +315,25 @@ def _come_by(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, T
         del keys, values
 
 
-class Ring(torch.autograd.Function):
+class _Ring(torch.autograd.Function):
     """`forward` and `backward` for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         out, lse, states = forward(p, q, k, v, sinks)
         ctx.problem = p
         ctx.save_for_backward(q, k, v, sinks, out, lse, *states)
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
         # a rank may have ended or gone elsewhere since the forward pass
         agree([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
+
+
+def attend(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """This rank's shard of the result; differentiable."""
+    apply: Any = _Ring.apply
+    return apply(p, q, k, v, sinks)

@@ -28,7 +28,8 @@ def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], size
         dist.all_to_all_single(received, send, counts, [width * part.numel() for part in parts], group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended ({str(error).splitlines()[0]})"
+            f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return [part.view(like.dtype).view(*shape) for part, shape in zip(received.split(counts), sizes)]
 
@@ -55,7 +56,9 @@ def _places(size: int, layout: str, seqlen: int, device: torch.device) -> Tensor
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
+    def forward(
+        ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order
+    ) -> Tensor:
         ctx.arguments = (op, group, lengths, heads, order, t.shape[2])
         mine = heads[dist.get_rank(group)]
         sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
@@ -115,12 +118,11 @@ def to_heads(
     q, k, v = tensors
     each = q.shape[2] // group.size()
     of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]
-    return [
-        _ToHeads.apply(op, group, t, lengths[i], which, order)
-        for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))
-    ]
+    apply: Any = _ToHeads.apply
+    return [apply(op, group, t, lengths[i], which, order) for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))]
 
 
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
     """This rank's positions of all heads."""
-    return _ToSequence.apply(op, group, out, lengths, order)
+    apply: Any = _ToSequence.apply
+    return apply(op, group, out, lengths, order)
