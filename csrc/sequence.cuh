@@ -5,6 +5,7 @@
 // no keys. So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
 #pragma once
 
+#include "lengths.cuh"
 #include "mask.cuh"
 
 template <bool Ragged>
@@ -35,31 +36,18 @@ class Sequence<true> {
     const Lengths& lengths_;
     int first_q_, seqlen_q_, first_k_, stored_k_, seqlen_k_;
 
-    // Volatile, so that a Sequence that is made again holds no registers in between.
-    __device__ __forceinline__ static int load(const int* p) {
-        int x;
-        asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
-        return x;
-    }
-    // Rows cu[batch] .. cu[batch + 1] of `total`, at most `longest` of them. Returns whether that is what cu says.
-    __device__ __forceinline__ bool range(const int* cu, int batch, int total, int longest, int& first, int& count) {
-        const int begin = load(cu + batch), end = load(cu + batch + 1);
-        first = min(max(begin, 0), total);
-        count = min(max(min(end, total) - first, 0), longest);
-        return first == begin && first + count == end && (lengths_.first_batch + batch > 0 || begin == 0);
-    }
-
 public:
     __device__ __forceinline__ Sequence(const Problem& problem, const Lengths& lengths, int batch)
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), stored_k_(problem.seqlen_k) {
         bool valid = true;
         if (lengths.cu_seqlens_q) {
-            valid &= range(lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
-            valid &= range(lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
+            const bool is_first = lengths.first_batch + batch == 0;
+            valid &= packed_range(lengths.cu_seqlens_q, batch, is_first, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+            valid &= packed_range(lengths.cu_seqlens_k, batch, is_first, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
         }
         seqlen_k_ = stored_k_;
         if (lengths.seqused_k) {
-            const int used = load(lengths.seqused_k + batch);
+            const int used = load_length(lengths.seqused_k + batch);
             seqlen_k_ = min(max(used, 0), stored_k_);
             valid &= seqlen_k_ == used;
         }

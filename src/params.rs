@@ -124,6 +124,38 @@ pub struct ScoreOptions {
     pub inverse_softcap: f32,
 }
 
+/// Where the tokens of a KV cache lie (`csrc/cache.cuh`). Null: not given.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Cache {
+    /// (entries, rows, nheads_k, headdim); batch_stride goes from one page (dense: entry) to the next
+    pub k: Operand,
+    /// (entries, rows, nheads_k, headdim_v), the same
+    pub v: Operand,
+    /// pages (dense: entries) of the two; a number of one outside is refused on the device
+    pub entries: i32,
+    /// tokens of a page, a multiple of 16 (dense: of an entry)
+    pub rows: i32,
+    /// (batch, max_pages): the pages of a sequence, of which those past its length are not looked at; null: dense
+    pub block_table: *const i32,
+    /// from one sequence to the next
+    pub block_table_stride: i64,
+    /// 0 where dense
+    pub max_pages: i32,
+    /// (batch): the entry of a sequence; dense only. Null: its number
+    pub cache_batch_idx: *const i32,
+    /// (batch): tokens at the begin of an entry that are not there; dense only
+    pub leftpad_k: *const i32,
+    /// (batch): where a sequence ends, leftpad included, before this call appends. Null: all that the cache holds
+    pub cache_seqlens: *const i32,
+    /// (batch + 1): of packed appended tokens. Null: seqlen_new of every sequence
+    pub cu_seqlens_k_new: *const i32,
+    /// tokens that this call appends to every sequence; where packed, the most to one; 0: nothing
+    pub seqlen_new: i32,
+    /// tokens of the packed appended ones; 0 where not packed
+    pub total_new: i32,
+}
+
 /// Parameter block of the forward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -144,6 +176,36 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// sinks for ragged kernels, all for general ones; plain ones do not look at it
     pub score_options: ScoreOptions,
+}
+
+/// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeParams {
+    /// (batch, seqlen_q, nheads, headdim), or packed
+    pub q: Operand,
+    /// (batch, seqlen_q, nheads, headdim_v), or packed
+    pub out: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, natural logarithm; +inf for fully masked rows
+    pub softmax_lse: *mut f32,
+    /// k and v
+    pub cache: Cache,
+    /// sizes, window and scale; seqlen_k is the most that a sequence of the cache can have
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// of these softcap, ALiBi and sinks
+    pub score_options: ScoreOptions,
+    /// sequences with more rows (queries of all heads of a key head) are another kernel's
+    pub max_rows: i32,
+    /// parts that the keys of a sequence and head may be cut into; 0: as many as there are blocks
+    pub num_splits: i32,
+    /// scratch: what blocks found out about parts, two of each block (csrc/decode/partials.cuh)
+    pub partials: *mut f32,
+    /// scratch: who has arrived, for each part and level of the merge, which need no first value: see `call_number`
+    pub arrivals: *mut u64,
+    /// tells this call's arrivals from whatever else the memory may hold: 48 bits that no other call has
+    pub call_number: u64,
 }
 
 /// Parameter block of all backward kernels.

@@ -264,6 +264,7 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
         Rows::Queries => (a.seqlen_q, a.nheads),
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
+        Rows::PackedQueries => unreachable!("decode kernels have a planner of their own"),
     };
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these

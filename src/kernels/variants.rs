@@ -120,6 +120,8 @@ pub enum Pass {
     BackwardFinish,
     /// attention over two sets of keys from that over each
     Merge,
+    /// out and softmax_lse of few queries a sequence, over a KV cache
+    Decode,
 }
 
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
@@ -131,11 +133,13 @@ pub enum ParamBlock {
     Backward,
     /// `MergeParams`
     Merge,
+    /// `DecodeParams`
+    Decode,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 3] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge];
+    pub const ALL: [ParamBlock; 4] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge, ParamBlock::Decode];
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
@@ -143,6 +147,7 @@ impl ParamBlock {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::Backward => "BwdParams",
             ParamBlock::Merge => "MergeParams",
+            ParamBlock::Decode => "DecodeParams",
         }
     }
 }
@@ -156,6 +161,8 @@ pub enum Rows {
     ScratchQueries,
     /// keys of a key head
     Keys,
+    /// queries of all heads of a key head; its grid is as large as the GPU
+    PackedQueries,
 }
 
 /// A row of the table of passes.
@@ -172,7 +179,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 7] = {
+pub const PASSES: [PassFacts; 8] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -189,6 +196,7 @@ pub const PASSES: [PassFacts; 7] = {
         row(Pass::BackwardQueries, P::Backward, Queries, gradients),
         row(Pass::BackwardFinish, P::Backward, Queries, finish),
         row(Pass::Merge, P::Merge, Queries, Needs::NONE),
+        row(Pass::Decode, P::Decode, PackedQueries, Needs::NONE),
     ]
 };
 
