@@ -58,11 +58,14 @@ struct StoredParts {
 template <class Parts, class Write>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const Parts& parts, int count, int rows, Write write) {
     const int chunks = p.problem.headdim_v / kColumns;
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
         const int row = i / chunks, column = i % chunks * kColumns;
         SoftmaxRow joint;  // the reference of no keys at all
+#pragma unroll 1
         for (int part = 0; part < count; part++) joint.reference = fmaxf(joint.reference, parts.state_of(part, row).reference);
         float x[kColumns] = {};
+#pragma unroll 1
         for (int part = 0; part < count; part++) {
             const RowState state = parts.state_of(part, row);
             if (state.sum == 0.f) continue;  // no key, and perhaps nothing written
