@@ -435,8 +435,8 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
                 }
             }
             let leftpad = at(&values.leftpad_k, b, 0);
-            if !(0..=cached + seqlen_new).contains(&leftpad) {
-                let allowed = format!("a number from 0 to {}, the length of the sequence", cached + seqlen_new);
+            if !(0..=cached).contains(&leftpad) {
+                let allowed = format!("a number from 0 to {cached}, the cached tokens of the sequence");
                 return Err(Error::value("leftpad_k", format!("{leftpad} (entry {b})"), allowed));
             }
             let entry = at(&values.cache_batch_idx, b, b as i64);
