@@ -18,24 +18,33 @@ struct RowInfo {
 template <class Family>
 struct Block {
     static constexpr int kParts = Family::kParts;
-    static constexpr int kSharedBytes = kParts * BLOCK_ROWS * kPartStride * 4;
+
+    // What is in shared memory.
+    struct Shared {
+        float output[kParts * BLOCK_ROWS * kPartStride];
+        RowState state[kParts][BLOCK_ROWS];
+        RowInfo row_info[BLOCK_ROWS];
+        Schedule schedule;
+        Segment segment;
+        bool is_last;
+    };
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "src/kernels");
 
     __device__ __forceinline__ static void run(const DecodeParams& p) {
-        extern __shared__ float4 shared_output[];
-        __shared__ RowState shared_state[kParts][BLOCK_ROWS];
-        __shared__ RowInfo row_info[BLOCK_ROWS];
-        __shared__ Schedule schedule;
-        __shared__ Segment segment;
-        __shared__ bool is_last;
-        const BlockParts<kParts> parts = {reinterpret_cast<float*>(shared_output), shared_state};
+        extern __shared__ uint4 shared_memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+        Schedule& schedule = shared.schedule;
+        const Segment& segment = shared.segment;
+        const RowInfo* row_info = shared.row_info;
+        const BlockParts<kParts> parts = {shared.output, shared.state};
 
         const bool has_queries = schedule.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
         while (true) {
-            if (threadIdx.x < 32) schedule.next(p, segment);
+            if (threadIdx.x < 32) schedule.next(p, shared.segment);
             __syncthreads();
             if (!segment.exists) break;
-            if (threadIdx.x < BLOCK_ROWS) row_info[threadIdx.x] = row_info_of(p, segment, threadIdx.x);
+            if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, segment, threadIdx.x);
             __syncthreads();
             Family::attend(p, segment, row_info, parts);
             __syncthreads();
@@ -44,7 +53,7 @@ struct Block {
             } else {
                 const long long place = StoredParts::place(blockIdx.x, segment.first_block);
                 merge_parts(p, parts, kParts, segment.rows, WritePart(p.partials, 0, place));
-                merge_blocks(p, segment, is_last);
+                merge_blocks(p, segment, shared.is_last);
             }
             __syncthreads();
         }

@@ -1,10 +1,12 @@
 //! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
 
 mod backward;
+mod decode;
 mod forward;
 mod merge;
 
 pub use backward::BACKWARD;
+pub use decode::DECODE;
 pub use forward::FORWARD;
 pub use merge::MERGE;
 
