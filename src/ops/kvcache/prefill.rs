@@ -1,0 +1,1 @@
+//! Sequences with many query rows, on the forward kernels' tiles.
