@@ -4,7 +4,7 @@ mod backward;
 mod forward;
 
 pub use backward::BACKWARD;
-pub use forward::FORWARD;
+pub use forward::{FORWARD, PREFILL};
 
 use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
 

@@ -3,6 +3,7 @@
 mod append;
 mod cpu;
 mod device;
+mod parameters;
 mod prefill;
 
 use super::{checks_lengths, Target};
