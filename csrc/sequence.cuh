@@ -5,10 +5,11 @@
 // no keys. So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
 #pragma once
 
+#include "cache.cuh"
 #include "lengths.cuh"
 #include "mask.cuh"
 
-template <bool Ragged>
+template <bool Ragged, bool Paged = false>
 class Sequence;
 
 template <>
@@ -17,6 +18,7 @@ class Sequence<false> {
 
 public:
     __device__ __forceinline__ Sequence(const Problem& problem, const Lengths&, int) : problem_(problem) {}
+    __device__ __forceinline__ Sequence(const FwdParams& p, int) : problem_(p.problem) {}
     __device__ __forceinline__ int seqlen_q() const { return problem_.seqlen_q; }
     __device__ __forceinline__ int seqlen_k() const { return problem_.seqlen_k; }
     // Rows of K and V that are there; those from seqlen_k() on do not exist for the attention.
@@ -37,6 +39,7 @@ class Sequence<true> {
     int first_q_, seqlen_q_, first_k_, stored_k_, seqlen_k_;
 
 public:
+    __device__ __forceinline__ Sequence(const FwdParams& p, int batch) : Sequence(p.problem, p.lengths, batch) {}
     __device__ __forceinline__ Sequence(const Problem& problem, const Lengths& lengths, int batch)
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), stored_k_(problem.seqlen_k) {
         bool valid = true;
@@ -64,10 +67,24 @@ public:
     }
 };
 
+// The keys are the tokens of a KV cache.
+template <>
+class Sequence<true, true> : public CachedSequence {
+    bool is_mine_;
+
+public:
+    __device__ __forceinline__ Sequence(const FwdParams& p, int batch)
+        : CachedSequence(p.problem, p.lengths, p.cache, batch),
+          is_mine_(valid() && CachedSequence::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.least_rows) {}
+    // Those of fewer rows a key head are another kernel's.
+    __device__ __forceinline__ int seqlen_q() const { return is_mine_ ? CachedSequence::seqlen_q() : 0; }
+};
+
 // What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of a group has the code of all of it.
 constexpr bool kGeneral = NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
 constexpr bool kRagged = kGeneral || NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
-using BlockSequence = Sequence<kRagged>;
+constexpr bool kPaged = NEEDS & kNeedPages;
+using BlockSequence = Sequence<kRagged, kPaged>;
 
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSequence& sequence) {
     if (!kRagged) return Mask(problem);

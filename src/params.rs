@@ -176,6 +176,10 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// sinks for ragged kernels, all for general ones; plain ones do not look at it
     pub score_options: ScoreOptions,
+    /// k and v of kernels with pages, which alone look at this and the next
+    pub cache: Cache,
+    /// sequences with fewer rows (queries of all heads of a key head) are another kernel's
+    pub least_rows: i32,
 }
 
 /// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
@@ -262,10 +266,10 @@ pub struct BwdParams {
     pub dbias_key_stride: i64,
 }
 
-/// Element type of the tensors that the merge kernel reads and writes.
+/// Element type of tensors, for kernels that read and write several.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MergeElement {
+pub enum ElementType {
     /// fp16
     Half,
     /// bf16
@@ -297,5 +301,46 @@ pub struct MergeParams {
     /// a multiple of 8
     pub headdim_v: i32,
     /// of out_a, out_b and out alike
-    pub element: MergeElement,
+    pub element: ElementType,
+}
+
+/// Parameter block of the append kernel: new keys and values into a KV cache, rotary embeddings of these and of queries. Of `cache` it
+/// writes k and v. The tensors, but for the rotary ones, are of `element`, and need not be aligned.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AppendParams {
+    /// what is written to, behind cache_seqlens
+    pub cache: Cache,
+    /// (batch, seqlen_new, nheads_k, headdim), or packed
+    pub k: Operand,
+    /// (batch, seqlen_new, nheads_k, headdim_v), or packed
+    pub v: Operand,
+    /// (batch, seqlen_q, nheads, headdim), or packed; looked at where there is a rotation
+    pub q: Operand,
+    /// the same, rotated
+    pub rotated_q: Output,
+    /// the sizes alone; headdims need not be multiples of 8
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// (rotary_rows, rotary_dim / 2) of rotary_element, whatever the pointer's type says
+    pub rotary_cos: *const u16,
+    /// the same
+    pub rotary_sin: *const u16,
+    /// from one position to the next
+    pub rotary_cos_stride: i64,
+    /// the same of rotary_sin
+    pub rotary_sin_stride: i64,
+    /// columns of q and k that are rotated; 0: none
+    pub rotary_dim: i32,
+    /// positions
+    pub rotary_rows: i32,
+    /// not 0: with its neighbour (GPT-J); 0: with the column rotary_dim / 2 further (GPT-NeoX)
+    pub rotary_interleaved: i32,
+    /// not 0: query i is at the position of new token i; 0: all are at that of the first
+    pub queries_have_positions: i32,
+    /// fp16 or bf16
+    pub element: ElementType,
+    /// of cos and sin
+    pub rotary_element: ElementType,
 }

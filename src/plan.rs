@@ -131,6 +131,8 @@ pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
         Need::Alibi => f.alibi,
         Need::Bias => f.attn_bias,
         Need::Dropout => f.dropout_p > 0.0,
+        // no attention's own: `prefill` asks for them
+        Need::Pages => false,
     })
 }
 
@@ -387,6 +389,20 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), Needs::NONE, d)?;
     Ok(on_grid(kernel, m.seqlen_q, m.nheads))
+}
+
+/// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
+/// of 8.
+pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(COMPILED, [Pass::Prefill], &Shape::of(a), needs(a, BackwardMode::default()).union(Needs::PAGED), d)?;
+    Ok(planned(kernel, a))
+}
+
+/// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
+pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let shape = Shape { headdim: 0, headdim_v: 0, seqlen_q: rows, seqlen_k: rows, rows: rows.saturating_mul(nheads_k), is_causal: None };
+    let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+    Ok(on_grid(kernel, rows, nheads_k))
 }
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.

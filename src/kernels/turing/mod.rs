@@ -6,7 +6,7 @@ mod forward;
 
 pub use backward::BACKWARD;
 pub use decode::DECODE;
-pub use forward::FORWARD;
+pub use forward::{FORWARD, PREFILL};
 
 use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
 
