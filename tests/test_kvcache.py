@@ -371,7 +371,7 @@ WRONG = {
     # values
     "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 64)}, ["cache_seqlens: got 64 (entry 1)", "2 more fit into 64"]),
-    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "pages of k_cache"]),
+    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "of k_cache"]),
     "negative page": (lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -1)}, ["block_table: got -1 (page 0 of sequence 0)"]),
     "rotary length": (lambda a: {n: a[n][:18] for n in ROTARY}, ["rotary_cos: got 18 positions", "at least 19"]),
 }  # fmt: skip
