@@ -434,42 +434,49 @@ def test_compiled_decoding_with_a_static_cache(name, kind):
     compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     compiled._compile_all_devices = True
     masks = []
-    original = volta_fa.transformers.attention
 
-    def spy(module, query, key, value, attention_mask, *args, **kwargs):
-        masks.append((query.shape[2], None if attention_mask is None else tuple(attention_mask.shape), key.shape[2]))
-        return original(module, query, key, value, attention_mask, *args, **kwargs)
+    def spy(**arguments):
+        masks.append(volta_fa.transformers.mask(**arguments))
+        return masks[-1]
 
-    transformers.AttentionInterface.register("volta_fa", spy)
+    AttentionMaskInterface.register("volta_fa", spy)
     try:
-        with torch._dynamo.config.patch(error_on_recompile=True):
+        # a sliding cache of transformers' counts in Python, and is compiled once more with every step
+        with torch._dynamo.config.patch(error_on_recompile=name == "llama"):
             found = generate(ours, **inputs, cache_implementation="static", compile_config=compiled)
     finally:
-        transformers.AttentionInterface.register("volta_fa", original)
+        AttentionMaskInterface.register("volta_fa", volta_fa.transformers.mask)
         torch.compiler.reset()
     assert torch.equal(found, expected)
-    steps = [(mask, keys) for seqlen_q, mask, keys in masks if seqlen_q == 1]
-    # traced once for each layer, not called at every step
-    assert len(steps) == LAYERS and all(mask == (BATCH, 1, 1, 2) for mask, _ in steps)
+    of_steps = [mask for mask in masks if not isinstance(mask, MaskRule)]
+    assert len(of_steps) >= 7 and all(mask.dtype == torch.int32 and mask.shape == (2, 1, 1, BATCH) for mask in of_steps)
 
 
 @pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this transformers has no continuous batching")
 @pytest.mark.skipif(not V5, reason="another way to hand over the cache")
 @pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_continuous_batching(name, pages, monkeypatch):
+def test_continuous_batching(name, pages):
     """Requests of different lengths share batches and a paged cache; each gets what it gets alone."""
     eager, _ = models(name)
     ours = make(*CAUSAL[name](transformers), "volta_fa")
     prompts = [tokens(1, n)[0].tolist() for n in (3, 20, 11, 31)]
-    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False)
-    if pages:
-        # transformers lets flash-attn alone, on a GPU, read pages
-        from transformers.generation.continuous_batching import initialization
+    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = transformers.ContinuousBatchingConfig(max_blocks_per_request=4 if pages else 0, page_size=32, use_cuda_graph=False)
+    tables = []  # a thread of its own generates, which the profiler does not see
 
-        monkeypatch.setattr(initialization.torch.cuda, "is_available", lambda: True)
-    results, calls = profile(lambda: ours.generate_batch(prompts, generation_config=config, progress_bar=False))
-    assert not calls.theirs or name == "gpt_oss"
+    def spy(*args, **kwargs):
+        tables.append(kwargs["block_table"] is not None)
+        assert args[4] is None or isinstance(args[4], MaskRule), "a mask tensor"
+        return volta_fa.transformers.attention(*args, **kwargs)
+
+    transformers.AttentionInterface.register("volta_fa", spy)
+    try:
+        results = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
+    finally:
+        transformers.AttentionInterface.register("volta_fa", volta_fa.transformers.attention)
+    # a cache in parts, one for each kind of layer, is gathered
+    assert tables and any(tables) == (pages and name in ("llama", "qwen3"))
     by_prompt = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
     for prompt in prompts:
         alone = generate(eager, input_ids=torch.tensor([prompt]))[0, len(prompt) :]

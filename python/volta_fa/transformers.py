@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from . import flash_attn_interface
 from .version import __version__
 
 try:
@@ -163,7 +162,7 @@ def mask(
 
     Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
     a static cache that is being filled; for one query after padding, or over a static cache that compiled code reads, the range of
-    keys that it sees, int32 (batch, 1, 1, 2): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
+    keys that it sees, int32 (2, 1, 1, batch): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
     keys), True where visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
     tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
     """
@@ -354,18 +353,17 @@ def _range(
         tokens = tokens[:, kv_offset : kv_offset + kv_length].expand(batch, -1)
         if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
             raise _NeedsTensor
-        first, last = _range_of_tokens(tokens)[:, 0, 0].t()
+        first, last = _range_of_tokens(tokens)[:, 0, 0]
         begin, end = torch.maximum(seen[0], first), torch.minimum(seen[1], last)
         seen = torch.stack((torch.minimum(begin, end), end))
-    # each of the two contiguous, as the op wants them
-    return seen.contiguous().t()[:, None, None, :]
+    return seen.contiguous()[:, None, None]
 
 
 def _range_of_tokens(tokens: Tensor) -> Tensor:
     """Of (batch, keys) bool with one run of tokens at most: where that begins and ends."""
     count = tokens.sum(1, dtype=torch.int32)
     first = tokens.to(torch.int8).argmax(1).int()
-    return torch.stack((first, first + count)).t()[:, None, None, :]
+    return torch.stack((first, first + count))[:, None, None]
 
 
 def _is_range(attention_mask: Tensor | None) -> bool:
@@ -463,7 +461,7 @@ def attention(
     sequences: dict[str, Any] = {}
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
     few = (
-        seqlen_q < keys
+        seqlen_q < (keys if rule is None else rule.seqlen_k)
         and seqlen_q * query.shape[1] // max(1, key.shape[1]) < _FEW_ROWS
         and dropout == 0.0
         and position_bias is None
@@ -472,7 +470,7 @@ def attention(
     seen: dict[str, Tensor] = {}
     if _is_range(attention_mask) and not packed:
         assert attention_mask is not None
-        begin, end = attention_mask[:, 0, 0].t()
+        begin, end = attention_mask[:, 0, 0]
         if few and seqlen_q == 1:
             seen = {"leftpad_k": begin, "cache_seqlens": end}
         else:
@@ -685,17 +683,19 @@ def _join_continuous_batching() -> None:
         if hasattr(module, "is_flash_attention_requested"):
             module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
 
-    if hasattr(initialization, "lazy_import_flash_attention"):
-        ask = initialization.lazy_import_flash_attention
+    # transformers lets flash-attn read pages, by its names and on GPUs only; ours does it wherever the op runs
+    ensure = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if ensure is not None:
 
-        @functools.wraps(ask)
-        def functions(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-            if implementation == NAME:
-                ours = flash_attn_interface
-                return (ours.flash_attn_func, ours.flash_attn_varlen_func, ours.flash_attn_with_kvcache, None, None), (None, None)
-            return ask(implementation, *args, **kwargs)
+        @functools.wraps(ensure)
+        def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+            if config._attn_implementation != NAME:
+                return ensure(config, cb_config, *args, **kwargs)
+            allocators = initialization.ATTN_TYPE_TO_ALLOCATOR
+            if not all(allocators[kind].supports_block_table for kind in initialization.group_layers_by_attn_type(config)):
+                cb_config.max_blocks_per_request = 0
 
-        initialization.lazy_import_flash_attention = functions
+        initialization.ensure_decode_fast_path_is_available = ensured
 
 
 _register()
