@@ -10,10 +10,10 @@ namespace merge {
 constexpr int kColumns = 8;
 
 // Eight elements of a row as floats.
-template <MergeElement Element>
+template <ElementType Element>
 __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
     const uint4* words = reinterpret_cast<const uint4*>(from);
-    if (Element == MergeElement::Float) {
+    if (Element == ElementType::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint4 w = __ldg(words + half);
@@ -26,17 +26,17 @@ __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
         const unsigned parts[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float2 pair = Element == MergeElement::Bfloat ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
+            const float2 pair = Element == ElementType::Bfloat ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
             x[2 * i] = pair.x;
             x[2 * i + 1] = pair.y;
         }
     }
 }
 
-template <MergeElement Element>
+template <ElementType Element>
 __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     uint4* words = reinterpret_cast<uint4*>(to);
-    if (Element == MergeElement::Float) {
+    if (Element == ElementType::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
             words[half] = make_uint4(__float_as_uint(x[4 * half]), __float_as_uint(x[4 * half + 1]),
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
         unsigned parts[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            parts[i] = Element == MergeElement::Bfloat ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+            parts[i] = Element == ElementType::Bfloat ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
         *words = make_uint4(parts[0], parts[1], parts[2], parts[3]);
     }
 }
@@ -65,9 +65,9 @@ __device__ __forceinline__ long long first_element(const Tensor& x, int batch, i
     return batch * x.batch_stride + head * x.head_stride;
 }
 
-template <MergeElement Element>
+template <ElementType Element>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
-    constexpr int kBytes = Element == MergeElement::Float ? 4 : 2;
+    constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
     const int head = blockIdx.y, batch = blockIdx.z;
     const int first = blockIdx.x * BLOCK_ROWS, rows = min(BLOCK_ROWS, p.seqlen_q - first);
     const int chunks = p.headdim_v / kColumns;
@@ -96,12 +96,12 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const MergeParams p) {
-    if (p.element == MergeElement::Float)
-        merge_rows<MergeElement::Float>(p);
-    else if (p.element == MergeElement::Bfloat)
-        merge_rows<MergeElement::Bfloat>(p);
+    if (p.element == ElementType::Float)
+        merge_rows<ElementType::Float>(p);
+    else if (p.element == ElementType::Bfloat)
+        merge_rows<ElementType::Bfloat>(p);
     else
-        merge_rows<MergeElement::Half>(p);
+        merge_rows<ElementType::Half>(p);
 }
 
 }  // namespace merge

@@ -7,7 +7,7 @@ use super::{device, Target};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
 use crate::log;
-use crate::params::{MergeElement, MergeParams};
+use crate::params::{ElementType, MergeParams};
 use crate::plan;
 use crate::problem::{self, Backend, MergedStates};
 use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
@@ -74,9 +74,9 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
             seqlen_q: m.seqlen_q as i32,
             headdim_v: tensor::padded_headdim(m.headdim_v) as i32,
             element: match out.kind() {
-                Kind::Half => MergeElement::Half,
-                Kind::BFloat16 => MergeElement::Bfloat,
-                _ => MergeElement::Float,
+                Kind::Half => ElementType::Half,
+                Kind::BFloat16 => ElementType::Bfloat,
+                _ => ElementType::Float,
             },
         };
         device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;

@@ -74,8 +74,7 @@ impl Sequences {
         let (new_start, seqlen_new, new_possible) = numbers.ranges(cu_new, a.total_new.unwrap_or(0), a.seqlen_new)?;
         let (cached, leftpad) = (numbers.of(&o.cache_seqlens, a.seqlen_k)?, numbers.of(&o.leftpad_k, 0)?);
         let end = cached.f_add(&seqlen_new)?;
-        let possible =
-            all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_possible, new_possible])?;
+        let possible = all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_possible, new_possible])?;
         Ok(Sequences { cached, leftpad, end, seqlen_q, q_start, new_start, possible })
     }
 }

@@ -3,6 +3,7 @@
 mod append;
 mod device;
 mod gathered;
+mod parameters;
 mod prefill;
 
 use super::{checks_lengths, Target};
