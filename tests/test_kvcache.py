@@ -296,6 +296,56 @@ def test_autocast(backend):
         assert torch.equal(a, b)
 
 
+# ---- graphs, streams, many calls -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@on("cuda")
+def test_cuda_graph(backend, rotary):
+    """One graph for any lengths and pages: what it reads of them is what the tensors hold at the replay."""
+    batch, max_pages = 3, 20
+    q, k, v = backend.randn(batch, 2, 8, 128), backend.randn(batch, 2, 2, 128), backend.randn(batch, 2, 2, 128)
+    caches = [backend.randn(64, 16, 2, 128) for _ in range(2)]
+    lengths, table = backend.ints([90, 17, 300]), torch.arange(batch * max_pages, device="cuda", dtype=torch.int32).view(batch, max_pages)
+    options = {"cache_seqlens": lengths, "block_table": table, "is_causal": True}
+    if rotary:
+        options |= {"rotary_cos": backend.randn(max_pages * 16, 64), "rotary_sin": backend.randn(max_pages * 16, 64)}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fwd_kvcache(q, *caches, k, v, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fwd_kvcache(q, *caches, k, v, **options)
+    for values in ((0, 0, 0), (300, 1, 15), (16, 310, 0)):
+        lengths.copy_(backend.ints(values))
+        table.copy_(torch.randperm(64, device="cuda")[: table.numel()].view_as(table))
+        eager = [cache.clone() for cache in caches]
+        expected = fwd_kvcache(q, *eager, k, v, **options)
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), (out, lse, *caches), (*expected, *eager)):
+            assert_same_bits(name, a, b)
+
+
+@on("sim", "cuda")
+def test_many_calls_in_a_row(backend):
+    """What calls leave in scratch memory, other calls of other shapes do not trip over."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problems = [
+        Cached(((1, 200, 0), (1, 3, 0)), nheads=4, nheads_k=2).problem(backend),
+        Cached(((2, 33, 2), (2, 0, 2), (2, 90, 2)), headdim=128).problem(backend),
+    ]
+    calls = [(p.q, *p.copy_of_cache(), *p.new) for p in problems]
+    expected = [fwd_kvcache(*c, **p.options) for c, p in zip(calls, problems)]
+    for i in range(1000 if backend.machine == "cuda" else 10):
+        out, lse = fwd_kvcache(*calls[i % 2], **problems[i % 2].options)
+        if i % 100 < 2:
+            assert_same_bits("out", out, expected[i % 2][0])
+            assert_same_bits("softmax_lse", lse, expected[i % 2][1])
+
+
 # ---- wrong arguments -------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +421,7 @@ WRONG = {
     # values
     "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
     "long length": (lambda a: {"cache_seqlens": ints(a, 9, 64)}, ["cache_seqlens: got 64 (entry 1)", "2 more fit into 64"]),
-    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "pages of k_cache"]),
+    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "of k_cache"]),
     "negative page": (lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -1)}, ["block_table: got -1 (page 0 of sequence 0)"]),
     "rotary length": (lambda a: {n: a[n][:18] for n in ROTARY}, ["rotary_cos: got 18 positions", "at least 19"]),
 }  # fmt: skip

@@ -374,23 +374,17 @@ pub struct CacheValues {
     pub leftpad_k: Option<Vec<i32>>,
 }
 
-/// Where the tokens of one sequence are, once its lengths are known and right.
+/// The lengths of one sequence, once they are known and right.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CachedSequence {
-    /// its first row in packed q; 0 where dense
-    pub q_start: i64,
     /// its queries
     pub seqlen_q: i64,
-    /// its first row in packed k and v; 0 where dense
-    pub new_start: i64,
     /// what is appended to it
     pub seqlen_new: i64,
     /// tokens in the cache before that, those of leftpad included
     pub cached: i64,
     /// of these so many, the first, do not exist
     pub leftpad: i64,
-    /// the cache's entry, where dense
-    pub entry: i64,
 }
 
 impl CachedSequence {
@@ -403,12 +397,15 @@ impl CachedSequence {
     /// give back what a sliding window has left behind.
     pub fn visible(&self, window: Window) -> (i64, i64) {
         let end = self.cached + self.seqlen_new;
-        let first = window.left.map_or(0, |left| (end - self.seqlen_q).saturating_sub(left).max(0));
-        (first.max(self.leftpad).min(end), if self.seqlen_q == 0 { first.max(self.leftpad).min(end) } else { end })
+        if self.seqlen_q == 0 {
+            return (end, end);
+        }
+        let first = window.left.map_or(0, |left| (end - self.seqlen_q).saturating_sub(left));
+        (first.max(self.leftpad).min(end), end)
     }
 }
 
-/// Check the values in a call's int32 tensors, and say where each sequence is.
+/// Check the values in a call's int32 tensors, and say how long each sequence is.
 ///
 /// # Errors
 /// `Value`, naming the argument.
@@ -419,14 +416,13 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
     if let (Some(cu), Some(total)) = (&values.cu_seqlens_k_new, a.total_new) {
         check_cu_seqlens("cu_seqlens_k_new", cu, total, "k", total)?;
     }
-    let bounds =
-        |cu: &Option<Vec<i32>>, b: usize, dense: i64| cu.as_ref().map_or((0, dense), |cu| (i64::from(cu[b]), i64::from(cu[b + 1] - cu[b])));
+    let length = |cu: &Option<Vec<i32>>, b: usize, dense: i64| cu.as_ref().map_or(dense, |cu| i64::from(cu[b + 1] - cu[b]));
     let at = |t: &Option<Vec<i32>>, b: usize, default: i64| t.as_ref().map_or(default, |t| i64::from(t[b]));
     let cu_new = if a.total_new.is_some() && values.cu_seqlens_k_new.is_none() { &values.cu_seqlens_q } else { &values.cu_seqlens_k_new };
     (0..a.batch as usize)
         .map(|b| {
-            let (q_start, seqlen_q) = bounds(&values.cu_seqlens_q, b, a.seqlen_q);
-            let (new_start, seqlen_new) = bounds(cu_new, b, a.seqlen_new);
+            let seqlen_q = length(&values.cu_seqlens_q, b, a.seqlen_q);
+            let seqlen_new = length(cu_new, b, a.seqlen_new);
             let cached = at(&values.cache_seqlens, b, a.seqlen_k);
             let room = a.seqlen_k - seqlen_new;
             if !(0..=room).contains(&cached) {
@@ -453,12 +449,12 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
                 let allowed = format!("a number below {}, the entries of k_cache", a.entries);
                 return Err(Error::value("cache_batch_idx", format!("{entry} (entry {b})"), allowed));
             }
-            let sequence = CachedSequence { q_start, seqlen_q, new_start, seqlen_new, cached, leftpad, entry };
+            let sequence = CachedSequence { seqlen_q, seqlen_new, cached, leftpad };
             if let (Some(table), Some(max_pages)) = (&values.block_table, a.max_pages) {
-                let (first, end) = sequence.visible(a.window);
-                for position in [(first, end), (cached, cached + seqlen_new)] {
-                    let pages = position.0 / a.rows..(position.1 + a.rows - 1) / a.rows;
-                    for i in pages.filter(|_| position.0 < position.1) {
+                // what is read, and what is written
+                for (first, end) in [sequence.visible(a.window), (cached, cached + seqlen_new)] {
+                    let pages = first / a.rows..(end + a.rows - 1) / a.rows;
+                    for i in pages.filter(|_| first < end) {
                         let page = table[b * max_pages as usize + i as usize];
                         if !(0..a.entries).contains(&i64::from(page)) {
                             let allowed = format!("a number below {}, the pages of k_cache", a.entries);

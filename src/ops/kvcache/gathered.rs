@@ -210,6 +210,36 @@ fn queries(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<Tensor> {
     Ok(rotate(&rows, &position, call, a)?.f_view(q.size().as_slice())?)
 }
 
+/// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
+/// looked at, (batch): whether the cache has all that a query sees.
+fn keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    let o = &call.options;
+    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
+        let first = |cache: &Tensor| cache.f_narrow(1, 0, seqlen_k);
+        return Ok((first(&call.k_cache)?, first(&call.v_cache)?, None));
+    }
+    let device = call.q.device();
+    if [a.entries, a.rows, seqlen_k, a.batch].contains(&0) {
+        let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (call.q.kind(), device));
+        let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
+        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
+    }
+    let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
+    let mut wanted = all([position.f_lt_tensor(&s.end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
+    if let Some(left) = a.window.left {
+        let first = s.end.f_sub(&s.seqlen_q)?.f_add_scalar(-left.min(a.seqlen_k))?;
+        wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
+    }
+    let unwanted = wanted.f_logical_not()?;
+    let sequence = Tensor::f_arange(a.batch, (Kind::Int64, device))?.f_unsqueeze(1)?.f_expand([a.batch, seqlen_k], false)?;
+    let places = Places::of(call, a, &sequence, &position.f_masked_fill(&unwanted, 0)?)?;
+    let hidden = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
+    // zeros where there is nothing: what the cache holds behind a sequence may be NaN
+    let gathered = |cache: &Tensor| -> Result<Tensor> { Ok(places.read(cache)?.f_masked_fill_(&hidden, 0.0)?) };
+    let complete = places.exist.f_logical_or(&unwanted)?.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?;
+    Ok((gathered(&call.k_cache)?, gathered(&call.v_cache)?, Some(complete)))
+}
+
 /// (out, softmax_lse). `seqlen_k`: the most keys that a sequence has, as far as anybody knows.
 ///
 /// # Errors
@@ -220,32 +250,14 @@ pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tenso
     append(call, a, &s)?;
     let q = queries(call, a, &s)?;
 
-    // (batch, seqlen_k), from the first token that exists on
-    let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
-    let mut wanted = position.f_lt_tensor(&s.end.f_unsqueeze(1)?)?;
-    if let Some(left) = a.window.left {
-        let first = s.end.f_sub(&s.seqlen_q)?.f_add_scalar(-left.min(a.seqlen_k))?;
-        wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
+    let (k, v, complete) = keys(call, a, &s, seqlen_k)?;
+    let impossible = match complete {
+        Some(complete) => all([s.possible, complete])?,
+        None => s.possible,
     }
-    let wanted = all([wanted, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
-    let sequence = Tensor::f_arange(a.batch, (Kind::Int64, device))?.f_unsqueeze(1)?.f_expand([a.batch, seqlen_k], false)?;
-    let nothing = [a.entries, a.rows, seqlen_k, a.batch].contains(&0);
-    let (k, v, complete) = if nothing {
-        let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (q.kind(), device));
-        (zeros(a.headdim)?, zeros(a.headdim_v)?, wanted.f_logical_not()?)
-    } else {
-        let places = Places::of(call, a, &sequence, &position.f_masked_fill(&wanted.f_logical_not()?, 0)?)?;
-        let there = all([wanted.shallow_clone(), places.exist.shallow_clone()])?;
-        let hidden = there.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
-        let gathered = |cache: &Tensor| -> Result<Tensor> { Ok(places.read(cache)?.f_masked_fill_(&hidden, 0.0)?) };
-        (gathered(&call.k_cache)?, gathered(&call.v_cache)?, there.f_logical_or(&wanted.f_logical_not()?)?)
-    };
+    .f_logical_not()?;
     // fwd makes NaN of a length that cannot be
-    let incomplete = match seqlen_k {
-        0 => s.possible.f_logical_not()?,
-        _ => all([s.possible, complete.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?])?.f_logical_not()?,
-    };
-    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&incomplete, -1)?.f_to_kind(Kind::Int)?;
+    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&impossible, -1)?.f_to_kind(Kind::Int)?;
 
     let o = &call.options;
     let mut options = Options::<Tensor> {

@@ -41,7 +41,7 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     // what the gathered tokens take memory for
     let seqlen_k = sequences.map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
     match target {
-        Target::Kernels(launcher) if readable(call) => {
+        Target::Kernels(launcher) if readable(call) && has_room(&a) => {
             let q = append::run(call, &a, &*launcher)?;
             if a.is_empty() {
                 return empty(call, &a);
@@ -50,6 +50,11 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
         }
         _ => gathered::forward(call, &a, seqlen_k),
     }
+}
+
+/// Whether the cache can hold a token at all. A tensor without elements may have no address, by which kernels tell what is given.
+fn has_room(a: &CachedAttention) -> bool {
+    a.seqlen_k > 0 && a.entries > 0
 }
 
 /// Whether the kernels can read and write the caches where they are: fp16, all rows on 16-byte boundaries, of whole groups of 8.
