@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::Need;
-use crate::plan::{self, BackwardMode, BackwardPlan, PlannedKernel};
-use crate::problem::{Attention, MergedStates};
+use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, PlannedKernel};
+use crate::problem::{Attention, CachedAttention, MergedStates};
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
@@ -75,6 +75,22 @@ pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
         once(format!("merge, batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}
+
+/// The same for few queries a sequence over a KV cache.
+pub fn decode(a: &CachedAttention, planned: &DecodePlan) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, rows, .. } = a;
+        let cache = if a.max_pages.is_some() { format!("in pages of {rows}") } else { format!("in entries of {rows}") };
+        let splits = if a.num_splits > 0 { format!(", at most {} splits", a.num_splits) } else { String::new() };
+        let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
+        once(format!(
+            "decode, batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
+             {} on {blocks} blocks ({})",
+            v.name, planned.kernel.reason
+        ));
     }
     Ok(())
 }

@@ -2,6 +2,10 @@
 //!
 //! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
+mod decode;
+
+pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
+
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;

@@ -14,6 +14,7 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::FORWARD,
     volta::BACKWARD,
     volta::MERGE,
+    volta::DECODE,
     volta::PREFILL,
     volta::APPEND,
     turing::FORWARD,

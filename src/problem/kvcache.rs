@@ -95,7 +95,11 @@ fn check_ints(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what
     }
     let last = d.sizes.len() - 1;
     if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
-        return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[last]), "a contiguous last dimension (stride 1)"));
+        return Err(Error::value(
+            name,
+            format!("stride {} in the last dimension", d.strides[last]),
+            "a contiguous last dimension (stride 1)",
+        ));
     }
     check_same(name, "device", d.device, "q", q.device)
 }
@@ -177,7 +181,11 @@ fn check_rotary(o: &CacheOptions, q: &TensorDesc, headdim: i64, appends: bool) -
     }
     for (name, d) in [("rotary_cos", cos), ("rotary_sin", sin)] {
         if d.sizes[1] > 1 && !same_size(d.strides[1], 1) {
-            return Err(Error::value(name, format!("stride {} in the last dimension", d.strides[1]), "a contiguous last dimension (stride 1)"));
+            return Err(Error::value(
+                name,
+                format!("stride {} in the last dimension", d.strides[1]),
+                "a contiguous last dimension (stride 1)",
+            ));
         }
     }
     let half = cos.sizes[1];
@@ -231,7 +239,9 @@ pub fn validate_kvcache(
                 return Err(Error::value("cu_seqlens_q", shape(cu), allowed));
             }
             let longest = match o.max_seqlen_q {
-                None => return Err(Error::value("max_seqlen_q", "None", "the length of the longest sequence, since cu_seqlens_q is given")),
+                None => {
+                    return Err(Error::value("max_seqlen_q", "None", "the length of the longest sequence, since cu_seqlens_q is given"))
+                }
                 Some(UNKNOWN) if backend == Backend::Meta => UNKNOWN,
                 Some(n) if !(0..=MAX_GIVEN_SEQLEN).contains(&n) => {
                     return Err(Error::value("max_seqlen_q", n, format!("a length from 0 to {MAX_GIVEN_SEQLEN}")));
@@ -409,9 +419,8 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
     if let (Some(cu), Some(total)) = (&values.cu_seqlens_k_new, a.total_new) {
         check_cu_seqlens("cu_seqlens_k_new", cu, total, "k", total)?;
     }
-    let bounds = |cu: &Option<Vec<i32>>, b: usize, dense: i64| {
-        cu.as_ref().map_or((0, dense), |cu| (i64::from(cu[b]), i64::from(cu[b + 1] - cu[b])))
-    };
+    let bounds =
+        |cu: &Option<Vec<i32>>, b: usize, dense: i64| cu.as_ref().map_or((0, dense), |cu| (i64::from(cu[b]), i64::from(cu[b + 1] - cu[b])));
     let at = |t: &Option<Vec<i32>>, b: usize, default: i64| t.as_ref().map_or(default, |t| i64::from(t[b]));
     let cu_new = if a.total_new.is_some() && values.cu_seqlens_k_new.is_none() { &values.cu_seqlens_q } else { &values.cu_seqlens_k_new };
     (0..a.batch as usize)
@@ -435,8 +444,8 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
                 }
             }
             let leftpad = at(&values.leftpad_k, b, 0);
-            if !(0..=cached + seqlen_new).contains(&leftpad) {
-                let allowed = format!("a number from 0 to {}, the length of the sequence", cached + seqlen_new);
+            if !(0..=cached).contains(&leftpad) {
+                let allowed = format!("a number from 0 to {cached}, the cached tokens of the sequence");
                 return Err(Error::value("leftpad_k", format!("{leftpad} (entry {b})"), allowed));
             }
             let entry = at(&values.cache_batch_idx, b, b as i64);

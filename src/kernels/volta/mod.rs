@@ -2,11 +2,13 @@
 
 mod append;
 mod backward;
+mod decode;
 mod forward;
 mod merge;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
+pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
 

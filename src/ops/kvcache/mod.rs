@@ -1,8 +1,8 @@
 //! `volta_fa::fwd_kvcache`: attention of new queries over keys and values in a cache, to which more may be appended first.
 
 mod append;
-mod cpu;
 mod device;
+mod gathered;
 mod parameters;
 mod prefill;
 
@@ -10,7 +10,7 @@ use super::{checks_lengths, Target};
 use crate::error::{Error, Result};
 use crate::options::KvCacheOptions;
 use crate::problem::{self, Backend, CacheValues, CachedAttention, CachedSequence, TensorDesc};
-use crate::tensor::describe;
+use crate::tensor::{describe, is_readable};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
@@ -38,18 +38,23 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
         true => Some(sequences(call, &a)?),
         false => None,
     };
-    match (target, sequences) {
-        (Target::Cpu, Some(sequences)) => cpu::forward(call, &a, &sequences),
-        (Target::Cpu, None) => unreachable!("lengths on the CPU are always checked"),
-        (Target::Kernels(_), _) if call.q.kind() == Kind::BFloat16 => Err(Error::unsupported("a bf16 cache on kernels")),
-        (Target::Kernels(launcher), _) => {
-            let rotated = append::run(call, &a, &*launcher)?;
+    // what the gathered tokens take memory for
+    let seqlen_k = sequences.map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
+    match target {
+        Target::Kernels(launcher) if readable(call) => {
+            let q = append::run(call, &a, &*launcher)?;
             if a.is_empty() {
                 return empty(call, &a);
             }
-            device::attend(&rotated, call, &a, &*launcher)
+            device::attend(&q, call, &a, &*launcher)
         }
+        _ => gathered::forward(call, &a, seqlen_k),
     }
+}
+
+/// Whether the kernels can read and write the caches where they are: fp16, all rows on 16-byte boundaries, of whole groups of 8.
+fn readable(call: &Call) -> bool {
+    call.q.kind() == Kind::Half && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
 }
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
