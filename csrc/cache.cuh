@@ -20,11 +20,10 @@ public:
     __device__ __forceinline__ CachedSequence(const Problem& problem, const Lengths& lengths, const Cache& cache, int batch)
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), new_k_(cache.seqlen_new),
           first_new_(0), has_queries_(true), valid_(true) {
-        const bool is_first = lengths.first_batch + batch == 0;
         if (lengths.cu_seqlens_q)
-            has_queries_ = packed_range(lengths.cu_seqlens_q, batch, is_first, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+            has_queries_ = packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
         if (cache.cu_seqlens_k_new)
-            valid_ &= packed_range(cache.cu_seqlens_k_new, batch, is_first, cache.total_new, cache.seqlen_new, first_new_, new_k_);
+            valid_ &= packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, first_new_, new_k_);
         if (cache.leftpad_k) first_k_ = load_length(cache.leftpad_k + batch);
         const int capacity = cache.block_table ? cache.max_pages * cache.rows : cache.rows;
         const int end = cache.cache_seqlens ? load_length(cache.cache_seqlens + batch) : capacity;

@@ -44,9 +44,8 @@ public:
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), stored_k_(problem.seqlen_k) {
         bool valid = true;
         if (lengths.cu_seqlens_q) {
-            const bool is_first = lengths.first_batch + batch == 0;
-            valid &= packed_range(lengths.cu_seqlens_q, batch, is_first, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
-            valid &= packed_range(lengths.cu_seqlens_k, batch, is_first, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
+            valid &= packed_range(lengths_, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+            valid &= packed_range(lengths_, lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
         }
         seqlen_k_ = stored_k_;
         if (lengths.seqused_k) {

@@ -22,7 +22,7 @@ struct Block {
     // What is in shared memory.
     struct Shared {
         float output[kParts * BLOCK_ROWS * kPartStride];
-        RowState state[kParts][BLOCK_ROWS];
+        RowState state[kParts * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
         Schedule schedule;
         Segment segment;

@@ -20,9 +20,9 @@ struct RowState {
 template <int Parts>
 struct BlockParts {
     float* output;  // [Parts][BLOCK_ROWS][kPartStride]
-    RowState (*state)[BLOCK_ROWS];
+    RowState* state;  // [Parts][BLOCK_ROWS]
 
-    __device__ __forceinline__ RowState state_of(int part, int row) const { return state[part][row]; }
+    __device__ __forceinline__ RowState state_of(int part, int row) const { return state[part * BLOCK_ROWS + row]; }
     __device__ __forceinline__ float4 load(int part, int row, int column) const {
         return *reinterpret_cast<const float4*>(output + (part * BLOCK_ROWS + row) * kPartStride + column);
     }

@@ -17,7 +17,9 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::DECODE,
     volta::PREFILL,
     volta::APPEND,
+    volta::DECODE,
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,
+    turing::DECODE,
 ];

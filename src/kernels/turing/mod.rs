@@ -1,9 +1,11 @@
 //! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
 
 mod backward;
+mod decode;
 mod forward;
 
 pub use backward::BACKWARD;
+pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 
 use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};

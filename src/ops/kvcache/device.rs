@@ -1,6 +1,6 @@
 //! The kernels that attend to a cache: decode, and, for sequences of many rows, prefill.
 
-use super::{parameters, Call};
+use super::{parameters, prefill, Call};
 use crate::error::Result;
 use crate::launch::{bytes_of, KernelLaunch, Launcher};
 use crate::log;
@@ -16,34 +16,57 @@ use tch::{Kind, Tensor};
 
 /// (out, softmax_lse) of `q`, which is the call's, rotated if asked, and not empty.
 pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let limits = launcher.limits()?;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
-    let padded = parameters::attention(a);
     let q = readable(q)?;
     let mut out_shape = a.out_shape();
     *out_shape.last_mut().expect("out has dimensions") = padded_headdim(a.headdim_v);
     let (out, softmax_lse) = (empty(&out_shape, q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
+    // Of packed queries nobody on this side knows which sequence has how many: each kernel leaves the other's alone. What is wrong with
+    // a sequence decode writes, where it runs.
+    let prefill = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
+    if a.total_q.is_some() || !prefill {
+        decode(&q, [&out, &softmax_lse], call, a, prefill, launcher)?;
+    } else {
+        for t in [&out, &softmax_lse] {
+            let _ = t.shallow_clone().f_fill_(f64::NAN)?;
+        }
+    }
+    if prefill {
+        prefill::run(&q, [&call.k_cache, &call.v_cache], [&out, &softmax_lse], call, a, plan::MAX_DECODE_ROWS + 1, launcher)?;
+    }
+    Ok((without_padding(out, a.headdim_v)?, softmax_lse))
+}
 
-    let plan = plan::decode(a, &padded, false, &limits)?;
+/// `others`: whether sequences of many rows are left to another kernel.
+fn decode(
+    q: &Tensor,
+    [out, softmax_lse]: [&Tensor; 2],
+    call: &Call,
+    a: &CachedAttention,
+    others: bool,
+    launcher: &dyn Launcher,
+) -> Result<()> {
+    let padded = parameters::attention(a);
+    let plan = plan::decode(a, &padded, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
     let options = parameters::readable_scores(&call.options)?;
-    let partials = empty(&[plan.partials], Kind::Float)?;
-    let arrivals = empty(&[plan.arrivals], Kind::Int64)?;
+    let empty = |size, kind| tensor::empty(&[size], kind, q.device(), launcher.output_alignment());
+    let (partials, arrivals) = (empty(plan.partials, Kind::Float)?, empty(plan.arrivals, Kind::Int64)?);
     let mut ranges = vec![
-        memory_range("q", &q, false),
+        memory_range("q", q, false),
         memory_range("k_cache", &call.k_cache, false),
         memory_range("v_cache", &call.v_cache, false),
-        memory_range("out", &out, true),
-        memory_range("softmax_lse", &softmax_lse, true),
+        memory_range("out", out, true),
+        memory_range("softmax_lse", softmax_lse, true),
         memory_range("partials", &partials, true),
         memory_range("arrivals", &arrivals, true),
     ];
     ranges.extend(parameters::ranges(&options));
     launcher.begin(&ranges);
     let params = DecodeParams {
-        q: operand(&q, 0),
-        out: output(&out, 0),
-        softmax_lse: at(&softmax_lse, 0),
+        q: operand(q, 0),
+        out: output(out, 0),
+        softmax_lse: at(softmax_lse, 0),
         cache: parameters::cache([&call.k_cache, &call.v_cache], call, a, 0),
         problem: plan::problem_block(&padded, a.batch),
         lengths: parameters::lengths(call, a, 0),
@@ -55,8 +78,7 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launc
         call_number: call_number(),
     };
     let [blocks, _] = plan.kernel.blocks;
-    launcher.launch(&KernelLaunch { variant: plan.kernel.variant, grid: [blocks, 1, 1], params: bytes_of(&params), ranges: &ranges })?;
-    Ok((without_padding(out, a.headdim_v)?, softmax_lse))
+    launcher.launch(&KernelLaunch { variant: plan.kernel.variant, grid: [blocks, 1, 1], params: bytes_of(&params), ranges: &ranges })
 }
 
 /// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
