@@ -11,9 +11,9 @@ constexpr int kPageGroup = 16;
 
 // Whether the cache has the pages of all tokens that some row of the sequence sees. (What a window has left behind may be gone.)
 // The whole block asks.
-__device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const Mask& mask) {
+__device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CachedSequence& sequence, const Mask& mask) {
     bool has = true;
-    const int first = mask.key_first(0), end = mask.seqlen_k;
+    const int first = mask.key_first(0), end = sequence.seqlen_k();
     if (cache.block_table && first < end) {
         const int last = (end - 1) / cache.rows;
         for (int i = first / cache.rows + threadIdx.x; i <= last; i += THREADS) has &= has_page(cache, page_of(cache, batch, i));

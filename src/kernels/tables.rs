@@ -14,7 +14,6 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::FORWARD,
     volta::BACKWARD,
     volta::MERGE,
-    volta::DECODE,
     volta::PREFILL,
     volta::APPEND,
     volta::DECODE,

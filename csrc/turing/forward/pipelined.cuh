@@ -125,7 +125,9 @@ struct ForwardPipelined {
         if (kGeneral) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);
         const int key_end = mask.key_end(block.row, kBlockRows);
-        if (kPaged && !has_pages(p.cache, block.batch, mask)) return;
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
         int key = kBackwards ? key_first + (key_end - 1 - key_first) / kStep * kStep : key_first;
 
         Softmax softmax;

@@ -149,7 +149,9 @@ struct ForwardRegisterQ {
         int key = mask.key_first(block.row);
         if (kPaged) key &= ~(kPageGroup - 1);
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
-        if (kPaged && !has_pages(p.cache, block.batch, mask)) return;
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
         typename LoaderOf<kPaged>::Type loader(p, block, sequence.first_k(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;

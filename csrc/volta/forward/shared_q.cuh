@@ -198,7 +198,9 @@ struct ForwardSharedQ {
         int key = mask.key_first(block.row);
         if (kGeneral || kPaged) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
-        if (kPaged && !has_pages(p.cache, block.batch, mask)) return;
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
         KeyTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads> tiles(thread, p, block, sequence.first_k(), key, key_end);
         auto& k = tiles.k;
         auto& v = tiles.v;
