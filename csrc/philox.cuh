@@ -1,5 +1,7 @@
-// The random numbers of dropout: src/ops/dropout.rs says which, and why seven rounds.
+// The random numbers of dropout, and what they decide: src/ops/dropout.rs says which, and why so.
 #pragma once
+
+#include "volta_fa_params.h"
 
 struct Philox {
     unsigned key[2], head, offset;
@@ -13,7 +15,8 @@ struct Philox {
         offset = static_cast<unsigned>(__ldg(state + 1));
     }
 
-    // The numbers of four columns of a row; column is a multiple of 4.
+    // The numbers of four columns of two rows, `row` and row + 4, where row % 8 < 4; column is a multiple of 4. Word 2 * r + c of
+    // the four has row r and columns c and c + 2.
     __device__ __forceinline__ uint4 numbers(int row, int column) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
         unsigned k0 = key[0], k1 = key[1];
@@ -28,3 +31,28 @@ struct Philox {
         return c;
     }
 };
+
+// The verdicts, from the numbers of a call.
+struct DropoutRule {
+    unsigned threshold, inverted;
+
+    __device__ __forceinline__ explicit DropoutRule(const ScoreOptions& o)
+        : threshold(o.dropout_threshold), inverted(o.dropout_inverted) {}
+
+    // 0xffff in each half of a word whose probability is kept. Halves without their signs are ordered as the 15-bit integers are,
+    // and what would be NaN is not below any threshold.
+    __device__ __forceinline__ unsigned kept_halves(unsigned numbers) const {
+        unsigned not_below;
+        asm("{.reg .b32 x; abs.f16x2 x, %1; set.geu.u32.f16x2 %0, x, %2;}" : "=r"(not_below) : "r"(numbers), "r"(threshold));
+        return not_below ^ inverted;
+    }
+    // A bit each, as kept_bit numbers them.
+    __device__ __forceinline__ unsigned kept_bits(const uint4& numbers) const {
+        return (kept_halves(numbers.x) & 0x10001) | (kept_halves(numbers.y) & 0x20002) | (kept_halves(numbers.z) & 0x40004) |
+               (kept_halves(numbers.w) & 0x80008);
+    }
+};
+// Of row `r` (0: the call's first row, 1: the one 4 further) and column `c` of the four.
+__device__ __forceinline__ constexpr int kept_bit(int r, int c) { return 2 * r + c % 2 + 16 * (c / 2); }
+// The four bits of row 0.
+constexpr unsigned kBitsOfRow = 1u << kept_bit(0, 0) | 1u << kept_bit(0, 1) | 1u << kept_bit(0, 2) | 1u << kept_bit(0, 3);

@@ -147,8 +147,3 @@ private:
         return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
     }
 };
-
-// Which of four columns are kept, as four bits.
-__device__ __forceinline__ unsigned kept(const uint4& numbers, unsigned threshold) {
-    return (numbers.x >= threshold) | (numbers.y >= threshold) << 1 | (numbers.z >= threshold) << 2 | (numbers.w >= threshold) << 3;
-}

@@ -94,3 +94,22 @@ pub fn decode(a: &CachedAttention, planned: &DecodePlan) -> Result<()> {
     }
     Ok(())
 }
+
+/// The forward kernel of a KV cache.
+pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        once(format!("prefill, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+    }
+    Ok(())
+}
+
+/// The kernel that appends to one.
+pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, nheads, nheads_k, headdim, headdim_v, rotary_dim, .. } = a;
+        let rotated = if *rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
+        let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
+        once(format!("append, {what}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}

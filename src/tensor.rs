@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::launch::MemoryRange;
 use crate::options::UNKNOWN;
-use crate::params::{Operand, Output};
+use crate::params::{ElementType, Operand, Output};
 use crate::problem::{DType, Device, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
@@ -56,6 +56,15 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         known
     };
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
+}
+
+/// Of a tensor for a kernel that reads several: fp16, bf16 or fp32.
+pub fn element_type(t: &Tensor) -> ElementType {
+    match t.kind() {
+        Kind::Half => ElementType::Half,
+        Kind::BFloat16 => ElementType::Bfloat,
+        _ => ElementType::Float,
+    }
 }
 
 /// headdim as the kernels read it: in 16-byte accesses of fp16.

@@ -35,18 +35,27 @@ max_error, rms_error, visible = rule.max_error, rule.rms_error, rule.visible
 by_row, heads_first, largest, score, sum_groups = rule.by_row, rule.heads_first, rule.largest, rule.score, rule.sum_groups
 
 
-def philox(seed: int, offset: int, column: Tensor, row: Tensor, head: Tensor) -> Tensor:
-    """The number, 0 to 2^32 - 1, of each (head, row, column): Philox4x32 with 7 rounds, Salmon et al. 2011."""
+def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:
+    """(..., 4): the words, 0 to 2^32 - 1, of each (head, row, group of four columns): Philox4x32 with 7 rounds, Salmon et al. 2011."""
     mask = 0xFFFFFFFF
-    x0, x1, x2, x3 = torch.broadcast_tensors(column // 4, row, head, torch.full_like(head, offset & mask))
+    x0, x1, x2, x3 = torch.broadcast_tensors(group, row, head, torch.full_like(head, offset & mask))
     k0, k1 = seed & mask, (seed >> 32) & mask
     for _ in range(7):
         # the low 64 bits of a product, whatever int64 makes of its sign
         p, r = 0xD2511F53 * x0, 0xCD9E8D57 * x2
         x0, x1, x2, x3 = ((r >> 32) & mask) ^ x1 ^ k0, r & mask, ((p >> 32) & mask) ^ x3 ^ k1, p & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    words = torch.stack([x0, x1, x2, x3], -1)
-    return words.gather(-1, (column % 4).expand(words.shape[:-1])[..., None]).squeeze(-1)
+    return torch.stack([x0, x1, x2, x3], -1)
+
+
+def dropped_numbers(dropout_p: float) -> int:
+    """How many of the 2^15 random numbers drop a probability: never all."""
+    return min(round(dropout_p * 2**15), 2**15 - 1)
+
+
+def kept_share(dropout_p: float) -> float:
+    """The share of probabilities that dropout keeps, whose inverse is their factor."""
+    return 1 - dropped_numbers(dropout_p) / 2**15
 
 
 def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
@@ -55,7 +64,12 @@ def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_
     device = entries.device
     head = entries[:, None, None, None] * nheads + torch.arange(nheads, device=device)[:, None, None]
     row, column = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
-    return philox(seed, offset, column, row, head) >= math.floor(dropout_p * 2**32)
+    words = philox(seed, offset, column // 4, row & ~4, head)
+    word = (2 * (row // 4 % 2) + column % 2).expand(words.shape[:-1])
+    numbers = words.gather(-1, word[..., None]).squeeze(-1) >> (column // 2 % 2 * 16) & 0x7FFF
+    dropped = dropped_numbers(dropout_p)
+    # the numbers below a threshold have the rarer fate
+    return numbers >= dropped if dropout_p <= 0.5 else numbers < 2**15 - dropped
 
 
 @dataclass
@@ -187,7 +201,7 @@ def forward(
     none = total == 0
     probabilities = (weights / total.masked_fill(none, 1.0))[..., : k.shape[1]]
     # a bool tensor divided by a number would be fp32
-    factors = 1.0 if kept is None else kept.double() / (1 - dropout_p)
+    factors = 1.0 if kept is None else kept.double() / kept_share(dropout_p)
     out = torch.einsum("bhij,bhjd->bihd", probabilities * factors, heads_first(v, q.shape[2]))
     lse = (row_max + total.log()).masked_fill(none, math.inf).squeeze(-1)
     largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9]))
@@ -221,7 +235,9 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
 
 
 def forward_budget(ref: Forward, q: Tensor, k: Tensor, v: Tensor, **options) -> Budget:
-    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options))
+    weights, values = ref.probabilities * ref.factors, heads_first(v.double(), q.shape[2])
+    rounded = rule.rounded_probabilities(weights, values, q.dtype)
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options), rounded)
 
 
 def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:

@@ -490,7 +490,7 @@ def test_rounding_to_bf16(backend, headdim, deterministic):
 
 
 def kept_by_op(backend, options, batch, nheads, seqlen_q, seqlen_k):
-    """The mask of one call, seen through its results: v is the identity, so out is P * kept / (1 - p)."""
+    """The mask of one call, seen through its results: v is the identity, so out is P * kept / the share that is kept."""
     size = 256
     q = torch.zeros(batch, seqlen_q, nheads, 8, dtype=backend.dtype, device=backend.device)
     k = torch.zeros(batch, seqlen_k, nheads, 8, dtype=backend.dtype, device=backend.device)
@@ -524,6 +524,18 @@ def test_dropout_of_packed_sequences(backend):
     group = next(g for g in reference.groups(*tensors[:2], rng_state=rng_state, **options) if g.q_rows.shape[1] == 113)
     mask = op._dropout_mask(rng_state, len(LENGTHS), 2, 113, 70, 0.4)
     assert torch.equal(group.options["kept"][0], mask[group.entries.item()])
+
+
+@pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
+@on("cpu-fp64")
+def test_what_is_kept_makes_up_for_the_rest(backend, p):
+    """In the mean, whatever p was rounded to: the factor is the inverse of the share that is kept, which is never 0."""
+    q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
+    out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)
+    share = reference.kept_share(p)
+    assert 0 < share <= 1 and abs(share - (1 - p)) <= max(2**-16, 2**-15 - (1 - p))
+    of_keys = op._dropout_mask(rng_state, 1, 2, 40, 300, p).double().mean(-1)
+    torch.testing.assert_close(out[..., 0].transpose(1, 2), of_keys / share)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.17, 0.5, 0.9])
@@ -584,14 +596,14 @@ KNOWN = [
 @pytest.mark.parametrize("counter,key,result", KNOWN)
 def test_the_reference_is_philox(counter, key, result):
     c, k, r = ([int(word, 16) for word in words.split()] for words in (counter, key, result))
-    columns = (4 * c[0] + torch.arange(4)).view(4)
-    found = reference.philox(k[0] | k[1] << 32, c[3], columns, torch.tensor(c[1]), torch.tensor(c[2]))
+    found = reference.philox(k[0] | k[1] << 32, c[3], *(torch.tensor(x) for x in c[:3]))
     assert found.tolist() == r
 
 
 @pytest.mark.parametrize("seed,offset", [(0, 0), (1, 2), (2**63 - 1, 2**63 - 1), (0xDEADBEEF12345678 - 2**64, 2**40 + 3)])
-def test_the_library_is_philox(seed, offset):
-    shape, p = (3, 5, 19, 41), 0.37
+@pytest.mark.parametrize("p", [0.37, 0.5, 0.83])
+def test_the_library_is_philox(seed, offset, p):
+    shape = (3, 5, 19, 41)
     state = torch.tensor([seed, offset])
     assert torch.equal(op._dropout_mask(state, *shape, p), reference.kept(state, torch.arange(3), *shape[1:], p))
 

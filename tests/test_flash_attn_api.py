@@ -45,7 +45,7 @@ def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), s
     lse = x.logsumexp(-1)
     lse = lse.masked_fill(~seen.any(-1), math.inf)  # no key: +inf, so that p is 0
     p = torch.exp(x - lse[..., None])
-    dropped = p if keep is None else p * keep / (1 - dropout_p)
+    dropped = p if keep is None else p * keep / reference.kept_share(dropout_p)
     return torch.einsum("hij,jhd->ihd", dropped, v), lse, p
 
 

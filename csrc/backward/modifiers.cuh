@@ -108,18 +108,26 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
 }
 
-// Which of a tile's probabilities dropout keeps, where a lane has all of its four keys: a bit each, those of a query together.
-// (Where it has two of them, lanes share the numbers, which is the family's.)
+// Of two calls, one of this lane's and one of another's, that have rows 4 apart, what is of the lane's own rows: those with or
+// without the bit of 4. The lane's call was for its row number `mine_is`, 0 or 1; the result is as kept_bits of these two rows.
+__device__ __forceinline__ unsigned join_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
+    mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
+    others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
+    return mine_is ? others | mine << kept_bit(1, 0) : mine | others << kept_bit(1, 0);
+}
+
+// Which of a tile's probabilities dropout keeps, where a lane has all of its four keys of two queries: bit
+// kept_bit(row_of(v), key_slot(v)) of element v. The lane kQueryMate beside it has the queries with which these share their calls,
+// and each draws for one of two. All lanes of the warp together. (Where a lane has two keys of four, sharing is the family's.)
 template <class Layout>
-__device__ __forceinline__ unsigned kept_bits(const Philox& philox, unsigned threshold, const ScorePlace<Layout>& place) {
-    static_assert(Layout::kKeys == 4, "one call makes the numbers of four keys");
-    unsigned bits = 0;
-#pragma unroll 1
-    for (int r = 0; r < Layout::kRows; r++)
-        bits |= kept(philox.numbers(place.query(Layout::element(r, 0)), place.key(0)), threshold) << 4 * r;
-    return bits;
+__device__ __forceinline__ unsigned kept_of_rows(const Philox& philox, const DropoutRule& rule, const ScorePlace<Layout>& place) {
+    static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "see above");
+    const int has_bit_of_4 = place.query(0) >> 2 & 1;
+    const int row = (place.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);
+    const unsigned mine = rule.kept_bits(philox.numbers(row, place.key(0)));
+    return join_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kQueryMate), has_bit_of_4, has_bit_of_4);
 }
 template <class Layout>
 __device__ __forceinline__ bool is_kept(unsigned bits, int v) {
-    return bits >> (4 * Layout::row_of(v) + Layout::key_slot(v)) & 1;
+    return bits >> kept_bit(Layout::row_of(v), Layout::key_slot(v)) & 1;
 }

@@ -9,6 +9,7 @@
 //   kKeys, kKeyStride              of each of them it has so many keys, so far apart, in one group of four (from a multiple of 4):
 //                                  all 4, or 2, of which the first is number 0 or 1 of the group and the other two further
 //   element(r, j)                  the element of its query number r and key number j
+//   kQueryMate                     where kKeys is 4: the lane whose queries are 4 before or behind is so far away (XOR)
 #pragma once
 
 #include "score_layout.cuh"

@@ -181,49 +181,46 @@ struct ScoreBias {
 // Which probabilities of RowTiles tiles, one of keys, dropout keeps.
 template <class Layout, int RowTiles>
 struct KeptProbabilities {
-    unsigned bits = ~0u;
-    static_assert(RowTiles * Layout::kRows * Layout::kKeys <= 32, "one word");
+    unsigned bits = ~0u;  // of row tile mt the kept_bits of a call (philox.cuh), kBitsOfTile further each
+    static constexpr int kBitsOfTile = 4;
+    static_assert(RowTiles * kBitsOfTile <= 16, "one word, whose halves have two of four columns each");
+    static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return Philox(p.score_options.rng_state,
                       (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head_here<Layout::kEitherOrder>(p.problem));
     }
 
-    // `row` and `key` are the tile's first; key is a multiple of 4.
+    // `row` and `key` are the tile's first, multiples of 8 and of 4.
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) { draw(p, numbers_of(p), row, key); }
     __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
-        const ScoreOptions& options = p.score_options;
+        const DropoutRule rule(p.score_options);
         const typename Layout::Lane lane(lane_here());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         bits = 0;
         if constexpr (Layout::kKeys == 4) {
-            // Rolled, for the instruction cache: of each row the group of four columns that the lane has.
+            // Rolled, for the instruction cache.
 #pragma unroll 1
-            for (int i = 0; i < RowTiles * Layout::kRows; i++) {
-                const int query = row + Layout::kTileQueries * (i / Layout::kRows) + Layout::row_slot(i % Layout::kRows);
-                const unsigned of_row = kept(philox.numbers(query, key), options.dropout_threshold);
-                bits |= of_row << (Layout::kKeys * i);
-            }
+            for (int mt = 0; mt < RowTiles; mt++)
+                bits |= rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key)) << (kBitsOfTile * mt);
         } else {
-            // Two lanes side by side have the same groups of four columns, of which each has two: one draws for the first of their
-            // rows and the other for the second.
-            static_assert(Layout::kKeys == 2 && Layout::kRows == 2 && Layout::kRowMates[0] == 1, "see above");
-            const bool second = key & 2;
-            unsigned drawn = 0;
+            // Two lanes side by side have the same calls, of which each has two columns: of two row tiles one draws for the first
+            // and the other for the second. What is left over both draw.
+            static_assert(Layout::kKeys == 2 && Layout::kRowMates[0] == 1, "see above");
+            const int second = key >> 1 & 1;
+            const auto drawn = [&](int mt) { return rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key & ~3)); };
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) {
-                const int query = row + Layout::kTileQueries * mt + (second ? Layout::row_slot(1) : Layout::row_slot(0));
-                drawn |= kept(philox.numbers(query, key & ~3), options.dropout_threshold) << (4 * mt);
+            for (int mt = 0; mt + 1 < RowTiles; mt += 2) {
+                const unsigned mine = drawn(mt + second), received = __shfl_xor_sync(~0u, mine, 1);
+                const unsigned both[2] = {second ? received : mine, second ? mine : received};
+                bits |= (both[0] | both[1] << kBitsOfTile) << (kBitsOfTile * mt);
             }
-            const unsigned received = __shfl_xor_sync(~0u, drawn, 1);
-            // of each four bits those of the lane's columns
-            const unsigned first_row = (second ? received >> 2 : drawn) & 0x33333333u;
-            const unsigned second_row = (second ? drawn >> 2 : received) & 0x33333333u;
-            bits = first_row | second_row << 2;
+            if (RowTiles % 2 == 1) bits |= drawn(RowTiles - 1) << (kBitsOfTile * (RowTiles - 1));
+            bits >>= 16 * second;  // the lane's columns to where those of slots 0 and 1 are
         }
     }
     __device__ __forceinline__ bool operator()(int mt, int v) const {
-        return bits >> (Layout::kKeys * (Layout::kRows * mt + Layout::row_of(v)) + Layout::key_slot(v)) & 1;
+        return bits >> (kBitsOfTile * mt + kept_bit(Layout::row_of(v), Layout::key_slot(v))) & 1;
     }
 };

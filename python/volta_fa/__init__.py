@@ -47,7 +47,7 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     window_left     query i sees the keys j >= i + seqlen_k - seqlen_q - window_left; -1 is no limit
     window_right    query i sees the keys j <= i + seqlen_k - seqlen_q + window_right; -1 is no limit. With is_causal -1 or 0
     sinks           (nheads), q's dtype or float32: a logit more for each head's softmax, whose value is 0
-    dropout_p       in [0, 1): probabilities are dropped, the others divided by 1 - dropout_p
+    dropout_p       in [0, 1): probabilities are dropped, the others divided by the share that is kept: 1 - dropout_p, within 2^-16
     deterministic   gradients equal to the bit, run to run; so with torch.use_deterministic_algorithms(True)
 
 Lengths:
@@ -135,6 +135,7 @@ from .library import library_path, load
 from .merge import merge_attention_states
 from .remedies import warn_when_cuda_starts
 from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .subclass import answer_the_library
 from .version import __version__
 
 __all__ = [
@@ -154,6 +155,7 @@ __all__ += _flash_attn.__all__
 
 load()
 _flash_door.register()
+answer_the_library()
 _follow_the_library()
 warn_when_cuda_starts()
-del load, _follow_the_library, warn_when_cuda_starts
+del answer_the_library, load, _follow_the_library, warn_when_cuda_starts

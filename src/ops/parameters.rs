@@ -83,7 +83,7 @@ pub fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions
     let [batch, head, row, _] = bias.as_ref().map_or([0; 4], broadcast_strides);
     let slopes = &inputs.options.alibi_slopes;
     let alibi_batch_stride = slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
-    let p = a.features.dropout_p;
+    let dropout = dropout::Rule::new(a.features.dropout_p);
     ScoreOptions {
         bias: element::<u8>(bias, bias.as_ref().map_or(0, |t| first * batch * element_size(t))).cast(),
         bias_batch_stride: batch,
@@ -94,8 +94,9 @@ pub fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions
         alibi_batch_stride,
         sinks: element(&inputs.options.sinks, 0),
         rng_state: element(&inputs.rng_state, 0),
-        dropout_threshold: dropout::threshold(p),
-        dropout_scale: dropout::scale(p) as f32,
+        dropout_threshold: dropout.threshold * 0x10001,
+        dropout_inverted: if dropout.keeps_below { u32::MAX } else { 0 },
+        dropout_scale: dropout.scale() as f32,
         softcap: a.features.softcap as f32,
         inverse_softcap: if a.features.softcap > 0.0 { (1.0 / a.features.softcap) as f32 } else { 0.0 },
     }

@@ -61,7 +61,7 @@ struct BackwardQueries {
 #pragma unroll
                 for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(minus_lse, v));
                 if (options.rng_state) {
-                    const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), options.dropout_threshold, place);
+                    const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), DropoutRule(options), place);
 #pragma unroll
                     for (int v = 0; v < 4; v++) dx[v] = is_kept<Layout>(kept, v) ? dx[v] * options.dropout_scale : 0.f;
                 }

@@ -87,7 +87,7 @@ struct BackwardQueriesSplit {
 #pragma unroll
             for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
-                const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), options.dropout_threshold, place);
+                const u32 kept = kept_of_tile<Layout>(philox_of(p, block_head_here()), DropoutRule(options), place);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     probabilities[h] |=

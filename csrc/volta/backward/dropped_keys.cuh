@@ -6,23 +6,25 @@
 
 namespace volta {
 
-// A lane has two keys of a group of four, for four queries, and so has its neighbour: each computes the numbers of two queries. All
-// lanes of the warp together.
+// A lane has two keys of a group of four, for four queries; one neighbour has the other two keys, and one the queries 4 before or
+// behind, which share calls with these: the four lanes draw for one of four queries each. All lanes of the warp together.
 class DroppedKeys {
-    u32 kept_ = 0;
+    u32 kept_;
 
 public:
-    __device__ __forceinline__ DroppedKeys(const Philox& philox, unsigned threshold, const ScorePlace<KeysLayout>& place) {
-        const int odd = place.key(0) & 1, row = place.query(0) + 2 * odd, key = place.key(0) & ~3;
-        u32 mine = 0;
-#pragma unroll 1
-        for (int i = 0; i < 2; i++) mine |= kept(philox.numbers(row + i, key), threshold) << 16 * i;
-        const u32 other = __shfl_xor_sync(~0u, mine, 1);
-        // bits: key of four, of which the lane has 0 and 2 from here on; pair of queries * 8; query of the pair * 16
-        kept_ = (odd ? other | mine << 8 : mine | other << 8) >> odd;
+    __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScorePlace<KeysLayout>& place) {
+        const int odd = place.key(0) & 1, has_bit_of_4 = place.query(0) >> 2 & 1;
+        const u32 drawn = rule.kept_bits(philox.numbers((place.query(0) & ~4) + odd + 2 * has_bit_of_4, place.key(0) & ~3));
+        // Of the lane's queries number `odd` and odd + 2, then of the other two; of these the lane's keys, as those of columns
+        // 0, 2.
+        const u32 own = join_calls(drawn, __shfl_xor_sync(~0u, drawn, 2), has_bit_of_4, has_bit_of_4);
+        const u32 others = __shfl_xor_sync(~0u, own, 1);
+        const u32 even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;
+        // bits: pair of queries * 2; key of two * 8; query of the pair * 16
+        kept_ = __byte_perm(even_queries, odd_queries, 0x6420);
     }
     // The sign bits of those of word i of a packed tile.
-    __device__ __forceinline__ u32 signs(int i) const { return ~kept_ << (15 - 2 * (i / 2) - 8 * (i % 2)) & 0x80008000; }
+    __device__ __forceinline__ u32 signs(int i) const { return ~kept_ << (15 - 2 * (i % 2) - 8 * (i / 2)) & 0x80008000; }
 };
 
 }  // namespace volta

@@ -88,7 +88,7 @@ struct BackwardQueries {
             add_position_terms(x, p, block_head_here(), p.problem.seqlen_q, place);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
             if (options.rng_state) {
-                const u32 bits = kept_bits(philox_of(p, block_head_here()), options.dropout_threshold, place);
+                const u32 bits = kept_of_rows(philox_of(p, block_head_here()), DropoutRule(options), place);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
                     dx[v] = dropped_gradient(dx[v], of_row(delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);

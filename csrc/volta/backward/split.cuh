@@ -84,7 +84,7 @@ struct BackwardSplit {
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
             PackedTile probabilities = pack_probability_tile(x);
             if (options.rng_state) {
-                const DroppedKeys dropped(philox_of(p, head), options.dropout_threshold, place);
+                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place);
                 PackedTile signs = probabilities;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {

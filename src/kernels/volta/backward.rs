@@ -257,7 +257,7 @@ const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, r
 }
 
 const GENERAL: [Variant; 5] = [
-    general("volta_bwd_general_64", 64, 128, 32, 184),
+    general("volta_bwd_general_64", 64, 128, 32, 185),
     general("volta_bwd_general_96", 96, 128, 32, 234),
     general("volta_bwd_general_128", 128, 128, 32, 255),
     general("volta_bwd_general_192", 192, 64, 32, 239),
@@ -306,14 +306,14 @@ pub const BACKWARD: &[Variant] = &[
     GENERAL[2],
     GENERAL[3],
     GENERAL[4],
-    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 177),
-    keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu", 206),
-    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 240),
-    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 190),
+    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 179),
+    keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu", 204),
+    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 236),
+    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 192),
     keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu", 230),
-    QUERIES[1].covering(Needs::GENERAL, "volta_bwd_general_queries_64", 198),
-    QUERIES[2].covering(Needs::GENERAL, "volta_bwd_general_queries_96", 213),
+    QUERIES[1].covering(Needs::GENERAL, "volta_bwd_general_queries_64", 193),
+    QUERIES[2].covering(Needs::GENERAL, "volta_bwd_general_queries_96", 212),
     QUERIES[3].covering(Needs::GENERAL, "volta_bwd_general_queries_128", 227),
-    QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 176),
+    QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 174),
     QUERIES[5].covering(Needs::GENERAL, "volta_bwd_general_queries_256", 152),
 ];

@@ -104,12 +104,12 @@ pub const FORWARD: &[Variant] = &[
     PLAIN_LARGE[4].covering(Needs::RAGGED, "volta_fwd_ragged_192x128", 163),
     PLAIN_LARGE[5].covering(Needs::RAGGED, "volta_fwd_ragged_192x192", 186),
     PLAIN_LARGE[6].covering(Needs::RAGGED, "volta_fwd_ragged_256x256", 222),
-    general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 122),
-    general(PLAIN_LARGE[2], "volta_fwd_general_96x96", 202),
-    general(PLAIN_LARGE[3], "volta_fwd_general_128x128", 182),
-    general(PLAIN_LARGE[4], "volta_fwd_general_192x128", 186),
-    general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 216),
-    general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 254),
+    general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 120),
+    general(PLAIN_LARGE[2], "volta_fwd_general_96x96", 200),
+    general(PLAIN_LARGE[3], "volta_fwd_general_128x128", 174),
+    general(PLAIN_LARGE[4], "volta_fwd_general_192x128", 179),
+    general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 208),
+    general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 244),
 ];
 
 /// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.

@@ -105,5 +105,5 @@ pub fn dropout_factors(dropout: &dropout::Dropout, part: &Part, c: &Chunk, kind:
         }
     });
     let factors = Tensor::f_from_slice(&kept)?.f_view([c.groups, rows, c.keys])?.f_to_kind(kind)?;
-    Ok(factors.f_mul_scalar(dropout::scale(part.a.features.dropout_p))?)
+    Ok(factors.f_mul_scalar(dropout::Rule::new(part.a.features.dropout_p).scale())?)
 }

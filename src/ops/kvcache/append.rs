@@ -6,6 +6,7 @@
 use super::{parameters, Call};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
+use crate::log;
 use crate::ops::device;
 use crate::params::{AppendParams, ElementType};
 use crate::plan;
@@ -24,6 +25,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
         return Ok(q.shallow_clone());
     }
     let planned = plan::append(rows, a.nheads_k, &launcher.limits()?)?;
+    log::append(a, rows, &planned)?;
     let rotated = match rotates {
         true => tensor::empty(&q.size(), q.kind(), q.device(), launcher.output_alignment())?,
         false => q.shallow_clone(),
@@ -61,18 +63,10 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
             rotary_rows: a.rotary_rows as i32,
             rotary_interleaved: o.rotary_interleaved as i32,
             queries_have_positions: a.queries_have_positions() as i32,
-            element: element_type(q.kind()),
-            rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, |t| element_type(t.kind())),
+            element: tensor::element_type(q),
+            rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, tensor::element_type),
         };
         device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
     }
     Ok(rotated)
-}
-
-fn element_type(kind: Kind) -> ElementType {
-    match kind {
-        Kind::Half => ElementType::Half,
-        Kind::BFloat16 => ElementType::Bfloat,
-        _ => ElementType::Float,
-    }
 }

@@ -85,6 +85,7 @@ pub fn score_options(options: &KvCacheOptions<Tensor>, a: &CachedAttention, firs
         sinks: element(&options.sinks, 0),
         rng_state: null(),
         dropout_threshold: 0,
+        dropout_inverted: 0,
         dropout_scale: 1.0,
         softcap: a.softcap as f32,
         inverse_softcap: if a.softcap > 0.0 { (1.0 / a.softcap) as f32 } else { 0.0 },

@@ -3,6 +3,7 @@
 use super::{parameters, Call};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher};
+use crate::log;
 use crate::ops::device;
 use crate::params::FwdParams;
 use crate::plan;
@@ -14,7 +15,6 @@ use tch::Tensor;
 ///
 /// q and the caches are those of the call, rotated or copied where the kernels could not read them as they are; out and softmax_lse
 /// are to be written, out with headdim_v in whole groups of 8, and what belongs to sequences that are not right stays as it is.
-#[allow(clippy::too_many_arguments)] // a launch's operands
 pub fn run(
     q: &Tensor,
     [k_cache, v_cache]: [&Tensor; 2],
@@ -26,6 +26,7 @@ pub fn run(
 ) -> Result<()> {
     let a = &parameters::attention(given);
     let planned = plan::prefill(a, &launcher.limits()?)?;
+    log::prefill(a, &planned)?;
     let options = parameters::readable_scores(&call.options)?;
     let mut ranges = vec![
         memory_range("q", q, false),

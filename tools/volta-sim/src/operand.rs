@@ -166,7 +166,7 @@ pub fn parse(s: &str, enc: u128, labels: &HashMap<String, u32>) -> Option<Operan
     if let Some(c) = t.strip_prefix("c[") {
         let e = c.find(']')?;
         let bank = int(&c[..e])? as u8;
-        let rest = c[e + 1..].strip_prefix('[')?;
+        let rest = c[e + 1..].trim_start().strip_prefix('[')?; // HSET2's is printed with a space
         let e2 = rest.find(']')?;
         let (m, absolute) = memory(&rest[..e2])?;
         if !absolute {
