@@ -13,7 +13,7 @@ use crate::plan;
 use crate::problem::CachedAttention;
 use crate::tensor::{self, memory_range, operand, output};
 use std::ptr::null;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// Writes k and v, where there are any, behind cache_seqlens. Returns q, rotated if asked.
 pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<Tensor> {
