@@ -5,9 +5,11 @@
 // no keys. So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
 #pragma once
 
+#include "cache.cuh"
+#include "lengths.cuh"
 #include "mask.cuh"
 
-template <bool Ragged>
+template <bool Ragged, bool Paged = false>
 class Sequence;
 
 template <>
@@ -16,6 +18,7 @@ class Sequence<false> {
 
 public:
     __device__ __forceinline__ Sequence(const Problem& problem, const Lengths&, int) : problem_(problem) {}
+    __device__ __forceinline__ Sequence(const FwdParams& p, int) : problem_(p.problem) {}
     __device__ __forceinline__ int seqlen_q() const { return problem_.seqlen_q; }
     __device__ __forceinline__ int seqlen_k() const { return problem_.seqlen_k; }
     // Rows of K and V that are there; those from seqlen_k() on do not exist for the attention.
@@ -35,31 +38,18 @@ class Sequence<true> {
     const Lengths& lengths_;
     int first_q_, seqlen_q_, first_k_, stored_k_, seqlen_k_;
 
-    // Volatile, so that a Sequence that is made again holds no registers in between.
-    __device__ __forceinline__ static int load(const int* p) {
-        int x;
-        asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
-        return x;
-    }
-    // Rows cu[batch] .. cu[batch + 1] of `total`, at most `longest` of them. Returns whether that is what cu says.
-    __device__ __forceinline__ bool range(const int* cu, int batch, int total, int longest, int& first, int& count) {
-        const int begin = load(cu + batch), end = load(cu + batch + 1);
-        first = min(max(begin, 0), total);
-        count = min(max(min(end, total) - first, 0), longest);
-        return first == begin && first + count == end && (lengths_.first_batch + batch > 0 || begin == 0);
-    }
-
 public:
+    __device__ __forceinline__ Sequence(const FwdParams& p, int batch) : Sequence(p.problem, p.lengths, batch) {}
     __device__ __forceinline__ Sequence(const Problem& problem, const Lengths& lengths, int batch)
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), stored_k_(problem.seqlen_k) {
         bool valid = true;
         if (lengths.cu_seqlens_q) {
-            valid &= range(lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
-            valid &= range(lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
+            valid &= packed_range(lengths_, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+            valid &= packed_range(lengths_, lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, first_k_, stored_k_);
         }
         seqlen_k_ = stored_k_;
         if (lengths.seqused_k) {
-            const int used = load(lengths.seqused_k + batch);
+            const int used = load_length(lengths.seqused_k + batch);
             seqlen_k_ = min(max(used, 0), stored_k_);
             valid &= seqlen_k_ == used;
         }
@@ -76,10 +66,24 @@ public:
     }
 };
 
+// The keys are the tokens of a KV cache.
+template <>
+class Sequence<true, true> : public CachedSequence {
+    bool is_mine_;
+
+public:
+    __device__ __forceinline__ Sequence(const FwdParams& p, int batch)
+        : CachedSequence(p.problem, p.lengths, p.cache, batch),
+          is_mine_(valid() && CachedSequence::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.least_rows) {}
+    // Those of fewer rows a key head are another kernel's.
+    __device__ __forceinline__ int seqlen_q() const { return is_mine_ ? CachedSequence::seqlen_q() : 0; }
+};
+
 // What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of a group has the code of all of it.
 constexpr bool kGeneral = NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
 constexpr bool kRagged = kGeneral || NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
-using BlockSequence = Sequence<kRagged>;
+constexpr bool kPaged = NEEDS & kNeedPages;
+using BlockSequence = Sequence<kRagged, kPaged>;
 
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSequence& sequence) {
     if (!kRagged) return Mask(problem);

@@ -5,8 +5,8 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::launch::driver::Driver;
-use crate::ops::{self, merge, Call, Gradients, Inputs, Saved};
-use crate::options::OptionArgs;
+use crate::ops::{self, kvcache, merge, Call, Gradients, Inputs, Saved};
+use crate::options::{KvCacheOptionArgs, OptionArgs};
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
@@ -233,6 +233,62 @@ pub unsafe extern "C" fn volta_fa_merge_in_place(args: *const MergeArgs) -> Stat
 pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs, in_place: bool) -> Status {
     let op = if in_place { "merge_attention_states_" } else { "merge_attention_states" };
     status(op, || unsafe { merge::check(&states(&*args), in_place) })
+}
+
+/// Arguments of `volta_fa::fwd_kvcache`.
+#[repr(C)]
+pub struct KvCacheArgs {
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as the caches
+    pub q: *mut c_void,
+    /// (batch, seqlen, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim)
+    pub k_cache: *mut c_void,
+    /// the same with headdim_v
+    pub v_cache: *mut c_void,
+    /// appended to k_cache: (batch, seqlen_new, nheads_k, headdim), packed (total_new, nheads_k, headdim); null: nothing is
+    pub k: *mut c_void,
+    /// appended to v_cache; null if and only if k is
+    pub v: *mut c_void,
+    /// every keyword option, given or at its default
+    pub options: KvCacheOptionArgs,
+    /// as in [`AttentionArgs`]
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn cached(args: &KvCacheArgs) -> kvcache::Call {
+    unsafe {
+        kvcache::Call {
+            q: required(args.q),
+            k_cache: required(args.k_cache),
+            v_cache: required(args.v_cache),
+            appended: tensor(args.k).map(|k| [k, required(args.v)]),
+            options: args.options.read(|handle| tensor(handle)),
+            stream: args.stream,
+        }
+    }
+}
+
+/// `volta_fa::fwd_kvcache`, both overloads; `outputs` receives out, softmax_lse.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs: *mut *mut c_void) -> Status {
+    status("fwd_kvcache", || unsafe {
+        let (out, softmax_lse) = kvcache::forward(&cached(&*args))?;
+        release_all(outputs, [Some(out), Some(softmax_lse)]);
+        Ok(())
+    })
+}
+
+/// What [`volta_fa_fwd_kvcache`] would refuse, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs) -> Status {
+    status("fwd_kvcache", || unsafe { kvcache::check(&cached(&*args)) })
 }
 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.

@@ -98,6 +98,8 @@ fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
             Need::Alibi => features.alibi = true,
             Need::Bias => features.attn_bias = true,
             Need::Dropout => features.dropout_p = 0.5,
+            // nothing that an attention could ask for
+            Need::Pages => {}
         }
     }
     Ok((features, mode))

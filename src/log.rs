@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::Need;
-use crate::plan::{self, BackwardMode, BackwardPlan, PlannedKernel};
-use crate::problem::{Attention, MergedStates};
+use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, PlannedKernel};
+use crate::problem::{Attention, CachedAttention, MergedStates};
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
@@ -75,6 +75,41 @@ pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
         once(format!("merge, batch {batch}, seqlen {seqlen_q}, {nheads} heads, headdim_v {headdim_v}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}
+
+/// The same for few queries a sequence over a KV cache.
+pub fn decode(a: &CachedAttention, planned: &DecodePlan) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, rows, .. } = a;
+        let cache = if a.max_pages.is_some() { format!("in pages of {rows}") } else { format!("in entries of {rows}") };
+        let splits = if a.num_splits > 0 { format!(", at most {} splits", a.num_splits) } else { String::new() };
+        let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
+        once(format!(
+            "decode, batch {batch}, seqlen_q {seqlen_q}, keys {cache}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{splits}: \
+             {} on {blocks} blocks ({})",
+            v.name, planned.kernel.reason
+        ));
+    }
+    Ok(())
+}
+
+/// The forward kernel of a KV cache.
+pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        once(format!("prefill, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
+    }
+    Ok(())
+}
+
+/// The kernel that appends to one.
+pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, nheads, nheads_k, headdim, headdim_v, rotary_dim, .. } = a;
+        let rotated = if *rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
+        let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
+        once(format!("append, {what}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }

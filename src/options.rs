@@ -1,9 +1,9 @@
-//! The keyword options of `volta_fa::fwd` and `volta_fa::bwd`: the one list of them.
+//! The keyword options of the ops: one list for `volta_fa::fwd` and `volta_fa::bwd`, one for `volta_fa::fwd_kvcache`.
 //!
-//! Each row gives an option's name, kind and default. From the rows come [`Options`], which the ops work with, and
-//! [`OptionArgs`], in which the shim hands them over; and in C++ the schema, the parameters and arguments of every
-//! registration, and what autograd saves (tools/build/options.rs writes `volta_fa_options.h`). What an option means is in
-//! the package's docstring, what it may be in `problem.rs`.
+//! Each row gives an option's name, kind and default. From the rows of a list come a struct that the ops work with
+//! ([`Options`]), and one in which the shim hands them over ([`OptionArgs`]); and in C++ the schema, the parameters and
+//! arguments of every registration, and what autograd saves (tools/build/options.rs writes `volta_fa_options.h`). What an
+//! option means is in the package's docstring, what it may be in `problem.rs`.
 //!
 //! This file is also a module of build.rs, so it depends on nothing but `std`.
 
@@ -131,46 +131,53 @@ scalar_kind!(OptionalFloat, Maybe<f64>, Option<f64>, Maybe::get);
 scalar_kind!(Float, f64, f64, f64::clone);
 scalar_kind!(Bool, bool, bool, bool::clone);
 
+/// A list: its rows, the struct of the C ABI, and the struct of the ops.
 macro_rules! options {
-    ($($name:ident: $kind:ident = $default:expr,)*) => {
-        /// The rows of the list, in the order of the schema.
-        pub const OPTIONS: &[Row] = &[$(Row { name: stringify!($name), kind: <kinds::$kind as Typed>::KIND, default: stringify!($default) }),*];
+    ($(#[$doc:meta])* $rows:ident, $args:ident, $options:ident { $($name:ident: $kind:ident = $default:expr,)* }) => {
+        $(#[$doc])*
+        ///
+        /// The rows, in the order of the schema.
+        pub const $rows: &[Row] = &[$(Row { name: stringify!($name), kind: <kinds::$kind as Typed>::KIND, default: stringify!($default) }),*];
 
-        /// The options of a call on their way from C++: tensors are `at::Tensor*`, null where they are not there.
+        $(#[$doc])*
+        ///
+        /// Their values on the way from C++: tensors are `at::Tensor*`, null where they are not there.
         #[repr(C)]
         #[derive(Clone, Copy, Debug)]
         #[allow(missing_docs)] // the package's docstring has them
-        pub struct OptionArgs {
+        pub struct $args {
             $(pub $name: <kinds::$kind as Typed>::C,)*
         }
 
-        impl OptionArgs {
+        impl $args {
             /// `tensor` makes a tensor of a handle.
-            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> Options<T> {
-                Options { $($name: kinds::$kind::read(self.$name, &tensor),)* }
+            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> $options<T> {
+                $options { $($name: kinds::$kind::read(self.$name, &tensor),)* }
             }
         }
 
-        /// The options of a call: with tensors, or with descriptions of them.
+        $(#[$doc])*
+        ///
+        /// Their values in a call: with tensors, or with descriptions of them.
         #[derive(Clone, Debug)]
         #[allow(missing_docs)] // the package's docstring has them
-        pub struct Options<T> {
+        pub struct $options<T> {
             $(pub $name: <kinds::$kind as Typed>::Value<T>,)*
         }
 
-        impl<T> Default for Options<T> {
+        impl<T> Default for $options<T> {
             fn default() -> Self {
-                Options { $($name: $default,)* }
+                $options { $($name: $default,)* }
             }
         }
 
-        impl<T> Options<T> {
+        impl<T> $options<T> {
             /// The same with something else for each tensor.
             ///
             /// # Errors
             /// The first that `f` has.
-            pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<Options<U>, E> {
-                Ok(Options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
+            pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<$options<U>, E> {
+                Ok($options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
             }
 
             /// The tensors that are there, by name.
@@ -182,20 +189,48 @@ macro_rules! options {
 }
 
 options! {
-    cu_seqlens_q: Tensor = None,
-    cu_seqlens_k: Tensor = None,
-    max_seqlen_q: OptionalInt = None,
-    max_seqlen_k: OptionalInt = None,
-    seqused_k: Tensor = None,
-    attn_bias: Differentiable = None,
-    alibi_slopes: Tensor = None,
-    sinks: Differentiable = None,
-    dropout_p: Float = 0.0,
-    softmax_scale: OptionalFloat = None,
-    is_causal: Bool = false,
-    window_left: Int = -1,
-    window_right: Int = -1,
-    softcap: Float = 0.0,
-    deterministic: Bool = false,
-    check_lengths: Bool = false,
+    /// The options of `volta_fa::fwd` and `volta_fa::bwd`.
+    OPTIONS, OptionArgs, Options {
+        cu_seqlens_q: Tensor = None,
+        cu_seqlens_k: Tensor = None,
+        max_seqlen_q: OptionalInt = None,
+        max_seqlen_k: OptionalInt = None,
+        seqused_k: Tensor = None,
+        attn_bias: Differentiable = None,
+        alibi_slopes: Tensor = None,
+        sinks: Differentiable = None,
+        dropout_p: Float = 0.0,
+        softmax_scale: OptionalFloat = None,
+        is_causal: Bool = false,
+        window_left: Int = -1,
+        window_right: Int = -1,
+        softcap: Float = 0.0,
+        deterministic: Bool = false,
+        check_lengths: Bool = false,
+    }
+}
+
+options! {
+    /// The options of `volta_fa::fwd_kvcache`.
+    KVCACHE_OPTIONS, KvCacheOptionArgs, KvCacheOptions {
+        cache_seqlens: Tensor = None,
+        cu_seqlens_q: Tensor = None,
+        max_seqlen_q: OptionalInt = None,
+        cu_seqlens_k_new: Tensor = None,
+        block_table: Tensor = None,
+        cache_batch_idx: Tensor = None,
+        leftpad_k: Tensor = None,
+        rotary_cos: Tensor = None,
+        rotary_sin: Tensor = None,
+        rotary_interleaved: Bool = false,
+        alibi_slopes: Tensor = None,
+        sinks: Tensor = None,
+        softmax_scale: OptionalFloat = None,
+        is_causal: Bool = false,
+        window_left: Int = -1,
+        window_right: Int = -1,
+        softcap: Float = 0.0,
+        num_splits: Int = 0,
+        check_lengths: Bool = false,
+    }
 }

@@ -126,6 +126,38 @@ pub struct ScoreOptions {
     pub inverse_softcap: f32,
 }
 
+/// Where the tokens of a KV cache lie (`csrc/cache.cuh`). Null: not given.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Cache {
+    /// (entries, rows, nheads_k, headdim); batch_stride goes from one page (dense: entry) to the next
+    pub k: Operand,
+    /// (entries, rows, nheads_k, headdim_v), the same
+    pub v: Operand,
+    /// pages (dense: entries) of the two; a number of one outside is refused on the device
+    pub entries: i32,
+    /// tokens of a page, a multiple of 16 (dense: of an entry)
+    pub rows: i32,
+    /// (batch, max_pages): the pages of a sequence, of which those past its length are not looked at; null: dense
+    pub block_table: *const i32,
+    /// from one sequence to the next
+    pub block_table_stride: i64,
+    /// 0 where dense
+    pub max_pages: i32,
+    /// (batch): the entry of a sequence; dense only. Null: its number
+    pub cache_batch_idx: *const i32,
+    /// (batch): tokens at the begin of an entry that are not there; dense only
+    pub leftpad_k: *const i32,
+    /// (batch): where a sequence ends, leftpad included, before this call appends. Null: all that the cache holds
+    pub cache_seqlens: *const i32,
+    /// (batch + 1): of packed appended tokens. Null: seqlen_new of every sequence
+    pub cu_seqlens_k_new: *const i32,
+    /// tokens that this call appends to every sequence; where packed, the most to one; 0: nothing
+    pub seqlen_new: i32,
+    /// tokens of the packed appended ones; 0 where not packed
+    pub total_new: i32,
+}
+
 /// Parameter block of the forward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -146,6 +178,40 @@ pub struct FwdParams {
     pub lengths: Lengths,
     /// sinks for ragged kernels, all for general ones; plain ones do not look at it
     pub score_options: ScoreOptions,
+    /// k and v of kernels with pages, which alone look at this and the next
+    pub cache: Cache,
+    /// sequences with fewer rows (queries of all heads of a key head) are another kernel's
+    pub least_rows: i32,
+}
+
+/// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeParams {
+    /// (batch, seqlen_q, nheads, headdim), or packed
+    pub q: Operand,
+    /// (batch, seqlen_q, nheads, headdim_v), or packed
+    pub out: Output,
+    /// (batch, nheads, seqlen_q), packed (nheads, total_q); fp32, natural logarithm; +inf for fully masked rows
+    pub softmax_lse: *mut f32,
+    /// k and v
+    pub cache: Cache,
+    /// sizes, window and scale; seqlen_k is the most that a sequence of the cache can have
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// of these softcap, ALiBi and sinks
+    pub score_options: ScoreOptions,
+    /// sequences with more rows (queries of all heads of a key head) are another kernel's
+    pub max_rows: i32,
+    /// parts that the keys of a sequence and head may be cut into; 0: as many as there are blocks
+    pub num_splits: i32,
+    /// scratch: what blocks found out about parts, two of each block (csrc/decode/partials.cuh)
+    pub partials: *mut f32,
+    /// scratch: who has arrived, for each part and level of the merge, which need no first value: see `call_number`
+    pub arrivals: *mut u64,
+    /// tells this call's arrivals from whatever else the memory may hold: 48 bits that no other call has
+    pub call_number: u64,
 }
 
 /// Parameter block of all backward kernels.
@@ -202,10 +268,10 @@ pub struct BwdParams {
     pub dbias_key_stride: i64,
 }
 
-/// Element type of the tensors that the merge kernel reads and writes.
+/// Element type of tensors, for kernels that read and write several.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MergeElement {
+pub enum ElementType {
     /// fp16
     Half,
     /// bf16
@@ -240,7 +306,48 @@ pub struct MergeParams {
     /// a multiple of 8
     pub headdim_v: i32,
     /// of out_a and out
-    pub element: MergeElement,
+    pub element: ElementType,
     /// of out_b: `element`, or fp16 or bf16 beside fp32
-    pub part: MergeElement,
+    pub part: ElementType,
+}
+
+/// Parameter block of the append kernel: new keys and values into a KV cache, rotary embeddings of these and of queries. Of `cache` it
+/// writes k and v. The tensors, but for the rotary ones, are of `element`, and need not be aligned.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AppendParams {
+    /// what is written to, behind cache_seqlens
+    pub cache: Cache,
+    /// (batch, seqlen_new, nheads_k, headdim), or packed
+    pub k: Operand,
+    /// (batch, seqlen_new, nheads_k, headdim_v), or packed
+    pub v: Operand,
+    /// (batch, seqlen_q, nheads, headdim), or packed; looked at where there is a rotation
+    pub q: Operand,
+    /// the same, rotated
+    pub rotated_q: Output,
+    /// the sizes alone; headdims need not be multiples of 8
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// (rotary_rows, rotary_dim / 2) of rotary_element, whatever the pointer's type says
+    pub rotary_cos: *const u16,
+    /// the same
+    pub rotary_sin: *const u16,
+    /// from one position to the next
+    pub rotary_cos_stride: i64,
+    /// the same of rotary_sin
+    pub rotary_sin_stride: i64,
+    /// columns of q and k that are rotated; 0: none
+    pub rotary_dim: i32,
+    /// positions
+    pub rotary_rows: i32,
+    /// not 0: with its neighbour (GPT-J); 0: with the column rotary_dim / 2 further (GPT-NeoX)
+    pub rotary_interleaved: i32,
+    /// not 0: query i is at the position of new token i; 0: all are at that of the first
+    pub queries_have_positions: i32,
+    /// fp16 or bf16
+    pub element: ElementType,
+    /// of cos and sin
+    pub rotary_element: ElementType,
 }

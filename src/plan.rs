@@ -2,6 +2,10 @@
 //!
 //! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
+mod decode;
+
+pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
+
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
@@ -127,6 +131,8 @@ pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
         Need::Alibi => f.alibi,
         Need::Bias => f.attn_bias,
         Need::Dropout => f.dropout_p > 0.0,
+        // no attention's own: `prefill` asks for them
+        Need::Pages => false,
     })
 }
 
@@ -264,6 +270,7 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
         Rows::Queries => (a.seqlen_q, a.nheads),
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
+        Rows::PackedQueries => unreachable!("decode kernels have a planner of their own"),
     };
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
@@ -382,6 +389,20 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), Needs::NONE, d)?;
     Ok(on_grid(kernel, m.seqlen_q, m.nheads))
+}
+
+/// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
+/// of 8.
+pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(COMPILED, [Pass::Prefill], &Shape::of(a), needs(a, BackwardMode::default()).union(Needs::PAGED), d)?;
+    Ok(planned(kernel, a))
+}
+
+/// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
+pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let shape = Shape { headdim: 0, headdim_v: 0, seqlen_q: rows, seqlen_k: rows, rows: rows.saturating_mul(nheads_k), is_causal: None };
+    let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+    Ok(on_grid(kernel, rows, nheads_k))
 }
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.

@@ -4,6 +4,10 @@
 //! GPU. Every refusal names the argument, what was given and what is allowed, and happens before
 //! anything is allocated or launched.
 
+mod kvcache;
+
+pub use kvcache::{validate_kvcache, validate_kvcache_values, CacheOptions, CacheValues, CachedAttention, CachedSequence};
+
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
 use std::fmt;
@@ -309,6 +313,17 @@ fn check_headdim(name: &str, what: &str, headdim: i64) -> Result<()> {
     Ok(())
 }
 
+/// Query heads and key heads, `keys` the tensors with the latter.
+fn check_heads(nheads: i64, nheads_k: i64, keys: &str) -> Result<()> {
+    if nheads > 0 && nheads_k != UNKNOWN && (nheads_k == 0 || nheads % nheads_k != 0) {
+        return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of {keys}")));
+    }
+    if nheads > MAX_HEADS {
+        return Err(Error::value("q", format!("nheads {nheads}"), format!("at most {MAX_HEADS}")));
+    }
+    Ok(())
+}
+
 fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected: i64) -> Result<()> {
     if same_size(found, expected) {
         return Ok(());
@@ -378,26 +393,10 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
         check_lengths("seqused_k", d, q, Some(a.batch), "(batch,)")?;
     }
     if let Some(d) = &o.alibi_slopes {
-        if d.dtype != DType::Float {
-            return Err(Error::value("alibi_slopes", format!("dtype {}", d.dtype), "torch.float32"));
-        }
-        if !same_sizes(&d.sizes, &[a.nheads]) && !same_sizes(&d.sizes, &[a.batch, a.nheads]) {
-            return Err(Error::value(
-                "alibi_slopes",
-                shape(d),
-                format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", number(a.nheads), number(a.batch)),
-            ));
-        }
-        check_same("alibi_slopes", "device", d.device, "q", q.device)?;
+        check_alibi(d, q, a.batch, a.nheads)?;
     }
     if let Some(d) = &o.sinks {
-        if d.dtype != q.dtype && d.dtype != DType::Float {
-            return Err(Error::value("sinks", format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
-        }
-        if !same_sizes(&d.sizes, &[a.nheads]) {
-            return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(a.nheads))));
-        }
-        check_same("sinks", "device", d.device, "q", q.device)?;
+        check_sinks(d, q, a.nheads)?;
     }
     if let Some(d) = &o.attn_bias {
         if d.dtype != q.dtype && d.dtype != DType::Float && d.dtype != DType::Bool {
@@ -416,34 +415,75 @@ fn check_features(q: &TensorDesc, a: &Attention, longest: [i64; 2], o: &Options)
     Ok(())
 }
 
-fn check_scalars(o: &Options, backend: Backend) -> Result<f64> {
-    if !(0.0..1.0).contains(&o.dropout_p) {
-        return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
-    }
-    if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
-        return Err(Error::value("softcap", o.softcap, format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end())));
-    }
-    if o.softcap > 0.0 && o.dropout_p > 0.0 {
-        return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
-    }
-    if let Some(s) = o.softmax_scale {
-        if !s.is_finite() || (s as f32).is_infinite() {
-            return Err(Error::value("softmax_scale", s, "a finite float32 number"));
+/// What every op with scores has: scale, cap and window.
+struct Scores {
+    softmax_scale: Option<f64>,
+    softcap: f64,
+    is_causal: bool,
+    window_left: i64,
+    window_right: i64,
+}
+
+impl Scores {
+    fn check(&self, backend: Backend) -> Result<()> {
+        if self.softcap != 0.0 && !SOFTCAPS.contains(&self.softcap) {
+            let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
+            return Err(Error::value("softcap", self.softcap, allowed));
         }
-    }
-    for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
-        if w < -1 && !(w == UNKNOWN && backend == Backend::Meta) {
-            return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
+        if let Some(s) = self.softmax_scale {
+            if !s.is_finite() || (s as f32).is_infinite() {
+                return Err(Error::value("softmax_scale", s, "a finite float32 number"));
+            }
         }
+        for (name, w) in [("window_left", self.window_left), ("window_right", self.window_right)] {
+            if w < -1 && !(w == UNKNOWN && backend == Backend::Meta) {
+                return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
+            }
+        }
+        if self.is_causal && self.window_right > 0 {
+            return Err(Error::value(
+                "window_right",
+                format!("{} together with is_causal=True", self.window_right),
+                "-1 or 0, since a causal mask hides later keys",
+            ));
+        }
+        Ok(())
     }
-    if o.is_causal && o.window_right > 0 {
+
+    /// softmax_scale, given or not.
+    fn scale(&self, headdim: i64) -> f64 {
+        self.softmax_scale.unwrap_or_else(|| (headdim as f64).powf(-0.5))
+    }
+
+    fn window(&self) -> Window {
+        // an unknown one bounds nothing: no kernel runs
+        let bound = |w: i64| (w >= 0).then_some(w);
+        Window { left: bound(self.window_left), right: if self.is_causal { Some(0) } else { bound(self.window_right) } }
+    }
+}
+
+fn check_alibi(d: &TensorDesc, q: &TensorDesc, batch: i64, nheads: i64) -> Result<()> {
+    if d.dtype != DType::Float {
+        return Err(Error::value("alibi_slopes", format!("dtype {}", d.dtype), "torch.float32"));
+    }
+    if !same_sizes(&d.sizes, &[nheads]) && !same_sizes(&d.sizes, &[batch, nheads]) {
         return Err(Error::value(
-            "window_right",
-            format!("{} together with is_causal=True", o.window_right),
-            "-1 or 0, since a causal mask hides later keys",
+            "alibi_slopes",
+            shape(d),
+            format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", number(nheads), number(batch)),
         ));
     }
-    Ok(o.softmax_scale.unwrap_or(f64::NAN))
+    check_same("alibi_slopes", "device", d.device, "q", q.device)
+}
+
+fn check_sinks(d: &TensorDesc, q: &TensorDesc, nheads: i64) -> Result<()> {
+    if d.dtype != q.dtype && d.dtype != DType::Float {
+        return Err(Error::value("sinks", format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
+    }
+    if !same_sizes(&d.sizes, &[nheads]) {
+        return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(nheads))));
+    }
+    check_same("sinks", "device", d.device, "q", q.device)
 }
 
 /// Check everything about q, k, v and the options.
@@ -451,7 +491,15 @@ fn check_scalars(o: &Options, backend: Backend) -> Result<f64> {
 /// # Errors
 /// `Value` for a wrong argument, `Unsupported` for a feature that this version does not have.
 pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
-    let scale = check_scalars(o, backend)?;
+    if !(0.0..1.0).contains(&o.dropout_p) {
+        return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
+    }
+    let Options { softmax_scale, softcap, is_causal, window_left, window_right, .. } = *o;
+    let scores = Scores { softmax_scale, softcap, is_causal, window_left, window_right };
+    scores.check(backend)?;
+    if o.softcap > 0.0 && o.dropout_p > 0.0 {
+        return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
+    }
     let packed = o.is_packed();
     let qs = check_operand("q", q, packed, backend)?;
     let ks = check_operand("k", k, packed, backend)?;
@@ -466,18 +514,13 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     check_same_size("v", "nheads", vs.nheads, "k", ks.nheads)?;
     check_same_size("k", "headdim", ks.headdim, "q", qs.headdim)?;
     let (nheads, nheads_k) = (qs.nheads, ks.nheads);
-    if nheads > 0 && nheads_k != UNKNOWN && (nheads_k == 0 || nheads % nheads_k != 0) {
-        return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of k and v")));
-    }
+    check_heads(nheads, nheads_k, "k and v")?;
     check_headdim("q", "headdim", qs.headdim)?;
     check_headdim("v", "headdim", vs.headdim)?;
     for (name, seqlen) in [("q", qs.rows), ("k", ks.rows)] {
         if seqlen > MAX_SEQLEN {
             return Err(Error::value(name, format!("{rows} {seqlen}"), format!("at most {MAX_SEQLEN}")));
         }
-    }
-    if nheads > MAX_HEADS {
-        return Err(Error::value("q", format!("nheads {nheads}"), format!("at most {MAX_HEADS}")));
     }
     let totals = Packed { total_q: qs.rows, total_k: ks.rows };
     let (batch, longest_q, longest_k) = if packed {
@@ -490,9 +533,6 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         }
         (qs.batch, qs.rows, ks.rows)
     };
-    // an unknown one bounds nothing: no kernel runs
-    let bound = |w: i64| (w >= 0).then_some(w);
-    let right = if o.is_causal { Some(0) } else { bound(o.window_right) };
     let a = Attention {
         batch,
         seqlen_q: longest_q.min(totals.total_q),
@@ -501,8 +541,8 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         nheads_k,
         headdim: qs.headdim,
         headdim_v: vs.headdim,
-        softmax_scale: if scale.is_nan() { (qs.headdim as f64).powf(-0.5) } else { scale },
-        window: Window { left: bound(o.window_left), right },
+        softmax_scale: scores.scale(qs.headdim),
+        window: scores.window(),
         packed: packed.then_some(totals),
         features: Features {
             softcap: o.softcap,
@@ -515,6 +555,23 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
     };
     check_features(q, &a, [longest_q, longest_k], o)?;
     Ok(a)
+}
+
+/// The values of cu_seqlens of `total` rows, in sequences of at most `longest`, as `longest_name` says.
+fn check_cu_seqlens(name: &str, cu: &[i32], total: i64, longest_name: &str, longest: i64) -> Result<()> {
+    if cu[0] != 0 {
+        return Err(Error::value(name, format!("{} as its first value", cu[0]), "0"));
+    }
+    if let Some(i) = (1..cu.len()).find(|&i| cu[i] < cu[i - 1]) {
+        return Err(Error::value(name, format!("{} after {} (entry {i})", cu[i], cu[i - 1]), "values that never descend"));
+    }
+    if i64::from(cu[cu.len() - 1]) != total {
+        return Err(Error::value(name, format!("{} as its last value", cu[cu.len() - 1]), format!("{total}, the number of rows")));
+    }
+    if let Some(i) = (1..cu.len()).find(|&i| i64::from(cu[i] - cu[i - 1]) > longest) {
+        return Err(Error::value(longest_name, longest, format!("at least {}, the length of sequence {}", cu[i] - cu[i - 1], i - 1)));
+    }
+    Ok(())
 }
 
 /// Check the lengths themselves, where somebody has read them.
@@ -532,18 +589,8 @@ pub fn validate_lengths(
         ("cu_seqlens_q", cu_seqlens_q, total_q, "max_seqlen_q", a.seqlen_q),
         ("cu_seqlens_k", cu_seqlens_k, total_k, "max_seqlen_k", a.seqlen_k),
     ] {
-        let Some(cu) = cu else { continue };
-        if cu[0] != 0 {
-            return Err(Error::value(name, format!("{} as its first value", cu[0]), "0"));
-        }
-        if let Some(i) = (1..cu.len()).find(|&i| cu[i] < cu[i - 1]) {
-            return Err(Error::value(name, format!("{} after {} (entry {i})", cu[i], cu[i - 1]), "values that never descend"));
-        }
-        if i64::from(cu[cu.len() - 1]) != total {
-            return Err(Error::value(name, format!("{} as its last value", cu[cu.len() - 1]), format!("{total}, the number of rows")));
-        }
-        if let Some(i) = (1..cu.len()).find(|&i| i64::from(cu[i] - cu[i - 1]) > longest) {
-            return Err(Error::value(longest_name, longest, format!("at least {}, the length of sequence {}", cu[i] - cu[i - 1], i - 1)));
+        if let Some(cu) = cu {
+            check_cu_seqlens(name, cu, total, longest_name, longest)?;
         }
     }
     if let Some(used) = seqused_k {

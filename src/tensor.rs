@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::launch::MemoryRange;
 use crate::options::UNKNOWN;
-use crate::params::{Operand, Output};
+use crate::params::{ElementType, Operand, Output};
 use crate::problem::{DType, Device, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
@@ -58,23 +58,38 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }
 
+/// Of a tensor for a kernel that reads several: fp16, bf16 or fp32.
+pub fn element_type(t: &Tensor) -> ElementType {
+    match t.kind() {
+        Kind::Half => ElementType::Half,
+        Kind::BFloat16 => ElementType::Bfloat,
+        _ => ElementType::Float,
+    }
+}
+
 /// headdim as the kernels read it: in 16-byte accesses of fp16.
 pub fn padded_headdim(headdim: i64) -> i64 {
     (headdim + ALIGNED_STRIDE - 1) / ALIGNED_STRIDE * ALIGNED_STRIDE
 }
 
-/// `t` itself where the kernels can read it: all rows start on 16-byte boundaries and consist of whole groups of 8 elements. Else
-/// a contiguous copy, padded with zeros, which add nothing to a dot product: slices of wider tensors may begin anywhere and have
-/// any stride.
-pub fn readable(t: &Tensor) -> Result<Tensor> {
-    let (mut sizes, strides) = (t.size(), t.stride());
+/// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 8 elements.
+pub fn is_readable(t: &Tensor) -> bool {
+    let (sizes, strides) = (t.size(), t.stride());
     let last = sizes.len() - 1;
-    let headdim = sizes[last];
     let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
-    sizes[last] = padded_headdim(headdim);
-    if aligned && sizes[last] == headdim {
+    aligned && sizes[last] % ALIGNED_STRIDE == 0
+}
+
+/// `t` itself where the kernels can read it. Else a contiguous copy, padded with zeros, which add nothing to a dot product: slices of
+/// wider tensors may begin anywhere and have any stride.
+pub fn readable(t: &Tensor) -> Result<Tensor> {
+    if is_readable(t) {
         return Ok(t.shallow_clone());
     }
+    let mut sizes = t.size();
+    let last = sizes.len() - 1;
+    let headdim = sizes[last];
+    sizes[last] = padded_headdim(headdim);
     // not f_contiguous, which returns a misaligned tensor as it is
     let copy = Tensor::f_empty(&sizes, (t.kind(), t.device()))?;
     copy.f_narrow(last as i64, 0, headdim)?.f_copy_(t)?;

@@ -46,6 +46,24 @@ def test_transformers_generation():
     assert lines[1].startswith("beam search: ") and lines[2].startswith("static cache: ")
 
 
+def test_chat():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    first, said, second, again = run("chat.py", "--say", "hello", "--say", "and again", "--tokens", 8).splitlines()
+    assert first == "[23 tokens, 0 of them in the cache, 0 pages]"
+    # all but the last token of the answer, which nothing came after
+    assert second.startswith("[59 tokens, 30 of them in the cache, 2 pages]")
+    assert said == again == "8 tokens of a model with random weights"
+
+
+def test_speculative():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    steps, same = run("speculative.py").splitlines()
+    plain, guessed = (int(word) for word in steps.replace(":", " ").split() if word.isdigit() and int(word) > 4)
+    assert guessed < plain
+    if not torch.cuda.is_available():
+        assert same == "the same tokens"
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path):
     """Also that the module is one that examples/cpp/attention.cpp takes: (2, 9, 32), with gradients."""

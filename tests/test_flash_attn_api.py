@@ -500,19 +500,6 @@ def test_what_a_window_size_may_be(backend, window_size):
 def test_varlen_errors(backend):
     q, qkv, cu_seqlens = backend.randn(10, 2, 16), backend.randn(10, 3, 2, 16), cu([4, 6])
     varlen = flash_attn_varlen_func
-    refused(
-        NotImplementedError,
-        r"block_table",
-        varlen,
-        q,
-        q,
-        q,
-        cu_seqlens,
-        cu_seqlens,
-        6,
-        6,
-        block_table=torch.zeros(2, 1, dtype=torch.int32),
-    )
     refused(ValueError, r"max_seqlen_q: got 5", varlen, q, q, q, cu_seqlens, cu_seqlens, 5, 6)
     refused(ValueError, r"max_seqlen_k: got 5", varlen, q, q, q, cu_seqlens, cu_seqlens, 6, torch.tensor(5))
     refused(ValueError, r"cu_seqlens_k: got dtype torch.int64", varlen, q, q, q, cu_seqlens, cu_seqlens.long(), 6, 6)
@@ -589,6 +576,58 @@ def test_kvcache_appends_in_place(backend):
     close(backend, out, next(cached(q, k_cache[[3, 1]], v_cache[[3, 1]], [5, 12], causal=True)))
 
 
+def in_pages(backend, cache, page):
+    """The entries of a dense cache in shuffled pages, and their table, padded with numbers that are none."""
+    batch, seqlen = cache.shape[:2]
+    order = torch.randperm(batch * (seqlen // page) + 2, generator=torch.Generator().manual_seed(backend.seed))
+    table = order[: batch * (seqlen // page)].view(batch, -1).int().to(backend.device)
+    pages = torch.full((len(order), page, *cache.shape[2:]), math.nan, dtype=cache.dtype, device=cache.device)
+    pages[table.long()] = cache.unflatten(1, (-1, page))
+    return pages, torch.nn.functional.pad(table, (0, 2), value=-1)
+
+
+@pytest.mark.parametrize("page", [16, 48, 256])
+@BACKENDS
+def test_kvcache_in_pages(backend, page):
+    """The same as the dense cache, to the last argument."""
+    q, k, v = backend.randn(2, 3, 4, 32), backend.randn(2, 3, 2, 32), backend.randn(2, 3, 2, 32)
+    caches = [backend.randn(2, 2 * page, 2, 32) for _ in range(2)]
+    (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
+    angles = backend.randn(2 * page, 8).float()
+    options = {
+        "rotary_cos": angles.cos().to(q.dtype), "rotary_sin": angles.sin().to(q.dtype), "cache_seqlens": backend.ints([page - 2, page + 5]),
+        "softmax_scale": 0.3, "causal": True, "window_size": (page, 0), "softcap": 5.0, "rotary_interleaved": False,
+        "alibi_slopes": slopes_of(backend, 4), "num_splits": 2, "return_softmax_lse": True,
+    }  # fmt: skip
+    expected = flash_attn_with_kvcache(q, *caches, k, v, **options)
+    found = flash_attn_with_kvcache(q, k_pages, v_pages, k, v, block_table=table, **options)
+    close(backend, found[0], expected[0])
+    close_lse(found[1], expected[1])
+    for pages, cache in ((k_pages, caches[0]), (v_pages, caches[1])):
+        assert torch.equal(pages[table[:, :2].long()].flatten(1, 2), cache)
+
+
+@pytest.mark.parametrize("page", [16, 256])
+@BACKENDS
+def test_varlen_in_pages(backend, page):
+    """The same as with packed keys."""
+    lengths_q, lengths_k = [3, 1, 7], [page + 1, 2 * page, 9]
+    q = backend.randn(sum(lengths_q), 4, 32)
+    caches = [backend.randn(3, 2 * page, 2, 32) for _ in range(2)]
+    (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
+    k, v = (torch.cat([entry[:n] for entry, n in zip(cache, lengths_k)]) for cache in caches)
+    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
+    options = {"causal": True, "softcap": 3.0, "alibi_slopes": slopes_of(backend, 4), "return_attn_probs": True}
+    expected = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    found = flash_attn_varlen_func(q, k_pages, v_pages, *lengths, block_table=table, **options)
+    close(backend, found[0], expected[0])
+    close_lse(found[1], expected[1])
+    assert found[2].shape == (0,)
+    refused(ValueError, r"dropout_p: got 0.5", flash_attn_varlen_func, q, k_pages, v_pages, *lengths, dropout_p=0.5, block_table=table)
+    wrong = (lengths[0], lengths[1][1:], *lengths[2:])
+    refused(ValueError, r"cu_seqlens_k: got shape \(3,\)", flash_attn_varlen_func, q, k_pages, v_pages, *wrong, block_table=table)
+
+
 @BACKENDS
 def test_kvcache_leftpad(backend):
     """Keys before it do not exist; positions, windows and slopes count as if they did."""
@@ -635,7 +674,25 @@ def test_kvcache_errors(backend):
     q, cache = backend.randn(2, 1, 2, 16), backend.randn(2, 8, 2, 16)
     table = torch.ones(8, 8)
     call = flash_attn_with_kvcache
-    refused(NotImplementedError, r"block_table", call, q, cache, cache, block_table=torch.zeros(2, 1, dtype=torch.int32))
+    pages = torch.zeros(2, 1, dtype=torch.int32)
+    refused(
+        ValueError,
+        r"k_cache: got pages of 8 tokens, expected a page_size that is a multiple of 16",
+        call,
+        q,
+        cache,
+        cache,
+        block_table=pages,
+    )
+    refused(
+        ValueError,
+        r"cache_seqlens: got 33, expected a length from 0 to 32",
+        call,
+        q,
+        *[backend.randn(3, 32, 2, 16)] * 2,
+        cache_seqlens=33,
+        block_table=pages,
+    )
     refused(ValueError, r"cache_seqlens: got None", call, q, cache, cache, q, q)
     refused(ValueError, r"v: got None", call, q, cache, cache, q, cache_seqlens=1)
     refused(
@@ -653,27 +710,27 @@ def test_kvcache_errors(backend):
 CACHE_ERRORS = {
     "append beyond, int": (
         {"k": 1, "v": 1, "cache_seqlens": 8},
-        r"cache_seqlens: got 8, expected a number from 0 to 7: k_cache has 8 rows, and k 1",
+        r"cache_seqlens: got 8, expected a length from 0 to 7: there is room for 8 keys, and k has 1",
     ),
-    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(entry 1\), expected a number from 0 to 5"),
+    "append beyond": ({"k": 3, "v": 3, "cache_seqlens": [5, 6]}, r"cache_seqlens: got 6 \(entry 1\), expected a length from 0 to 5"),
     "negative": ({"k": 1, "v": 1, "cache_seqlens": [-1, 3]}, r"cache_seqlens: got -1 \(entry 0\)"),
-    "more than there is": ({"cache_seqlens": 9}, r"cache_seqlens: got 9, expected a number from 0 to 8"),
+    "more than there is": ({"cache_seqlens": 9}, r"cache_seqlens: got 9, expected a length from 0 to 8$"),
     "seqlens dtype": ({"cache_seqlens": torch.tensor([1, 2])}, r"cache_seqlens: got dtype torch.int64, expected torch.int32"),
-    "seqlens shape": ({"cache_seqlens": [1, 2, 3]}, r"cache_seqlens: got shape \(3,\), expected shape \(batch,\), here \(2,\)"),
-    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(entry 1\), expected a number from 0 to 1"),
+    "seqlens shape": ({"cache_seqlens": [1, 2, 3]}, r"cache_seqlens: got shape \(3\), expected shape \(batch,\), here \(2\)"),
+    "batch_idx": ({"cache_batch_idx": [0, 2]}, r"cache_batch_idx: got 2 \(entry 1\), expected a number below 2"),
     "batch_idx negative": ({"cache_batch_idx": [-1, 1]}, r"cache_batch_idx: got -1 \(entry 0\)"),
     "batch_idx shape": ({"cache_batch_idx": [0]}, r"cache_batch_idx: got shape \(1,\)"),
     "leftpad shape": ({"cache_leftpad": [0]}, r"cache_leftpad: got shape \(1,\)"),
-    "short v": ({"k": 3, "v": 2, "cache_seqlens": 1}, r"v: got shape \(2, 2, 2, 16\), expected \(2, 3, 2, 16\)"),
-    "one v for all": ({"k": 3, "v": 1, "cache_seqlens": 1}, r"v: got shape \(2, 1, 2, 16\), expected \(2, 3, 2, 16\)"),
+    "short v": ({"k": 3, "v": 2, "cache_seqlens": 1}, r"v: got shape \(2, 2, 2, 16\), expected shape \(2, 3, 2, 16\), that of k"),
+    "one v for all": ({"k": 3, "v": 1, "cache_seqlens": 1}, r"v: got shape \(2, 1, 2, 16\), expected shape \(2, 3, 2, 16\), that of k"),
     "k of one entry": (
-        {"k": torch.ones(1, 2, 2, 16), "v": 2, "cache_seqlens": 1},
-        r"k: got shape \(1, 2, 2, 16\), expected \(2, 2, 2, 16\)",
+        {"k": torch.ones(1, 2, 2, 16), "v": torch.ones(1, 2, 2, 16), "cache_seqlens": 1},
+        r"k: got batch 1, expected batch 2, that of q",
     ),
-    "k rank": ({"k": torch.ones(2, 2, 16), "v": 2, "cache_seqlens": 1}, r"k: got shape \(2, 2, 16\)"),
+    "k rank": ({"k": torch.ones(2, 2, 16), "v": 2, "cache_seqlens": 1}, r"k: got a tensor of rank 3 with shape \(2, 2, 16\)"),
     "v dtype": (
         {"k": 1, "v": torch.ones(2, 1, 2, 16).double(), "cache_seqlens": 1},
-        r"v: got torch.float64 on cpu, expected torch.float32",
+        r"v: got dtype torch.float64, expected dtype torch.float32",
     ),
     "v alone": ({"v": 1, "cache_seqlens": 1}, r"v: got a tensor, expected None: k is not given"),
     "no sin": ({"k": 1, "v": 1, "cache_seqlens": 1, "rotary_cos": torch.ones(8, 8)}, r"rotary_sin: got None, .*rotary_cos is given"),
@@ -714,25 +771,22 @@ def test_kvcache_lengths_are_checked_on_request(backend):
 @pytest.mark.parametrize("rotary", [False, True])
 @on("sim", "cuda")
 def test_kvcache_lengths_that_nobody_looks_at(backend, rotary):
-    """What does not fit is NaN, and no write leaves the cache."""
+    """What does not fit is NaN, and is not written at all."""
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
         backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
-        backend.monkeypatch.setattr(volta_fa.flash_attn_interface, "_values_are_read", lambda t: False)
     else:
         backend.monkeypatch.delenv("VOLTA_FA_CHECK_LENGTHS", raising=False)
     q, k, v = (backend.randn(4, 3, 2, 16) for _ in range(3))
     tables = {"rotary_cos": backend.randn(8, 8), "rotary_sin": backend.randn(8, 8)} if rotary else {}
     k_cache, v_cache = backend.randn(4, 8, 2, 16), backend.randn(4, 8, 2, 16)
-    before = k_cache.clone()
+    before = k_cache.clone(), v_cache.clone()
     lengths = backend.ints([5, 6, -1, 100])
     out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
     assert out[0].isfinite().all() and lse[0].isfinite().all() and k_cache[0].isfinite().all()
     assert out[1:].isnan().all() and lse[1:].isnan().all()
-    for cache in (k_cache, v_cache):
-        spoilt = cache.isnan().all(-1).all(-1)
-        assert spoilt.tolist() == [[False] * 8, [False] * 6 + [True] * 2, [True] * 2 + [False] * 6, [False] * 7 + [True]]
-    assert torch.equal(k_cache[1, :6], before[1, :6])
+    for cache, old in zip((k_cache, v_cache), before):
+        assert torch.equal(cache[1:], old[1:]) and torch.equal(cache[0, :5], old[0, :5]) and not torch.equal(cache[0, 5:], old[0, 5:])
 
     k_cache, v_cache = backend.randn(3, 8, 2, 16), backend.randn(3, 8, 2, 16)
     for cache_seqlens in (None, 8, backend.ints([8] * 4)):

@@ -203,9 +203,10 @@ def tokens(batch: int = BATCH, seqlen: int = SEQLEN):
 
 @dataclass
 class Calls:
-    """The calls of volta_fa::fwd in a profile: how many, and how many of them were packed or had a bias."""
+    """The calls of volta_fa::fwd and fwd_kvcache in a profile: how many, and how many of them were the latter, packed, or had a bias."""
 
     count: int = 0
+    cached: int = 0
     packed: int = 0
     biased: int = 0
     theirs: list[str] = field(default_factory=list)
@@ -217,10 +218,11 @@ def profile(f) -> tuple[object, Calls]:
     calls, end = Calls(), 0
     # profiler.events() takes seconds for a training step
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "volta_fa::fwd" and event.start_ns() >= end:
+        if event.name() in ("volta_fa::fwd", "volta_fa::fwd_kvcache") and event.start_ns() >= end:
             end = event.end_ns()  # within it, autograd's kernel calls the device's: that is no second one
             q, *rest = event.shapes()
             calls.count += 1
+            calls.cached += event.name() == "volta_fa::fwd_kvcache"
             calls.packed += len(q) == 3
             calls.biased += any(len(shape) == 4 for shape in rest[2:])
         if "scaled_dot_product" in event.name() or event.name() == "aten::softmax":
@@ -411,8 +413,74 @@ def test_generate(name, how):
     found, calls = profile(lambda: generate(ours, **inputs))
     assert torch.equal(found, expected)
     assert calls.count == LAYERS * 8
+    if V5 and how != "beam":
+        # where a window has moved on, or there is none, one query sees one range of keys
+        assert calls.cached == LAYERS * 7 and calls.biased == 0
     one = {"input_ids": tokens(1), **options}
-    assert torch.equal(generate(ours, **one), generate(eager, **one))
+    found, calls = profile(lambda: generate(ours, **one))
+    assert torch.equal(found, generate(eager, **one))
+    assert calls.cached == LAYERS * 7 and calls.biased == 0
+
+
+@pytest.mark.skipif(not V5, reason="4.57 hands no lengths to what is compiled")
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_compiled_decoding_with_a_static_cache(name, kind):
+    """Compiled once for all steps, and never a mask of the cache's length."""
+    eager, ours = models(name)
+    torch.compiler.reset()
+    inputs = {"input_ids": tokens(), "attention_mask": padding(kind) if kind != "none" else torch.ones(BATCH, SEQLEN, dtype=torch.long)}
+    expected = generate(eager, **inputs)
+    compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    masks = []
+
+    def spy(**arguments):
+        masks.append(volta_fa.transformers.mask(**arguments))
+        return masks[-1]
+
+    AttentionMaskInterface.register("volta_fa", spy)
+    try:
+        # a sliding cache of transformers' counts in Python, and is compiled once more with every step
+        with torch._dynamo.config.patch(error_on_recompile=name == "llama"):
+            found = generate(ours, **inputs, cache_implementation="static", compile_config=compiled)
+    finally:
+        AttentionMaskInterface.register("volta_fa", volta_fa.transformers.mask)
+        torch.compiler.reset()
+    assert torch.equal(found, expected)
+    of_steps = [mask for mask in masks if not isinstance(mask, MaskRule)]
+    assert len(of_steps) >= 7 and all(mask.dtype == torch.int32 and mask.shape == (2, 1, 1, BATCH) for mask in of_steps)
+
+
+@pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this transformers has no continuous batching")
+@pytest.mark.skipif(not V5, reason="another way to hand over the cache")
+@pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_continuous_batching(name, pages):
+    """Requests of different lengths share batches and a paged cache; each gets what it gets alone."""
+    eager, _ = models(name)
+    ours = make(*CAUSAL[name](transformers), "volta_fa")
+    prompts = [tokens(1, n)[0].tolist() for n in (3, 20, 11, 31)]
+    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = transformers.ContinuousBatchingConfig(max_blocks_per_request=4 if pages else 0, page_size=32, use_cuda_graph=False)
+    tables = []  # a thread of its own generates, which the profiler does not see
+
+    def spy(*args, **kwargs):
+        tables.append(kwargs["block_table"] is not None)
+        assert args[4] is None or isinstance(args[4], MaskRule), "a mask tensor"
+        return volta_fa.transformers.attention(*args, **kwargs)
+
+    transformers.AttentionInterface.register("volta_fa", spy)
+    try:
+        results = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
+    finally:
+        transformers.AttentionInterface.register("volta_fa", volta_fa.transformers.attention)
+    # a cache in parts, one for each kind of layer, is gathered
+    assert tables and any(tables) == (pages and name in ("llama", "qwen3"))
+    by_prompt = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
+    for prompt in prompts:
+        alone = generate(eager, input_ids=torch.tensor([prompt]))[0, len(prompt) :]
+        assert by_prompt[tuple(prompt)] == alone.tolist()
 
 
 @pytest.mark.parametrize("how", ["greedy", "beam"])

@@ -21,8 +21,9 @@ ASKED = [
     {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}},
 ]
 NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
-# What merges states has no problem of attention: tests/test_merge.py runs it.
-SIMULATED = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] != "Merge"]
+# What merges states or serves a KV cache has no problem of attention: tests/test_merge.py, test_decode_kernels.py and
+# test_kvcache_append.py run these.
+SIMULATED = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"].startswith(("Forward", "Backward"))]
 
 
 def features_for(variant):

@@ -5,6 +5,7 @@
 // No exception crosses into Rust: its text is kept for get_and_reset_last_err, which tch calls after every call of these.
 
 #include <ATen/Parallel.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/arange.h>
@@ -75,6 +76,12 @@ at::IntArrayRef list(const int64_t* data, int length) { return {data, static_cas
 
 at::OptionalIntArrayRef optional_list(const int64_t* data, int length) {
     return data ? at::OptionalIntArrayRef(list(data, length)) : std::nullopt;
+}
+
+c10::List<std::optional<Tensor>> optional_tensors(Tensor* const* data, int length) {
+    c10::List<std::optional<Tensor>> tensors;
+    for (int i = 0; i < length; ++i) tensors.push_back(data[i] ? std::optional(*data[i]) : std::nullopt);
+    return tensors;
 }
 
 at::ScalarType kind_of(int kind) { return static_cast<at::ScalarType>(kind); }
@@ -207,6 +214,9 @@ void atg_contiguous(Tensor** out, Tensor* self) {
 void atg_expand(Tensor** out, Tensor* self, const int64_t* size_data, int size_len, int implicit) {
     give(out, [&] { return self->expand(list(size_data, size_len), implicit != 0); });
 }
+void atg_index(Tensor** out, Tensor* self, Tensor* const* indices_data, int indices_len) {
+    give(out, [&] { return self->index(optional_tensors(indices_data, indices_len)); });
+}
 void atg_index_select(Tensor** out, Tensor* self, int64_t dim, Tensor* index) {
     give(out, [&] { return self->index_select(dim, *index); });
 }
@@ -261,6 +271,10 @@ void atg_view_dtype(Tensor** out, Tensor* self, int dtype) {
     give(out, [&] { return self->view(kind_of(dtype)); });
 }
 
+void atg_index_put_(Tensor** out, Tensor* self, Tensor* const* indices_data, int indices_len, Tensor* values, int accumulate) {
+    give(out, [&] { return self->index_put_(optional_tensors(indices_data, indices_len), *values, accumulate != 0); });
+}
+
 // ---- Element by element. ----
 
 void atg_abs(Tensor** out, Tensor* self) {
@@ -296,6 +310,9 @@ void atg_clamp(Tensor** out, Tensor* self, Scalar* min, Scalar* max) {
 void atg_clamp_max(Tensor** out, Tensor* self, Scalar* max) {
     give(out, [&] { return self->clamp_max(*max); });
 }
+void atg_clamp_min(Tensor** out, Tensor* self, Scalar* min) {
+    give(out, [&] { return self->clamp_min(*min); });
+}
 void atg_div_scalar_(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->div_(*other); });
 }
@@ -307,6 +324,9 @@ void atg_exp_(Tensor** out, Tensor* self) {
 }
 void atg_fill_(Tensor** out, Tensor* self, Scalar* value) {
     give(out, [&] { return self->fill_(*value); });
+}
+void atg_floor_divide_scalar(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->floor_divide(*other); });
 }
 void atg_frexp(Tensor** out, Tensor* self) {
     guarded([&] {
@@ -353,6 +373,9 @@ void atg_neg(Tensor** out, Tensor* self) {
 void atg_neg_(Tensor** out, Tensor* self) {
     give(out, [&] { return self->neg_(); });
 }
+void atg_remainder(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->remainder(*other); });
+}
 void atg_sigmoid(Tensor** out, Tensor* self) {
     give(out, [&] { return self->sigmoid(); });
 }
@@ -383,11 +406,23 @@ void atg_any(Tensor** out, Tensor* self) {
 void atg_eq(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->eq(*other); });
 }
+void atg_ge(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->ge(*other); });
+}
 void atg_ge_tensor(Tensor** out, Tensor* self, Tensor* other) {
     give(out, [&] { return self->ge(*other); });
 }
 void atg_isclose(Tensor** out, Tensor* self, Tensor* other, double rtol, double atol, int equal_nan) {
     give(out, [&] { return self->isclose(*other, rtol, atol, equal_nan != 0); });
+}
+void atg_le(Tensor** out, Tensor* self, Scalar* other) {
+    give(out, [&] { return self->le(*other); });
+}
+void atg_le_tensor(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->le(*other); });
+}
+void atg_logical_and(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->logical_and(*other); });
 }
 void atg_logical_not(Tensor** out, Tensor* self) {
     give(out, [&] { return self->logical_not(); });
@@ -398,11 +433,17 @@ void atg_logical_or(Tensor** out, Tensor* self, Tensor* other) {
 void atg_lt(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->lt(*other); });
 }
+void atg_lt_tensor(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->lt(*other); });
+}
 
 // ---- Sums and the like. ----
 
 void atg_amax(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
     give(out, [&] { return self->amax(list(dim_data, dim_len), keepdim != 0); });
+}
+void atg_amin(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
+    give(out, [&] { return self->amin(list(dim_data, dim_len), keepdim != 0); });
 }
 void atg_baddbmm_(Tensor** out, Tensor* self, Tensor* batch1, Tensor* batch2) {
     give(out, [&] { return self->baddbmm_(*batch1, *batch2); });

@@ -11,10 +11,10 @@ namespace merge {
 constexpr int kColumns = 8;
 
 // Eight elements of a row as floats.
-template <MergeElement Element>
+template <ElementType Element>
 __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
     const uint4* words = reinterpret_cast<const uint4*>(from);
-    if (Element == MergeElement::Float) {
+    if (Element == ElementType::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint4 w = words[half];
@@ -27,17 +27,17 @@ __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
         const unsigned parts[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float2 pair = Element == MergeElement::Bfloat ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
+            const float2 pair = Element == ElementType::Bfloat ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
             x[2 * i] = pair.x;
             x[2 * i + 1] = pair.y;
         }
     }
 }
 
-template <MergeElement Element>
+template <ElementType Element>
 __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     uint4* words = reinterpret_cast<uint4*>(to);
-    if (Element == MergeElement::Float) {
+    if (Element == ElementType::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
             words[half] = make_uint4(__float_as_uint(x[4 * half]), __float_as_uint(x[4 * half + 1]),
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
         unsigned parts[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            parts[i] = Element == MergeElement::Bfloat ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+            parts[i] = Element == ElementType::Bfloat ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
         *words = make_uint4(parts[0], parts[1], parts[2], parts[3]);
     }
 }
@@ -66,10 +66,10 @@ __device__ __forceinline__ long long first_element(const Tensor& x, int batch, i
     return batch * x.batch_stride + head * x.head_stride;
 }
 
-template <MergeElement Element>
-constexpr int kBytes = Element == MergeElement::Float ? 4 : 2;
+template <ElementType Element>
+constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
 
-template <MergeElement Element, MergeElement Part>
+template <ElementType Element, ElementType Part>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     __shared__ float weights_a[BLOCK_ROWS], weights_b[BLOCK_ROWS];
     const int head = blockIdx.y, batch = blockIdx.z;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const MergeParams p) {
-    using E = MergeElement;
+    using E = ElementType;
     if (p.element == E::Bfloat)
         merge_rows<E::Bfloat, E::Bfloat>(p);
     else if (p.element == E::Half)

@@ -6,6 +6,9 @@ Importing this package loads the native library, which registers
         -> (out, softmax_lse, rng_state)
     torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, *, rng_state=None, <options>, attn_bias_requires_grad=False)
         -> (dq, dk, dv, dattn_bias, dsinks)
+    torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *, <options>)
+    torch.ops.volta_fa.fwd_kvcache.append(q, k_cache, v_cache, k, v, *, <options>)
+        -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
@@ -14,6 +17,7 @@ Importing this package loads the native library, which registers
 fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. The others have
 no derivative. merge_attention_states, also a function of this package, has a docstring of its own; with an underscore it leaves the
 result in the first two, and its out_a may be float32 beside an out_b in lower precision: many parts lose nothing that way.
+fwd_kvcache has a part of its own below.
 
 Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (on the kernels what
 is not a multiple of 8 costs a copy):
@@ -66,9 +70,40 @@ Of bwd alone:
 
     attn_bias_requires_grad  whether to compute dattn_bias
 
+fwd_kvcache: attention of new queries over keys and values in a cache. With k and v (.append) these are first written into the cache, in
+place, behind the tokens that are there; queries are aligned to the lengths that this gives:
+
+                    dense                                    packed (with cu_seqlens_q)
+    q               (batch, seqlen_q, nheads, headdim)       (total_q, nheads, headdim)
+    k               (batch, seqlen_new, nheads_k, headdim)   (total_new, nheads_k, headdim)
+    v               (batch, seqlen_new, nheads_k, headdim_v) (total_new, nheads_k, headdim_v)
+    out             (batch, seqlen_q, nheads, headdim_v)     (total_q, nheads, headdim_v)
+    softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
+
+                    dense cache                              pages (with block_table)
+    k_cache         (entries, seqlen, nheads_k, headdim)     (pages, page_size, nheads_k, headdim)
+    v_cache         (entries, seqlen, nheads_k, headdim_v)   (pages, page_size, nheads_k, headdim_v)
+
+page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be parts of one tensor, and
+heads may come before tokens in memory. Caches of bfloat16, of headdims that are not multiples of 8, or off 16-byte boundaries are copied at
+each call. softmax_scale, softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
+
+    cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; all that there is room for
+                    unless given. Needed with k and v
+    block_table     int32, (batch, max_pages): the pages of each sequence, in order; what lies behind its last token's page, or before
+                    a window, is not looked at
+    cache_batch_idx int32, (batch): which entry of a dense cache is each sequence's; its own number unless given
+    leftpad_k       int32, (batch): so many tokens at the beginning of a dense cache's entry do not exist
+    cu_seqlens_q, max_seqlen_q  as fwd's
+    cu_seqlens_k_new  int32, (batch + 1): the same for packed k and v; cu_seqlens_q unless given
+    rotary_cos, rotary_sin  (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions, which count from
+                    cache_seqlens on, as it is appended; q likewise where a mask orders the queries, else by the first position
+    rotary_interleaved  dimensions 2 i and 2 i + 1 are a pair; else i and i + rotary_dim / 2
+    num_splits      parts into which a sequence's keys are cut, at most; 0: as the schedule finds best
+
 A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
 this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that
-the schema does not have raises PyTorch's own RuntimeError. Values in cu_seqlens and seqused_k are not looked at on a GPU, where
+the schema does not have raises PyTorch's own RuntimeError. Values in int32 tensors are not looked at on a GPU, where
 wrong ones give NaN: docs/features.md, "Lengths on a GPU".
 
 GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's through PTX, where they
@@ -78,7 +113,8 @@ NotImplementedError.
 Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
 `install_flash_attn_shim()` lets programs import it as flash_attn; `volta_fa.transformers` is for Hugging Face models;
 `volta_fa.distributed` attends over sequences that are sharded over several GPUs;
-`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models.
+`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models; where PyTorch has
+`torch.nn.attention.activate_flash_attention_impl`, "VOLTA" is a name for it. `cascade_attention` reads what sequences share once.
 
 Environment, read at each call unless it says otherwise:
 
@@ -94,6 +130,8 @@ Environment, read at each call unless it says otherwise:
 """
 
 from . import flash_attn_interface as _flash_attn
+from . import flash_door as _flash_door
+from .cascade import cascade_attention
 from .flash_attn_interface import *
 from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
@@ -106,6 +144,7 @@ from .version import __version__
 
 __all__ = [
     "__version__",
+    "cascade_attention",
     "disable_sdpa",
     "enable_sdpa",
     "info",
@@ -119,6 +158,7 @@ __all__ = [
 __all__ += _flash_attn.__all__
 
 load()
+_flash_door.register()
 answer_the_library()
 _follow_the_library()
 warn_when_cuda_starts()

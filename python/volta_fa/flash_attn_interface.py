@@ -7,13 +7,10 @@ autograd. docs/flash-attn.md says where these functions do more or less than fla
 from __future__ import annotations
 
 import operator
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from .rotary import apply_rotary
 
 __all__ = [
     "flash_attn_func",
@@ -136,7 +133,9 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1), on q's device: where each sequence begins, from 0, and at the end
             total_q and total_k. Sequences may be empty.
         max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element are taken too.
-        block_table: not implemented: a paged k and v.
+        block_table: int32, (batch, max_pages): k and v are pages, (num_pages, page_size, nheads_k, headdim or headdim_v), of which
+            these are each sequence's, in order; of cu_seqlens_k the lengths count. page_size is any multiple of 16. For inference: no
+            dropout, no gradients.
 
     The other arguments are `flash_attn_func`'s; what they say of positions, and of a batch, is meant for each sequence.
 
@@ -144,11 +143,48 @@ def flash_attn_varlen_func(
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
     """
     if block_table is not None:
-        raise NotImplementedError("volta_fa: block_table: paged keys and values are not implemented; pass contiguous k and v")
+        return _paged(
+            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, return_attn_probs,
+            _options(softmax_scale, causal, window_size, softcap, alibi_slopes),
+        )  # fmt: skip
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
+
+
+def _paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor,
+    return_attn_probs: bool,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` over pages."""
+    if dropout_p != 0.0:
+        raise _wrong("dropout_p", str(dropout_p), "0: a cache is for inference")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.dtype != torch.int32:
+        expected = f"shape {tuple(cu_seqlens_q.shape)} of dtype torch.int32, as cu_seqlens_q"
+        raise _wrong("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
+    if max_seqlen_k < 0:
+        raise _wrong("max_seqlen_k", str(max_seqlen_k), "the length of the longest sequence")
+    out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+        _operand(q),
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        cache_seqlens=cu_seqlens_k.diff(),
+        block_table=block_table,
+        **options,
+    )
+    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -230,149 +266,73 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
-        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim).
-        k, v: (batch, seqlen_new, nheads_k, headdim), written behind the cache_seqlens keys that are there; both or neither.
-        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): k is rotated by its positions from cache_seqlens on, q
-            likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
+        k_cache: (batch_cache, seqlen_cache, nheads_k, headdim); with a block_table pages, (num_pages, page_size, nheads_k,
+            headdim), of any page_size that is a multiple of 16. All strides but the last are free, so that keys and values may be
+            parts of one tensor.
+        v_cache: the same with headdim_v.
+        k, v: (batch, seqlen_new, nheads_k, headdim or headdim_v), written behind the cache_seqlens keys that are there; both or
+            neither.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions from
+            cache_seqlens on, q likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
         cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included, and what
-            is appended must fit behind them; without it, all seqlen_cache.
-        cache_batch_idx: int32 (batch): the cache's entry of each entry of q; reading it costs a copy of these entries.
+            is appended must fit behind them; without it, all that the cache has room for.
+        cache_batch_idx: int32 (batch): the cache's entry of each entry of q. Not together with block_table, as the next one.
         cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
-        block_table: not implemented: a paged cache.
+        block_table: int32 (batch, max_pages): the pages of each entry, in order. What comes behind the last key's page is not looked at.
         rotary_interleaved: rotate dimensions 0 and 1, 2 and 3 ..., instead of the first half and the second.
-        num_splits: without effect.
+        num_splits: into how many parts the keys of an entry are cut, at most; 0 lets the schedule decide.
 
     The other arguments are `flash_attn_func`'s, for the keys that exist.
 
-    Returns out, (batch, seqlen_q, nheads, headdim), and with return_softmax_lse=True also softmax_lse (float32,
-    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones. The values of a cache_seqlens or
-    cache_batch_idx that is on a GPU are checked with VOLTA_FA_CHECK_LENGTHS=1 only, since that means waiting. Unchecked,
-    an entry that does not fit gets NaN, in out, in softmax_lse, and in its cache where k and v should have gone (of a
-    cache_batch_idx that does not exist, in the cache's first or last entry).
+    Returns out, (batch, seqlen_q, nheads, headdim_v), and with return_softmax_lse=True also softmax_lse (float32,
+    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones. Values in tensors that are on a GPU are checked
+    with VOLTA_FA_CHECK_LENGTHS=1 only, since that means waiting. Unchecked, an entry whose lengths or pages cannot be gets NaN in out
+    and softmax_lse, and nothing that it does not own is read or written.
     """
-    if block_table is not None:
-        raise NotImplementedError("volta_fa: block_table: paged caches are not implemented; pass contiguous k_cache and v_cache")
     _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
-    batch, appended = q.shape[0], 0 if k is None else k.shape[1]
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    fits = _fits(cache_seqlens, cache_batch_idx, appended, k_cache)
-    if fits is not None and cache_batch_idx is not None:
-        cache_batch_idx = cache_batch_idx.clamp(0, k_cache.shape[0] - 1)
-    if k is not None:
-        assert v is not None and isinstance(cache_seqlens, Tensor)
-        if rotary_cos is not None:
-            assert rotary_sin is not None
-            offsets = cache_seqlens if fits is None else cache_seqlens.clamp(min=0)
-            tables: dict[str, Any] = {"cos": rotary_cos, "sin": rotary_sin, "seqlen_offsets": offsets, "interleaved": rotary_interleaved}
-            k = apply_rotary(k, **tables)
-            if causal or options["window_left"] >= 0 or options["window_right"] >= 0:
-                q = apply_rotary(q, **tables)
-            else:
-                q = apply_rotary(q.flatten(1, 2)[:, None], **tables).view_as(q)
-        entries = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        positions = cache_seqlens[:, None] + torch.arange(appended, device=q.device)
-        if fits is not None:
-            positions = positions.clamp(0, k_cache.shape[1] - 1)
-            k, v = (t.masked_fill(~fits[:, None, None, None], float("nan")) for t in (k, v))
-        k_cache[entries[:, None], positions] = k
-        v_cache[entries[:, None], positions] = v
-        cache_seqlens = cache_seqlens + appended
-    if fits is not None:
-        # a length that the op makes NaN of
-        used = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-        cache_seqlens = torch.where(fits, used, -1).to(torch.int32)
-    if cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
-    attn_bias = None
-    if cache_leftpad is not None:
-        exists = torch.arange(k_cache.shape[1], device=q.device) >= cache_leftpad[:, None]
-        attn_bias = exists[:, None, None, :]
-    out, softmax_lse, _ = _fwd(q, k_cache, v_cache, seqused_k=cache_seqlens, attn_bias=attn_bias, **options)
-    return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _check_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-) -> None:
-    """Refuses what would change the cache before the op refuses it, and what is not an argument of the op."""
-    batch, (entries, seqlen_cache) = q.shape[0], k_cache.shape[:2]
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise _wrong("v_cache", f"shape {tuple(v_cache.shape)}", f"{(*k_cache.shape[:3], 'headdim')}, as k_cache")
-    if cache_batch_idx is None and entries != batch:
-        raise _wrong("k_cache", f"batch {entries}", f"batch {batch}, that of q, or cache_batch_idx, which says whose it is")
-    for name, t, dtypes in (
-        ("cache_seqlens", cache_seqlens, (torch.int32,)),
-        ("cache_batch_idx", cache_batch_idx, (torch.int32, torch.int64)),
-        ("cache_leftpad", cache_leftpad, _INTEGERS),
-    ):
-        if isinstance(t, Tensor):
-            if t.dtype not in dtypes:
-                raise _wrong(name, f"dtype {t.dtype}", " or ".join(map(str, dtypes)))
-            if t.shape != (batch,):
-                raise _wrong(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({batch},)")
-            if t.device != q.device:
-                raise _wrong(name, f"device {t.device}", f"device {q.device}, that of q")
+    batch = q.shape[0]
     if k is None:
         for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if t is not None:
                 raise _wrong(name, "a tensor", "None: k is not given")
-    else:
-        if v is None:
-            raise _wrong("v", "None", "a value: k is given")
-        if cache_seqlens is None:
-            raise _wrong("cache_seqlens", "None", "a value: k is given")
-        if (rotary_cos is None) != (rotary_sin is None):
-            missing, there = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
-            raise _wrong(missing, "None", f"a tensor: {there} is given")
-        for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
-            # seqlen_new is k's, and what is written must be as the cache is
-            expected = (batch, k.shape[1] if k.dim() == 4 else "seqlen_new", *cache.shape[2:])
-            if tuple(t.shape) != expected:
-                raise _wrong(name, f"shape {tuple(t.shape)}", f"{expected}: (batch, seqlen_new, nheads_k, headdim), as k and {name}_cache")
-            if (t.dtype, t.device) != (cache.dtype, cache.device):
-                raise _wrong(name, f"{t.dtype} on {t.device}", f"{cache.dtype} on {cache.device}, as {name}_cache")
-
-    appended = 0 if k is None else k.shape[1]
-    # an int's value is there to be seen; so is that of a tensor on the CPU
-    for name, values, least, most, why in (
-        ("cache_seqlens", cache_seqlens, 0, seqlen_cache - appended, f"k_cache has {seqlen_cache} rows, and k {appended}"),
-        ("cache_batch_idx", cache_batch_idx, 0, entries - 1, f"k_cache has {entries} entries"),
-    ):
-        if isinstance(values, Tensor):
-            numbers = values.tolist() if _values_are_read(values) else []
-        else:
-            numbers = [] if values is None else [values]
-        for i, n in enumerate(numbers):
-            if not least <= n <= most:
-                where = f" (entry {i})" if len(numbers) > 1 else ""
-                raise _wrong(name, f"{n}{where}", f"a number from {least} to {most}: {why}")
+    elif v is None:
+        raise _wrong("v", "None", "a value: k is given")
+    if isinstance(cache_seqlens, (int, torch.SymInt)):
+        # a number is there to be seen, unlike a tensor's values on a GPU
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+        room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
+        if not 0 <= cache_seqlens <= room:
+            why = "" if room == capacity else f": there is room for {capacity} keys, and k has {capacity - room}"
+            raise _wrong("cache_seqlens", str(cache_seqlens), f"a length from 0 to {room}{why}")
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+        _operand(q),
+        k_cache,
+        v_cache,
+        *(() if k is None or v is None else (_operand(k), _operand(v))),
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        cache_batch_idx=_int32("cache_batch_idx", cache_batch_idx, q),
+        leftpad_k=_int32("cache_leftpad", cache_leftpad, q),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=max(0, num_splits),
+        **options,
+    )
+    return (out, softmax_lse) if return_softmax_lse else out
 
 
-def _values_are_read(t: Tensor) -> bool:
-    """As the op does it for lengths: on a GPU that means waiting for it."""
-    return not torch.compiler.is_compiling() and (not t.is_cuda or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1")
-
-
-def _fits(cache_seqlens: Tensor | None, cache_batch_idx: Tensor | None, appended: int, k_cache: Tensor) -> Tensor | None:
-    """(batch) bool, where nobody has read the values: which entries exist and have room. None if all do."""
-    checks = []
-    if appended and cache_seqlens is not None and not _values_are_read(cache_seqlens):
-        checks.append((cache_seqlens >= 0) & (cache_seqlens <= k_cache.shape[1] - appended))
-    if cache_batch_idx is not None and not _values_are_read(cache_batch_idx):
-        checks.append((cache_batch_idx >= 0) & (cache_batch_idx < k_cache.shape[0]))
-    return checks[0] & checks[-1] if checks else None
+def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
+    """(batch) of any integer type, as the op takes it."""
+    if t is None:
+        return None
+    if t.dtype not in _INTEGERS:
+        raise _wrong(name, f"dtype {t.dtype}", "an integer dtype")
+    if t.shape != q.shape[:1]:
+        raise _wrong(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
+    return t.to(torch.int32)
 
 
 def _attention(

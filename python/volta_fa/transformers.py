@@ -162,8 +162,9 @@ def mask(
         attention_mask: (batch, keys) bool, False for padding.
 
     Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
-    a static cache that is being filled; else a bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where
-    visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
+    a static cache that is being filled; for one query after padding, or over a static cache that compiled code reads, the range of
+    keys that it sees, int32 (2, 1, 1, batch): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
+    keys), True where visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
     tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
     """
     if _sharded is not None:
@@ -178,10 +179,20 @@ def mask(
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
             **kwargs,
         )
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     try:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if tracing and (attention_mask is not None or kwargs.get("q_length") != 1):
             raise _NeedsTensor
         pattern = _pattern(mask_function)
+        if (
+            kwargs.get("q_length") == 1
+            and pattern.sequences is None
+            and (tracing or (pattern.window_right == 0 and not allow_is_causal_skip))
+        ):
+            # decoding, with a tensor of one shape at every step
+            return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
+        if tracing:
+            raise _NeedsTensor
         # transformers forbids it where compiled code expects a tensor at every step. For packed sequences it always
         # does, because SDPA has no other way.
         allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
@@ -299,6 +310,8 @@ def _rule(
         unlimited = left < 0 and (right < 0 or seqlen_q == 1)
         if complete:
             pass
+        elif unlimited and seqlen_q == 1 and not broken:
+            return _range_of_tokens(padding_mask)
         elif unlimited and (broken or seqlen_q == 1):
             # with one query, the memory that this takes is nothing beside the copy of a cache
             return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
@@ -323,6 +336,44 @@ def _rule(
     return None
 
 
+def _range(
+    pattern: _Pattern,
+    batch: int,
+    kv_length: int,
+    kv_offset: int | Tensor,
+    padding_mask: Tensor | None,
+    device: torch.device | str,
+    q_offset: int | Tensor,
+) -> Tensor:
+    """The keys that one query sees, at position q_offset, which may be a tensor that nobody has to look at."""
+    position = torch.as_tensor(q_offset - kv_offset, dtype=torch.int32, device=device)
+    left, right = pattern.window_left, pattern.window_right
+    begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
+    end = torch.full_like(position, kv_length) if right < 0 else (position + right + 1).clamp(max=kv_length)
+    seen = torch.stack((begin, end)).view(2, 1).expand(2, batch)
+    if padding_mask is not None and not (padding_mask.shape[1] <= kv_length and bool(padding_mask.all())):
+        tokens = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1])))
+        tokens = tokens[:, kv_offset : kv_offset + kv_length].expand(batch, -1)
+        if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
+            raise _NeedsTensor
+        first, last = _range_of_tokens(tokens)[:, 0, 0]
+        begin, end = torch.maximum(seen[0], first), torch.minimum(seen[1], last)
+        seen = torch.stack((torch.minimum(begin, end), end))
+    return seen.contiguous()[:, None, None]
+
+
+def _range_of_tokens(tokens: Tensor) -> Tensor:
+    """Of (batch, keys) bool with one run of tokens at most: where that begins and ends."""
+    count = tokens.sum(1, dtype=torch.int32)
+    first = tokens.to(torch.int8).argmax(1).int()
+    return torch.stack((first, first + count))[:, None, None]
+
+
+def _is_range(attention_mask: Tensor | None) -> bool:
+    """Whether a mask is what `_range` makes."""
+    return attention_mask is not None and not isinstance(attention_mask, MaskRule) and attention_mask.dtype == torch.int32
+
+
 def _changes(values: Tensor) -> Tensor:
     """(batch, seqlen): where a row begins or its value changes."""
     return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
@@ -340,11 +391,12 @@ _LACKING = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
     "sinks": "sinks that differ from token to token",
-    "cache": "a paged cache",
 }
 #: They say is_causal, and eager attention, which does not ask, shows them everything, as an image needs.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 _MAX_HEADDIM = 256
+#: Queries, of all heads of a key head, from which on the forward kernels are faster than those for decoding: their tiles are full then.
+_FEW_ROWS = 64
 
 
 def attention(
@@ -367,14 +419,15 @@ def attention(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: runs `volta_fa::fwd`.
+    """The attention function: runs `volta_fa::fwd`; `volta_fa::fwd_kvcache` for few queries without a gradient, and in continuous batching.
 
     Args:
         query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
             differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA.
         attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
-            where visible, or floating-point, added to the scores. None: what `is_causal`, or else the module's is_causal if
-            it has one, says (the last query sees the last key), in a window of `sliding_window`.
+            where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. None: what
+            `is_causal`, or else the module's is_causal if it has one, says (the last query sees the last key), in a window of
+            `sliding_window`.
         softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
         position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen; then
@@ -393,6 +446,17 @@ def attention(
             query, key, value, given, dropout, scaling, sliding_window, softcap or 0.0, bool(is_causal), s_aux, bool(deterministic)
         ), None
     packed = cu_seq_lens_q is not None
+    cache = kwargs.pop("cache", None)
+    if cache is not None:
+        lengths = {
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "cu_seq_lens_k": cu_seq_lens_k,
+            "max_length_q": max_length_q,
+            "max_length_k": max_length_k,
+        }
+        options = {"sinks": s_aux, "softmax_scale": scaling, "softcap": softcap or 0.0, "is_causal": True}
+        options["window_left"] = -1 if sliding_window is None else sliding_window - 1
+        return _continuous_batch(module, query, key, value, cache, options, lengths | kwargs), None
     _refuse(module, query, key, value, attention_mask, packed, kwargs)
     batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
     rule = attention_mask if isinstance(attention_mask, MaskRule) else None
@@ -406,7 +470,24 @@ def attention(
     window_left = window_right = -1
     bias: Tensor | None = None
     sequences: dict[str, Any] = {}
-    if rule is not None:
+    tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
+    few = (
+        seqlen_q < (keys if rule is None else rule.seqlen_k)
+        and seqlen_q * query.shape[1] // max(1, key.shape[1]) < _FEW_ROWS
+        and dropout == 0.0
+        and position_bias is None
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+    seen: dict[str, Tensor] = {}
+    if _is_range(attention_mask) and not packed:
+        assert attention_mask is not None
+        begin, end = attention_mask[:, 0, 0]
+        if few and seqlen_q == 1:
+            seen = {"leftpad_k": begin, "cache_seqlens": end}
+        else:
+            position = torch.arange(keys, device=query.device)
+            bias = ((position >= begin[:, None]) & (position < end[:, None]))[:, None, None, :]
+    elif rule is not None:
         window_left, window_right, keys = rule.window_left, rule.window_right, rule.seqlen_k
         if rule.cu_seqlens_q is not None and rule.cu_seqlens_k is not None:
             sequences = _sequences(rule.cu_seqlens_q, rule.cu_seqlens_k, rule.max_seqlen_q, rule.max_seqlen_k)
@@ -439,6 +520,19 @@ def attention(
         bias = _sum_of_biases(bias, position_bias[..., :keys])
 
     q, k, v = (t.transpose(1, 2) for t in (query, key[:, :, :keys], value[:, :, :keys]))
+    if few and bias is None and not sequences:
+        out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+            q if q.stride(-1) == 1 else q.contiguous(),
+            k,
+            v,
+            **seen,
+            sinks=s_aux,
+            softmax_scale=scaling,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap or 0.0,
+        )
+        return out, None
     if sequences:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(
@@ -456,6 +550,33 @@ def attention(
         deterministic=bool(deterministic),
     )
     return out.view(batch, seqlen_q, *out.shape[-2:]), None
+
+
+def _continuous_batch(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """The attention of transformers' continuous batching, (1, tokens, nheads, headdim): packed sequences, some of whose keys are in
+    the pages of `cache`. It has written what is new there and gathered the keys of each sequence, unless it gives a block_table, which
+    it does where all sequences have one query."""
+    if "kwargs" not in inspect.signature(cache.update).parameters:
+        raise NotImplementedError(
+            f"volta_fa: cache: continuous batching of transformers {transformers_version} hands over its cache in another way than 5.23 "
+            "does, which volta_fa follows: expected transformers>=5.23"
+        )
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    cu_seqlens_k = kwargs["cu_seq_lens_k"]
+    if kwargs.get("block_table") is not None:
+        q, k, v = (t.squeeze(0).transpose(0, 1).unsqueeze(1) for t in (query, key, value))
+        # the lengths are those with the new token
+        cached = cu_seqlens_k.diff()[: len(q)] - 1
+        out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+            q, kwargs["k_cache"], kwargs["v_cache"], k, v, cache_seqlens=cached, block_table=kwargs["block_table"], **options
+        )
+        return out.transpose(0, 1)
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    sequences = _sequences(kwargs["cu_seq_lens_q"], cu_seqlens_k, kwargs["max_length_q"], kwargs["max_length_k"])
+    out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, **options)
+    return out.unsqueeze(0)
 
 
 def _is_old_gpt2(module: torch.nn.Module) -> bool:
@@ -584,6 +705,41 @@ def _register() -> None:
 
     models._can_set_attn_implementation = classmethod(can_set)
     models.get_correct_attn_implementation = checked
+    _join_continuous_batching()
+
+
+def _join_continuous_batching() -> None:
+    """Continuous batching asks by name whether an implementation can do without mask tensors and with block tables; ours can."""
+    try:
+        from transformers.generation.continuous_batching import cache, continuous_api, initialization
+    except ImportError:
+        return  # another version's
+
+    def with_ours(ask: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(ask)
+        def asked(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
+            name = requested_attention_implementation if config is None else config._attn_implementation
+            return name == NAME or ask(config, requested_attention_implementation, **kwargs)
+
+        return asked
+
+    for module in (cache, continuous_api, initialization):
+        if hasattr(module, "is_flash_attention_requested"):
+            module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
+
+    # transformers lets flash-attn read pages, by its names and on GPUs only; ours does it wherever the op runs
+    ensure = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if ensure is not None:
+
+        @functools.wraps(ensure)
+        def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+            if config._attn_implementation != NAME:
+                return ensure(config, cb_config, *args, **kwargs)
+            allocators = initialization.ATTN_TYPE_TO_ALLOCATOR
+            if not all(allocators[kind].supports_block_table for kind in initialization.group_layers_by_attn_type(config)):
+                cb_config.max_blocks_per_request = 0
+
+        initialization.ensure_decode_fast_path_is_available = ensured
 
 
 _register()

@@ -9,7 +9,7 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::params::{BwdParams, FwdParams, MergeParams};
+use crate::params::{AppendParams, BwdParams, DecodeParams, FwdParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
@@ -102,6 +102,8 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Forward => size_of::<FwdParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
+        ParamBlock::Decode => size_of::<DecodeParams>(),
+        ParamBlock::Append => size_of::<AppendParams>(),
     }
 }
 

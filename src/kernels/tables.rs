@@ -10,4 +10,16 @@ pub mod variants;
 pub mod volta;
 
 /// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
-pub const TABLES: &[&[variants::Variant]] = &[volta::FORWARD, volta::BACKWARD, volta::MERGE, turing::FORWARD, turing::BACKWARD];
+pub const TABLES: &[&[variants::Variant]] = &[
+    volta::FORWARD,
+    volta::BACKWARD,
+    volta::MERGE,
+    volta::PREFILL,
+    volta::APPEND,
+    volta::DECODE,
+    turing::FORWARD,
+    turing::BACKWARD,
+    turing::PREFILL,
+    turing::APPEND,
+    turing::DECODE,
+];

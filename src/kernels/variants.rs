@@ -20,11 +20,14 @@ pub enum Need {
     Bias,
     /// probabilities are dropped by random numbers
     Dropout,
+    /// keys and values lie in a KV cache: in pages, or in entries whose numbers come from memory
+    Pages,
 }
 
 impl Need {
     /// In the order of the bits in [`Needs`].
-    pub const ALL: [Need; 7] = [Need::Lengths, Need::Sinks, Need::Bf16Gradients, Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout];
+    pub const ALL: [Need; 8] =
+        [Need::Lengths, Need::Sinks, Need::Bf16Gradients, Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout, Need::Pages];
 
     /// As `_info()` and `_plan()` have it.
     pub const fn name(self) -> &'static str {
@@ -36,6 +39,7 @@ impl Need {
             Need::Alibi => "alibi",
             Need::Bias => "bias",
             Need::Dropout => "dropout",
+            Need::Pages => "pages",
         }
     }
 }
@@ -51,6 +55,9 @@ impl Needs {
     pub const RAGGED: Needs = Needs::of(&[Need::Lengths, Need::Sinks, Need::Bf16Gradients]);
     /// That, and what happens to scores and probabilities; `kGeneral` in csrc/sequence.cuh.
     pub const GENERAL: Needs = Needs::RAGGED.union(Needs::of(&[Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout]));
+
+    /// What the forward kernels of a KV cache cover; no lesser one is built.
+    pub const PAGED: Needs = Needs::of(&[Need::Pages, Need::Lengths, Need::Sinks]);
 
     /// The set of these needs.
     pub const fn of(list: &[Need]) -> Needs {
@@ -120,6 +127,12 @@ pub enum Pass {
     BackwardFinish,
     /// attention over two sets of keys from that over each
     Merge,
+    /// out and softmax_lse of few queries a sequence, over a KV cache
+    Decode,
+    /// the same of many queries a sequence
+    Prefill,
+    /// keys and values into a KV cache, and rotary embeddings of these and of queries
+    Append,
 }
 
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
@@ -131,11 +144,15 @@ pub enum ParamBlock {
     Backward,
     /// `MergeParams`
     Merge,
+    /// `DecodeParams`
+    Decode,
+    /// `AppendParams`
+    Append,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 3] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge];
+    pub const ALL: [ParamBlock; 5] = [ParamBlock::Forward, ParamBlock::Backward, ParamBlock::Merge, ParamBlock::Decode, ParamBlock::Append];
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
@@ -143,6 +160,8 @@ impl ParamBlock {
             ParamBlock::Forward => "FwdParams",
             ParamBlock::Backward => "BwdParams",
             ParamBlock::Merge => "MergeParams",
+            ParamBlock::Decode => "DecodeParams",
+            ParamBlock::Append => "AppendParams",
         }
     }
 }
@@ -156,6 +175,8 @@ pub enum Rows {
     ScratchQueries,
     /// keys of a key head
     Keys,
+    /// queries of all heads of a key head; its grid is as large as the GPU
+    PackedQueries,
 }
 
 /// A row of the table of passes.
@@ -172,7 +193,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 7] = {
+pub const PASSES: [PassFacts; 10] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -189,6 +210,9 @@ pub const PASSES: [PassFacts; 7] = {
         row(Pass::BackwardQueries, P::Backward, Queries, gradients),
         row(Pass::BackwardFinish, P::Backward, Queries, finish),
         row(Pass::Merge, P::Merge, Queries, Needs::NONE),
+        row(Pass::Decode, P::Decode, PackedQueries, Needs::NONE),
+        row(Pass::Prefill, P::Forward, Queries, Needs::PAGED.union(Needs::of(&[Need::Softcap, Need::Alibi]))),
+        row(Pass::Append, P::Append, Keys, Needs::NONE),
     ]
 };
 

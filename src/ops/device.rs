@@ -41,6 +41,8 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
             problem: plan::problem_block(a, batches),
             lengths: lengths(inputs, a, first, 0),
             score_options: score_options(inputs, a, first),
+            cache: parameters::NO_CACHE,
+            least_rows: 0,
         };
         run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
     }

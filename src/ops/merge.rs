@@ -8,7 +8,7 @@ use super::{device, Target};
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher, MemoryRange};
 use crate::log;
-use crate::params::{MergeElement, MergeParams};
+use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
 use crate::problem::{self, Backend, MergedStates};
 use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
@@ -152,20 +152,12 @@ fn launch(
             nheads: m.nheads as i32,
             seqlen_q: m.seqlen_q as i32,
             headdim_v: tensor::padded_headdim(m.headdim_v) as i32,
-            element: element(out),
-            part: element(b),
+            element: tensor::element_type(out),
+            part: tensor::element_type(b),
         };
         device::run(launcher, planned, batches, bytes_of(&params), ranges)?;
     }
     Ok(())
-}
-
-fn element(t: &Tensor) -> MergeElement {
-    match t.kind() {
-        Kind::Half => MergeElement::Half,
-        Kind::BFloat16 => MergeElement::Bfloat,
-        _ => MergeElement::Float,
-    }
 }
 
 /// The same by ATen operations, in fp32 or fp64.

@@ -4,6 +4,7 @@ mod bf16;
 pub mod cpu;
 mod device;
 pub(crate) mod dropout;
+pub(crate) mod kvcache;
 pub(crate) mod merge;
 mod parameters;
 

@@ -6,7 +6,7 @@
 use super::{dropout, Inputs};
 use crate::error::Result;
 use crate::launch::MemoryRange;
-use crate::params::{Lengths, ScoreOptions};
+use crate::params::{Cache, Lengths, Operand, ScoreOptions};
 use crate::problem::Attention;
 use crate::tensor::{self, memory_range};
 use tch::{Kind, Tensor};
@@ -15,6 +15,26 @@ use tch::{Kind, Tensor};
 const BIAS_GROUP: i64 = 4;
 /// ... and its rows from 16-byte boundaries.
 const BIAS_ALIGNMENT: usize = 16;
+
+/// Of kernels whose keys and values are no cache's.
+pub const NO_CACHE: Cache = {
+    const NOTHING: Operand = Operand { ptr: std::ptr::null(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+    Cache {
+        k: NOTHING,
+        v: NOTHING,
+        entries: 0,
+        rows: 0,
+        block_table: std::ptr::null(),
+        block_table_stride: 0,
+        max_pages: 0,
+        cache_batch_idx: std::ptr::null(),
+        leftpad_k: std::ptr::null(),
+        cache_seqlens: std::ptr::null(),
+        cu_seqlens_k_new: std::ptr::null(),
+        seqlen_new: 0,
+        total_new: 0,
+    }
+};
 
 /// The same inputs in types and layouts that the kernels read; those that already are, as they are.
 pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Inputs> {

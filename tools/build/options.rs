@@ -1,6 +1,6 @@
-//! Writes `volta_fa_options.h`: the C++ view of the option list (src/options.rs).
+//! Writes `volta_fa_options.h`: the C++ view of the option lists (src/options.rs).
 
-use crate::options::{Kind, OptionArgs, Row, OPTIONS};
+use crate::options::{Kind, KvCacheOptionArgs, OptionArgs, Row, KVCACHE_OPTIONS, OPTIONS};
 use anyhow::Result;
 use std::path::Path;
 
@@ -36,52 +36,85 @@ fn is_tensor(row: &Row) -> bool {
     matches!(row.kind, Kind::Tensor | Kind::Differentiable)
 }
 
-/// `f` of each row that `which` takes, between commas.
-fn list(which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
-    OPTIONS.iter().filter(|row| which(row)).map(f).collect::<Vec<_>>().join(", ")
+/// A list, as C++ names what it makes of it.
+struct List {
+    rows: &'static [Row],
+    /// the struct of the C ABI, and its size in Rust
+    args: &'static str,
+    args_size: usize,
+    /// the function that fills it
+    fill: &'static str,
+    /// the options by name
+    members: &'static str,
+    /// what its macros begin with
+    macros: &'static str,
 }
 
-/// `f` of each row that `which` takes, a line each.
-fn lines(which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
-    OPTIONS.iter().filter(|row| which(row)).map(|row| format!("    {}\n", f(row))).collect()
-}
-
-fn default(row: &Row) -> &'static str {
-    match row.default {
-        "false" => "False",
-        "true" => "True",
-        other => other,
+impl List {
+    /// `f` of each row that `which` takes, between commas.
+    fn list(&self, which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
+        self.rows.iter().filter(|row| which(row)).map(f).collect::<Vec<_>>().join(", ")
     }
-}
 
-pub fn write_header(path: &Path) -> Result<()> {
-    let all = |_: &Row| true;
-    let parameters = list(all, |row| format!("{}{}", spelling(row.kind).parameter, row.name));
-    let header = format!(
-        "// generated from src/options.rs by tools/build/options.rs: do not edit
-#pragma once
+    /// `f` of each row that `which` takes, a line each.
+    fn lines(&self, which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
+        self.rows.iter().filter(|row| which(row)).map(|row| format!("    {}\n", f(row))).collect()
+    }
 
-#include \"arguments.h\"
-
+    /// What every registration of an op with these options needs.
+    fn registration(&self) -> String {
+        let all = |_: &Row| true;
+        let List { args, args_size, fill, members, macros, .. } = self;
+        format!(
+            "
 // The options of a call on their way to Rust.
-struct OptionArgs {{
+struct {args} {{
 {c_fields}}};
-static_assert(sizeof(OptionArgs) == {c_size}, \"Rust and C++ disagree about OptionArgs\");
+static_assert(sizeof({args}) == {args_size}, \"Rust and C++ disagree about {args}\");
 
 namespace volta_fa {{
 
 // The options as C++ parameters, as arguments and in the schema. Int is c10::SymInt above the backends and int64_t in them.
-#define VOLTA_FA_OPTION_PARAMETERS(Int) {parameters}
-#define VOLTA_FA_OPTION_ARGUMENTS {arguments}
-#define VOLTA_FA_OPTION_SCHEMA \"{schema}\"
+#define {macros}_PARAMETERS(Int) {parameters}
+#define {macros}_ARGUMENTS {arguments}
+#define {macros}_SCHEMA \"{schema}\"
+
+template <class Int>
+{args} {fill}({macros}_PARAMETERS(Int)) {{
+    return {{{to_c}}};
+}}
+
+// The options by name, with the schema's defaults.
+template <class Int>
+struct {members} {{
+{member_list}}};
+#define {macros}_MEMBERS(options) {member_arguments}
+
+}}  // namespace volta_fa
+",
+            c_fields = self.lines(all, |row| format!("{}{};", spelling(row.kind).c, row.name)),
+            parameters = self.list(all, |row| format!("{}{}", spelling(row.kind).parameter, row.name)),
+            arguments = self.list(all, |row| row.name.into()),
+            schema = self.list(all, |row| format!("{} {}={}", spelling(row.kind).schema, row.name, default(row))),
+            to_c = self.list(all, |row| format!("{}({})", spelling(row.kind).to_c, row.name)),
+            member_list = self.lines(all, |row| match row.default {
+                "None" => format!("{}{};", spelling(row.kind).member, row.name),
+                default => format!("{}{} = {default};", spelling(row.kind).member, row.name),
+            }),
+            member_arguments = self.list(all, |row| format!("options.{}", row.name)),
+        )
+    }
+
+    /// What the gradient of an op with these options needs beside.
+    fn gradient(&self) -> String {
+        let List { members, macros, .. } = self;
+        format!(
+            "
+namespace volta_fa {{
+
 // Those that may need a gradient.
 #define VOLTA_FA_DIFFERENTIABLE_OPTIONS {differentiable}
 #define VOLTA_FA_DIFFERENTIABLE_MEMBERS(options) {differentiable_members}
-
-template <class Int>
-OptionArgs option_args(VOLTA_FA_OPTION_PARAMETERS(Int)) {{
-    return {{{to_c}}};
-}}
 
 // fwd's inputs, numbered as in its schema.
 struct FwdInput {{
@@ -95,43 +128,66 @@ struct SavedTensor {{
 #define VOLTA_FA_TENSOR_OPTIONS {tensor_names}
 
 template <class Map, class Int = c10::SymInt>
-void save_options(Map &saved, VOLTA_FA_OPTION_PARAMETERS(Int)) {{
+void save_options(Map &saved, {macros}_PARAMETERS(Int)) {{
 {save}}}
-
-// The options by name, with the schema's defaults.
-template <class Int>
-struct Options {{
-{members}}};
-#define VOLTA_FA_OPTION_MEMBERS(options) {member_arguments}
 
 // `tensors` are those of SavedTensor.
 template <class Map, class Tensors, class Int = c10::SymInt>
-Options<Int> saved_options(Map &saved, const Tensors &tensors) {{
-    Options<Int> options;
+{members}<Int> saved_options(Map &saved, const Tensors &tensors) {{
+    {members}<Int> options;
 {restore}    return options;
 }}
 
 }}  // namespace volta_fa
 ",
-        c_fields = lines(all, |row| format!("{}{};", spelling(row.kind).c, row.name)),
-        c_size = size_of::<OptionArgs>(),
-        arguments = list(all, |row| row.name.into()),
-        schema = list(all, |row| format!("{} {}={}", spelling(row.kind).schema, row.name, default(row))),
-        differentiable = list(|row| row.kind == Kind::Differentiable, |row| row.name.into()),
-        differentiable_members = list(|row| row.kind == Kind::Differentiable, |row| format!("&options.{}", row.name)),
-        to_c = list(all, |row| format!("{}({})", spelling(row.kind).to_c, row.name)),
-        tensor_names = list(is_tensor, |row| row.name.into()),
-        save = lines(|row| !is_tensor(row), |row| format!("saved[\"{0}\"] = {0};", row.name)),
-        members = lines(all, |row| match row.default {
-            "None" => format!("{}{};", spelling(row.kind).member, row.name),
-            default => format!("{}{} = {default};", spelling(row.kind).member, row.name),
-        }),
-        member_arguments = list(all, |row| format!("options.{}", row.name)),
-        restore = lines(all, |row| match is_tensor(row) {
-            true => format!("options.{0} = optional(tensors[SavedTensor::{0}]);", row.name),
-            false => format!("options.{0} = saved[\"{0}\"].{1};", row.name, spelling(row.kind).restore),
-        }),
-    );
+            differentiable = self.list(|row| row.kind == Kind::Differentiable, |row| row.name.into()),
+            differentiable_members = self.list(|row| row.kind == Kind::Differentiable, |row| format!("&options.{}", row.name)),
+            arguments = self.list(|_| true, |row| row.name.into()),
+            tensor_names = self.list(is_tensor, |row| row.name.into()),
+            save = self.lines(|row| !is_tensor(row), |row| format!("saved[\"{0}\"] = {0};", row.name)),
+            restore = self.lines(
+                |_| true,
+                |row| match is_tensor(row) {
+                    true => format!("options.{0} = optional(tensors[SavedTensor::{0}]);", row.name),
+                    false => format!("options.{0} = saved[\"{0}\"].{1};", row.name, spelling(row.kind).restore),
+                }
+            ),
+        )
+    }
+}
+
+fn default(row: &Row) -> &'static str {
+    match row.default {
+        "false" => "False",
+        "true" => "True",
+        other => other,
+    }
+}
+
+pub fn write_header(path: &Path) -> Result<()> {
+    let attention = List {
+        rows: OPTIONS,
+        args: "OptionArgs",
+        args_size: size_of::<OptionArgs>(),
+        fill: "option_args",
+        members: "Options",
+        macros: "VOLTA_FA_OPTION",
+    };
+    let kvcache = List {
+        rows: KVCACHE_OPTIONS,
+        args: "KvCacheOptionArgs",
+        args_size: size_of::<KvCacheOptionArgs>(),
+        fill: "kvcache_option_args",
+        members: "KvCacheOptions",
+        macros: "VOLTA_FA_KVCACHE_OPTION",
+    };
+    let header = [
+        "// generated from src/options.rs by tools/build/options.rs: do not edit\n#pragma once\n\n#include \"arguments.h\"\n",
+        &attention.registration(),
+        &attention.gradient(),
+        &kvcache.registration(),
+    ]
+    .concat();
     if std::fs::read_to_string(path).ok().as_ref() != Some(&header) {
         std::fs::write(path, header)?;
     }

@@ -82,7 +82,7 @@ template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,
                                              const Accumulator (&o)[RowTiles][OutputTiles]) {
-    const BlockSequence sequence(p.problem, p.lengths, batch);
+    const BlockSequence sequence(p, batch);
     const Lane lane(lane_here());
     unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);

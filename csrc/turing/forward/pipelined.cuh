@@ -13,6 +13,7 @@
 #pragma once
 
 #include "forward/block.cuh"
+#include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
 #include "turing/forward/stream.cuh"
@@ -55,6 +56,7 @@ struct ForwardPipelined {
     // A thread moves one chunk of K and of V in each of these, the first in the middle of a step and the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
+    static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards), "K and V alike, forwards");
     using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
     using Softmax = SoftmaxRows<ForwardLayout, RowTiles>;
@@ -67,8 +69,11 @@ struct ForwardPipelined {
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
     static constexpr bool kPlacesKept =
-        !(kFull && RowTiles == 1 && kRagged && !kGeneral);  // else a thread's chunks are derived each time
-    static constexpr bool kMaskKept = !(kFull && RowTiles == 1 && kRagged);  // else it is derived in each masked tile
+        !(kFull && (kPaged || (RowTiles == 1 && kRagged && !kGeneral)));  // else a thread's chunks are derived each time
+    static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
+    static constexpr bool kPagesAhead = !(kFull && RowTiles > 1);    // else a page's number is loaded when it is used
+    static constexpr bool kMaskKept =
+        !(kFull && RowTiles == 1 && kRagged && (kGeneral || !kPaged));  // else it is derived in each masked tile
     static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
     // From the address of a chunk of group 0 to that of group c in the same row.
@@ -95,7 +100,7 @@ struct ForwardPipelined {
         return Block::row_here(p.problem) + thread_index_here() / 32 * kWarpRows;
     }
     __device__ __forceinline__ static Mask mask_here(const FwdParams& p) {
-        return mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here()));
+        return mask_of(p.problem, BlockSequence(p, block_batch_here()));
     }
 
     __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, Output& o,
@@ -127,14 +132,18 @@ struct ForwardPipelined {
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
         const Block block(problem);
-        const BlockSequence sequence(problem, p.lengths, block.batch);
+        const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + thread / 32 * kWarpRows;
         int key_first = mask.key_first(block.row);
         if (kGeneral) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
+        if (kPaged) key_first &= ~(kPageGroup - 1);
         const int key_end = mask.key_end(block.row, kBlockRows);
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
         // Backwards: the step with the position of the block's last row, and the last step.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
@@ -156,8 +165,16 @@ struct ForwardPipelined {
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first do for K, the last for V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
-            const StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), problem.headdim);
-            const StreamV v(thread_v, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), problem.headdim_v);
+            const StreamK k(
+                thread,
+                kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.first_k()),
+                problem.headdim);
+            const StreamV v(
+                thread_v,
+                kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.first_k()),
+                problem.headdim_v);
+            typename PageWalkIf<kPaged, kStep, 1, kPagesAhead>::Type walk(p.cache, block.batch, sequence.first_k(), key, key_end);
+            const int head_k = kPaged ? pinned(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
             const u32 k_store = pinned(ring + StreamK::offset(thread));
             const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart ? k_store + kOffsetV
@@ -174,6 +191,19 @@ struct ForwardPipelined {
                 return max(after < key_first ? after + (key_last - key_first + kStep) : after, 0);
             };
             const auto load = [&](int pass, int first_key) {
+                if constexpr (kPaged) {
+                    const int t = kPlacesKept ? thread : thread_index_here();
+                    const StreamK k_here = kStreamsKept ? k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
+                    const StreamV v_here = kStreamsKept ? v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
+                    // rows behind the last are the last, as where there are no pages; a step behind it does not matter
+                    const int row = min((kPlacesKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass,
+                                        max(key_end - 1 - first_key, 0));
+                    if (!kPagesAhead) walk.look_up(p.cache, first_key, key_end);
+                    k_here.template load_from<true>(k_data, walk.at(p.cache, p.cache.k, k_here.column, 0, row));
+                    v_here.template load_from<false>(v_data, walk.at(p.cache, p.cache.v, v_here.column, 0, row));
+                    if (pass == kPasses - 1) walk.go(p.cache, first_key + kStep, key_end);
+                    return;
+                }
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
                                           first_key + (kPlacesKept ? k_row : StreamK::key_of(thread_index_here())),

@@ -36,8 +36,11 @@ struct RowStream {
     // beyond the columns keep what they held.
     template <bool OnlyInside>
     __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
+        load_from<OnlyInside>(data, rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride));
+    }
+    template <bool OnlyInside>
+    __device__ __forceinline__ void load_from(uint4& data, const unsigned short* from) const {
         if (!takes_part) return;
-        const unsigned short* from = rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride);
         if (OnlyInside)
             load_global_if(inside, data, from);
         else

@@ -94,7 +94,7 @@ template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
     const Problem& problem = p.problem;
-    const BlockSequence sequence(problem, p.lengths, batch);
+    const BlockSequence sequence(p, batch);
     unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll

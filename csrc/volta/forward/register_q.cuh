@@ -7,6 +7,7 @@
 #pragma once
 
 #include "forward/block.cuh"
+#include "forward/pages.cuh"
 #include "volta/forward/layout.cuh"
 
 namespace volta {
@@ -84,7 +85,42 @@ struct ForwardRegisterQ {
         }
     };
 
+    // The same of a KV cache.
+    struct PagedKeyLoader {
+        const FwdParams& p;
+        KeyTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
+        u32 k_store, v_store;
+        uint4 k_data[1][1] = {}, v_data[1][1] = {};
+
+        __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const ForwardBlock<kBlockRows>& block, int first_row,
+                                                  int key, int key_end, u32 ring)
+            : p(params), tiles(threadIdx.x, params, block, first_row, key, key_end) {
+            static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader has what else there is");
+            const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+            k_store = ring + row * kPitch + chunk * kChunkBytes;
+            v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;
+        }
+        __device__ __forceinline__ void load(int key) {
+            tiles.load_k(k_data, p, key);
+            tiles.v.clear_beyond(v_data, key);
+            tiles.load_v(v_data, p, key);
+        }
+        __device__ __forceinline__ void store(u32 slot) const {
+            tiles.k.store(k_data, k_store + slot, kPitch, false);
+            tiles.v.store(v_data, v_store + slot, kPitchV, false);
+        }
+    };
+
     using Tile = Scores<ForwardLayout, kRowTiles, 1>;
+
+    template <bool Paged, int = 0>
+    struct LoaderOf {
+        using Type = KeyLoader;
+    };
+    template <int X>
+    struct LoaderOf<true, X> {
+        using Type = PagedKeyLoader;
+    };
 
     __device__ __forceinline__ static void run(const FwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared[];
@@ -92,7 +128,7 @@ struct ForwardRegisterQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const ForwardBlock<kBlockRows> block(problem);
-        const BlockSequence sequence(problem, p.lengths, block.batch);
+        const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int row = block.row + threadIdx.x / 32 * kWarpRows;
@@ -111,8 +147,12 @@ struct ForwardRegisterQ {
         }
 
         int key = mask.key_first(block.row);
+        if (kPaged) key &= ~(kPageGroup - 1);
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
-        KeyLoader loader(p, block, sequence.first_k(), key, key_end, ring);
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
+        typename LoaderOf<kPaged>::Type loader(p, block, sequence.first_k(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight

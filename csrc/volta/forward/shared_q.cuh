@@ -9,6 +9,7 @@
 #pragma once
 
 #include "forward/block.cuh"
+#include "forward/pages.cuh"
 #include "volta/forward/layout.cuh"
 
 namespace volta {
@@ -37,7 +38,7 @@ struct ForwardSharedQ {
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
-    static constexpr bool kBiasAhead = kGeneral && BlocksPerSm == 1;
+    static constexpr bool kBiasAhead = kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -173,7 +174,7 @@ struct ForwardSharedQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const ForwardBlock<kBlockRows> block(problem);
-        const BlockSequence sequence(problem, p.lengths, block.batch);
+        const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
@@ -195,15 +196,16 @@ struct ForwardSharedQ {
         }
 
         int key = mask.key_first(block.row);
-        if (kGeneral) key &= ~15;  // bias and random numbers come in groups of 4 keys
+        if (kGeneral || kPaged) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        if constexpr (kPaged) {
+            if (!has_pages(p.cache, block.batch, sequence, mask)) return;
+        }
+        KeyTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads> tiles(thread, p, block, sequence.first_k(), key, key_end);
+        auto& k = tiles.k;
+        auto& v = tiles.v;
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
         using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
-        const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-        StreamK k(thread, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), p.k.row_stride, problem.headdim, key,
-                  key_end);
-        StreamV v(thread, rows_of(p.v, block.batch, block.head_k, sequence.first_k()), p.v.row_stride, problem.headdim_v, key,
-                  key_end);
         // K and V on their way from global to shared memory.
         uint4 staging[larger(StreamK::kPasses, StreamV::kPasses)][larger(StreamK::kChunksPerRow, StreamV::kChunksPerRow)] = {};
         const u32 q_lane = pinned(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
@@ -226,9 +228,9 @@ struct ForwardSharedQ {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
-        k.load(staging, k_stride, key);
+        tiles.load_k(staging, p, key);
         k.store(staging, k_store, kPitch, false);
-        v.load(staging, v_stride, key);
+        tiles.load_v(staging, p, key);
         __syncthreads();
 #pragma unroll 1
         for (; key < key_end; key += kTileKeys) {
@@ -238,7 +240,7 @@ struct ForwardSharedQ {
             scores(s, q_lane, k_lane);
             if (kGeneral) {
                 s.modify(p, mask, row, key + group_key);
-                if (p.score_options.bias) {
+                if (kHasBias && p.score_options.bias) {
                     if (!kBiasAhead) bias.load(p, row, key + group_key);
                     bias.add_to(s, p.score_options);
                 }
@@ -250,7 +252,7 @@ struct ForwardSharedQ {
             }
             if (KeyGroups > 1 && key + kTileKeys > key_end) v.clear_beyond(staging, key);
             v.store(staging, v_store, kPitchV, false);
-            k.load(staging, k_stride, key + kTileKeys);
+            tiles.load_k(staging, p, key + kTileKeys);
             __syncthreads();
             if (s.exceed_limit(softmax))
                 s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
@@ -260,7 +262,7 @@ struct ForwardSharedQ {
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
-                if (kGeneral && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
+                if (kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll
@@ -268,7 +270,7 @@ struct ForwardSharedQ {
 #pragma unroll
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
                             s.tile[mt][0][w] = softmax.row[mt][ForwardLayout::row_of(w)].probability(s.tile[mt][0][w], scale);
-                            if (kGeneral && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
+                            if (kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
                         }
                         probabilities.pack_own(lane, mt, u, s.tile[mt][0]);
                     }
@@ -282,7 +284,7 @@ struct ForwardSharedQ {
                         for (int w = 0; w < 8; w++) s.tile[mt][nt - 1][w] = s.tile[mt][nt][w];
             }
             k.store(staging, k_store, kPitch, true);
-            v.load(staging, v_stride, key + kTileKeys);
+            tiles.load_v(staging, p, key + kTileKeys);
             __syncthreads();
         }
         if (KeyGroups > 1 && !merge(base, thread, group, softmax, o)) return;

@@ -100,3 +100,19 @@ pub const FORWARD: &[Variant] = &[
     general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
     general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
 ];
+
+/// Kernels of a KV cache: the same with rows that come through a table of pages. `(warps, warp_rows)` as in `general`.
+const fn paged(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), needs: Needs, registers: u32) -> Variant {
+    Variant { pass: Pass::Prefill, block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
+}
+const PAGED_GENERAL: Needs = Needs::GENERAL.union(Needs::PAGED);
+
+/// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
+pub const PREFILL: &[Variant] = &[
+    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 250),
+    paged("turing_prefill_128x128", PLAIN[3], (8, 32), Needs::PAGED, 255),
+    paged("turing_prefill_256x256", PLAIN[6], (8, 16), Needs::PAGED, 255),
+    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 184),
+    paged("turing_prefill_general_128x128", PLAIN[3], (8, 16), PAGED_GENERAL, 191),
+    paged("turing_prefill_general_256x256", PLAIN[6], (8, 16), PAGED_GENERAL, 255),
+];

@@ -111,3 +111,21 @@ pub const FORWARD: &[Variant] = &[
     general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 208),
     general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 244),
 ];
+
+/// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.
+const fn paged(plain: Variant, name: &'static str, registers: u32) -> Variant {
+    Variant { pass: Pass::Prefill, ..plain }.covering(Needs::PAGED, name, registers)
+}
+const fn paged_general(plain: Variant, name: &'static str, registers: u32) -> Variant {
+    Variant { pass: Pass::Prefill, ..general(plain, name, registers) }.covering(Needs::GENERAL.union(Needs::PAGED), name, registers)
+}
+
+/// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
+pub const PREFILL: &[Variant] = &[
+    paged(PLAIN_LARGE[1], "volta_prefill_64x64", 253),
+    paged(PLAIN_LARGE[3], "volta_prefill_128x128", 254),
+    paged(PLAIN_LARGE[6], "volta_prefill_256x256", 232),
+    paged_general(PLAIN_LARGE[1], "volta_prefill_general_64x64", 124),
+    paged_general(PLAIN_LARGE[3], "volta_prefill_general_128x128", 165),
+    paged_general(PLAIN_LARGE[6], "volta_prefill_general_256x256", 236),
+];

@@ -1,11 +1,15 @@
 //! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
 
+mod append;
 mod backward;
+mod decode;
 mod forward;
 mod merge;
 
+pub use append::APPEND;
 pub use backward::BACKWARD;
-pub use forward::FORWARD;
+pub use decode::DECODE;
+pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
 
 use super::variants::{Family, Needs, Pass, Scratch, Variant};

@@ -1,0 +1,143 @@
+// New keys and values into a KV cache, keys rotated if asked, and a rotated copy of the queries: src/ops/kvcache/append.rs has the
+// rules. For any family.
+//
+// Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
+// a time.
+#include "cache.cuh"
+#include "half.cuh"
+#include "volta_fa_params.h"
+
+namespace append {
+
+constexpr int kColumns = 2;
+
+// Columns of a row of 16-bit elements from p on, of which `left` are left, one or more: as a word.
+__device__ __forceinline__ bool is_word(const unsigned short* p, int left) {
+    return left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
+}
+__device__ __forceinline__ unsigned load(const unsigned short* p, int left) {
+    if (is_word(p, left)) return *reinterpret_cast<const unsigned*>(p);
+    return p[0] | (left > 1 ? static_cast<unsigned>(p[1]) << 16 : 0);
+}
+__device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
+    if (is_word(p, left)) {
+        *reinterpret_cast<unsigned*>(p) = x;
+    } else {
+        p[0] = static_cast<unsigned short>(x);
+        if (left > 1) p[1] = static_cast<unsigned short>(x >> 16);
+    }
+}
+
+template <ElementType Element>
+__device__ __forceinline__ float2 to_floats(unsigned pair) {
+    return Element == ElementType::Bfloat ? bfloat_to_float2(pair) : to_float2(pair);
+}
+template <ElementType Element>
+__device__ __forceinline__ unsigned from_floats(float lo, float hi) {
+    return Element == ElementType::Bfloat ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+}
+
+// Element i of a row of cos or sin.
+__device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
+    if (element == ElementType::Float) return static_cast<const float*>(row)[i];
+    const unsigned x = static_cast<const unsigned short*>(row)[i];
+    return element == ElementType::Bfloat ? bfloat_to_float2(x).x : to_float2(x).x;
+}
+
+// How the rows of one position are rotated.
+class Rotation {
+    const AppendParams& p_;
+    const char *cos_, *sin_;
+    bool exists_;
+
+public:
+    __device__ __forceinline__ Rotation(const AppendParams& p, int position)
+        : p_(p), cos_(row(p.rotary_cos, p.rotary_cos_stride, position)), sin_(row(p.rotary_sin, p.rotary_sin_stride, position)),
+          exists_(position < p.rotary_rows) {}
+
+    // Columns `column` and the next of a row, x, rotated: in fp32, rounded once. (rotary_dim is even.) Positions that the tables
+    // lack make NaN.
+    template <ElementType Element>
+    __device__ __forceinline__ unsigned apply(unsigned x, const unsigned short* row, int column) const {
+        if (column >= p_.rotary_dim) return x;
+        const int half = p_.rotary_dim / 2;
+        // What each is rotated with: interleaved, each other; else the same column of the other half.
+        const auto partner = [&](int c) { return c < half ? c + half : c - half; };
+        const unsigned other = p_.rotary_interleaved ? __byte_perm(x, 0, 0x1032)
+                                                     : row[partner(column)] | static_cast<unsigned>(row[partner(column + 1)]) << 16;
+        const float2 own = to_floats<Element>(x), with = to_floats<Element>(other);
+        float rotated[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; i++) {
+            const int c = column + i;
+            const bool first = p_.rotary_interleaved ? i == 0 : c < half;
+            const int at = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;
+            const float cos = exists_ ? factor(cos_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
+            const float sin = exists_ ? factor(sin_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
+            // products and their sum are rounded each, as PyTorch's are
+            const float product = __fmul_rn(i == 0 ? with.x : with.y, sin);
+            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? own.x : own.y, cos), first ? -product : product);
+        }
+        return from_floats<Element>(rotated[0], rotated[1]);
+    }
+
+private:
+    __device__ __forceinline__ const char* row(const void* table, long long stride, int position) const {
+        const int bytes = p_.rotary_element == ElementType::Float ? 4 : 2;
+        return static_cast<const char*>(table) + position * stride * bytes;
+    }
+};
+
+__device__ __forceinline__ const unsigned short* row_of(const Operand& x, int batch, int head, long long row) {
+    return x.ptr + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
+}
+
+template <ElementType Element>
+__device__ __forceinline__ void append(const AppendParams& p) {
+    const Problem& problem = p.problem;
+    const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
+    const CachedSequence sequence(problem, p.lengths, p.cache, batch);
+    const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;
+    const int new_k = sequence.valid() ? sequence.new_k() : 0;
+    const int rows = min(max(new_k, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
+    // of a row: K's pairs of columns, V's, and of each query head those of q
+    const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
+    const int units = pairs + pairs_v + group * pairs;
+    for (int i = threadIdx.x; i < rows * units; i += THREADS) {
+        const int row = first + i / units, unit = i % units;
+        const int position = sequence.first_k() + sequence.cached_k() + row;
+        if (unit < pairs + pairs_v) {
+            if (row >= new_k) continue;
+            const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
+            if (!has_page(p.cache, page)) continue;
+            const bool is_v = unit >= pairs;
+            const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
+            const int column = (is_v ? unit - pairs : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
+            const unsigned short* source = row_of(from, batch, head_k, sequence.first_new() + row);
+            unsigned x = load(source + column, columns - column);
+            if (!is_v) x = Rotation(p, position).apply<Element>(x, source, column);
+            const unsigned short* place = row_of_page(to, page, position - index * p.cache.rows) + head_k * to.head_stride;
+            store(const_cast<unsigned short*>(place) + column, x, columns - column);
+        } else if (row < sequence.seqlen_q()) {
+            const int of_q = unit - pairs - pairs_v, head = head_k * group + of_q / pairs, column = of_q % pairs * kColumns;
+            const unsigned short* source = row_of(p.q, batch, head, sequence.first_q() + row);
+            // of a sequence that is not right, NaN
+            const int of_row = p.queries_have_positions ? position : position - row;
+            const unsigned x = Rotation(p, sequence.valid() ? of_row : p.rotary_rows)
+                                   .apply<Element>(load(source + column, problem.headdim - column), source, column);
+            const Output& to = p.rotated_q;
+            unsigned short* place =
+                to.ptr + batch * to.batch_stride + head * to.head_stride + (sequence.first_q() + row) * to.row_stride;
+            store(place + column, x, problem.headdim - column);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const AppendParams p) {
+    if (p.element == ElementType::Bfloat)
+        append<ElementType::Bfloat>(p);
+    else
+        append<ElementType::Half>(p);
+}
+
+}  // namespace append

@@ -1,0 +1,75 @@
+// The way of a decode block from one segment to the next, for any family.
+#pragma once
+
+#include "decode/rows.cuh"
+
+namespace decode {
+
+// What score modifiers and masks need to know of a row.
+struct RowInfo {
+    float slope;   // ALiBi's, in units of log2
+    int position;  // i + o: the key that the row's query stands at
+};
+
+// Family has
+//   kParts        groups of warps that share a segment's tokens
+//   attend(p, segment, row_info, parts)
+// which leaves the part of each group in shared memory; all threads call it.
+template <class Family>
+struct Block {
+    static constexpr int kParts = Family::kParts;
+
+    // What is in shared memory.
+    struct Shared {
+        float output[kParts * BLOCK_ROWS * kPartStride];
+        RowState state[kParts * BLOCK_ROWS];
+        RowInfo row_info[BLOCK_ROWS];
+        Schedule schedule;
+        Segment segment;
+        bool is_last;
+    };
+    static_assert(sizeof(Shared) <= SHARED_BYTES, "src/kernels");
+
+    __device__ __forceinline__ static void run(const DecodeParams& p) {
+        extern __shared__ uint4 shared_memory[];
+        Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+        Schedule& schedule = shared.schedule;
+        const Segment& segment = shared.segment;
+        const RowInfo* row_info = shared.row_info;
+        const BlockParts<kParts> parts = {shared.output, shared.state};
+
+        const bool has_queries = schedule.begin(p);
+        const bool all_have_queries = __syncthreads_and(has_queries);
+        while (true) {
+            if (threadIdx.x < 32) schedule.next(p, shared.segment);
+            __syncthreads();
+            if (!segment.exists) break;
+            if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, segment, threadIdx.x);
+            __syncthreads();
+            Family::attend(p, segment, row_info, parts);
+            __syncthreads();
+            if (segment.blocks == 1) {
+                merge_parts(p, parts, kParts, segment.rows, WriteOutput{p, segment});
+            } else {
+                const long long place = StoredParts::place(blockIdx.x, segment.first_block);
+                merge_parts(p, parts, kParts, segment.rows, WritePart(p.partials, 0, place));
+                merge_blocks(p, segment, shared.is_last);
+            }
+            __syncthreads();
+        }
+        if (p.lengths.cu_seqlens_q) refuse_rows(p, all_have_queries);
+    }
+
+private:
+    // Of rows that do not exist: whatever of those that do keeps indices in bounds.
+    __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const Segment& s, int row) {
+        const int group = p.problem.nheads / p.problem.nheads_k;
+        row = s.row + min(row, s.rows - 1);
+        const ScoreOptions& o = p.score_options;
+        float slope = 0.f;
+        if (o.alibi_slopes) slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
+        return {slope, row / group + s.seqlen_k - s.seqlen_q};
+    }
+};
+
+}  // namespace decode

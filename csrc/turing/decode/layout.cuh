@@ -1,0 +1,96 @@
+// How the turing family deals out decode.
+//
+// Scores are products of up to 16 rows of Q (operand A) and eight keys (B); which columns a product takes is free as long as both operands
+// agree, so the 16 bytes that a lane loads are four products. The output is transposed, products of 16 columns of V (A) and
+// eight rows of probabilities (B): there scores are, packed, what they are to be, and eight rows cost no more than eight rows. Only V's tokens are
+// to be paired: a lane loads the same columns of two tokens, and a permutation of bytes makes a pair of each column's.
+#pragma once
+
+#include "decode/attend.cuh"
+#include "turing/mma.cuh"
+
+namespace turing {
+
+template <int RowTiles>
+struct DecodeLayout {
+    static_assert(RowTiles <= 2, "rows of one product");
+    struct Lane : turing::Lane {
+        __device__ __forceinline__ Lane() : turing::Lane(threadIdx.x & 31) {}
+    };
+    template <int Loads>
+    struct Output {
+        Accumulator tile[RowTiles][Loads][4];  // of eight columns of a lane two each
+    };
+
+    __device__ __forceinline__ static int query_row(const Lane& l) { return l.group; }
+    __device__ __forceinline__ static int key_token(const Lane& l) { return l.group; }
+    __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * l.quad; }
+    __device__ __forceinline__ static int value_token(const Lane& l) { return 2 * l.quad; }
+    static constexpr int kValueTokens = 1;
+    __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
+
+    __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
+    __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
+    static constexpr int kRowMates[2] = {1, 2};
+
+    template <int Loads>
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads], float2 (&x)[RowTiles]) {
+        Accumulator c = {};
+#pragma unroll
+        for (int j = 0; j < Loads; j++) {
+            const u32 words[4] = {k[j].x, k[j].y, k[j].z, k[j].w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 a[2] = {q[0][j][i], RowTiles == 2 ? q[RowTiles - 1][j][i] : 0};
+                mma(c, a, words[i]);
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) x[mt] = make_float2(c[2 * mt], c[2 * mt + 1]);
+    }
+
+    template <int Loads>
+    __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            // rows are n there: 2 * quad and the next, whose scores the lanes of these groups have
+            const float factor[2] = {__shfl_sync(~0u, own[mt], 8 * l.quad), __shfl_sync(~0u, own[mt], 8 * l.quad + 4)};
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] *= factor[e & 1];
+        }
+    }
+
+    template <int Loads>
+    __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
+                                                      const uint4 (&v)[Loads][2]) {
+#pragma unroll
+        for (int j = 0; j < Loads; j++) {
+            const u32 x[4] = {v[j][0].x, v[j][0].y, v[j][0].z, v[j][0].w}, y[4] = {v[j][1].x, v[j][1].y, v[j][1].z, v[j][1].w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 a[2] = {__byte_perm(x[i], y[i], 0x5410), __byte_perm(x[i], y[i], 0x7632)};
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) mma(o.tile[mt][j][i], a, packed[mt]);
+            }
+        }
+    }
+
+    template <int Loads, class F>
+    __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int row = 0; row < 2; row++)
+                        f(8 * mt + 2 * l.quad + row, 64 * j + 8 * l.group + 2 * i, o.tile[mt][j][i][row], o.tile[mt][j][i][2 + row]);
+    }
+};
+
+}  // namespace turing

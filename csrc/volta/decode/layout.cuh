@@ -1,0 +1,114 @@
+// How the volta family deals out decode: products of eight rows and eight tokens.
+//
+// Of the four independent products of an m8n8k4 (volta/mma.cuh) each has a quarter of K's columns: keys are n. The four partial sums of
+// a score are added by exchanges that leave every lane two neighbouring scores of one row, so the softmax is done once. Then each
+// lane fetches the packed probabilities of its row of operand A. Values are k: each of the four products has its own columns of the output.
+#pragma once
+
+#include "decode/attend.cuh"
+#include "volta/mma.cuh"
+
+namespace volta {
+
+template <int RowTiles>
+struct DecodeLayout {
+    using Lane = volta::Lane;
+    template <int Loads>
+    struct Output {
+        Accumulator tile[RowTiles][Loads][2];
+    };
+
+    __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
+
+    __device__ __forceinline__ static int query_row(const Lane& l) { return l.t; }
+    __device__ __forceinline__ static int key_token(const Lane& l) { return l.t; }
+    __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * quad_pair(l); }
+    __device__ __forceinline__ static int value_token(const Lane& l) { return l.quad; }
+    static constexpr int kValueTokens = 4;
+    __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
+
+    // after the exchange
+    __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 8) >> 2) + 4 * l.half; }
+    __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + (l.lane & 4); }
+    static constexpr int kRowMates[2] = {2, 4};
+
+    template <int Loads>
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads], float2 (&x)[RowTiles]) {
+        Accumulator c[RowTiles];
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+#pragma unroll
+        for (int j = 0; j < Loads; j++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k[j].x, k[j].y);
+                mma_row_col(c[mt], q[mt][j][2], q[mt][j][3], k[j].z, k[j].w);
+            }
+        const int lane = threadIdx.x & 31;
+        const bool later = lane & 4, lower = lane & 8;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            const Accumulator& sum = c[mt];
+            float half[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                half[i] = (later ? sum[4 + i] : sum[i]) + __shfl_xor_sync(~0u, later ? sum[i] : sum[4 + i], 4);
+            x[mt] = make_float2((lower ? half[2] : half[0]) + __shfl_xor_sync(~0u, lower ? half[0] : half[2], 8),
+                                (lower ? half[3] : half[1]) + __shfl_xor_sync(~0u, lower ? half[1] : half[3], 8));
+        }
+    }
+
+    template <int Loads>
+    __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            const float other = __shfl_xor_sync(~0u, own[mt], 8);
+            const float factor[2] = {l.lane & 8 ? other : own[mt], l.lane & 8 ? own[mt] : other};
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] *= factor[(e >> 1) & 1];
+        }
+    }
+
+    template <int Loads>
+    __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
+                                                      const uint4 (&v)[Loads][2]) {
+        u32 a[RowTiles][4];
+        // the lanes that have a row of operand A, in the order of tokens, are two apart
+        const int source = (l.lane & 17) | ((l.lane & 2) << 2);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * i);
+#pragma unroll
+        for (int j = 0; j < Loads; j++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    mma_row_row(o.tile[mt][j][0], a[mt][2 * h], a[mt][2 * h + 1], v[j][h].x, v[j][h].y);
+                    mma_row_row(o.tile[mt][j][1], a[mt][2 * h], a[mt][2 * h + 1], v[j][h].z, v[j][h].w);
+                }
+    }
+
+    template <int Loads, class F>
+    __device__ __forceinline__ static void each_pair(const Lane& l, const Output<Loads>& o, F f) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < Loads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e += 2) {
+                        const int n = (l.t & 2) + (e & 4);  // 4 and more are the upper half's eight columns
+                        f(8 * mt + (l.t & 1) + (e & 2) + 4 * l.half, 64 * j + 16 * quad_pair(l) + 2 * (n & 4) + 4 * i + (n & 3),
+                          o.tile[mt][j][i][e], o.tile[mt][j][i][e + 1]);
+                    }
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,46 @@
+//! The decode kernels: few queries a sequence over a KV cache. docs/decode.md has what was tried.
+//!
+//! `block_rows` are queries of all heads of a key head, `step` those of a warp; warps beside each other take the same tokens for other
+//! rows, whose bytes the second of them finds in the first cache. What decides is how many bytes an SM has in flight, and so registers:
+//! a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what warps with other tokens found out, in fp32, for the
+//! merge behind the loop.
+
+use super::{Needs, Pass, Variant, VOLTA};
+
+const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let [block_rows, step] = rows;
+    let parts = threads / 32 * step / block_rows;
+    Variant {
+        name,
+        family: VOLTA,
+        pass: Pass::Decode,
+        needs: Needs::NONE,
+        requires: Needs::NONE,
+        source: "volta/decode/decode.cu",
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        threads,
+        // csrc/decode/block.cuh: rows of outputs, four floats longer than columns, two floats of states for each, two of the row; and
+        // where the block is
+        shared_bytes: (parts * (headdim + 4 + 2) + 2) * block_rows * 4 + 256,
+        blocks_per_sm,
+        registers,
+    }
+}
+
+/// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
+pub const DECODE: &[Variant] = &[
+    decode("volta_decode_64x8", 64, [8, 8], 128, 4, 108),
+    decode("volta_decode_64x16", 64, [16, 16], 128, 3, 144),
+    decode("volta_decode_64x32", 64, [32, 16], 128, 3, 144),
+    decode("volta_decode_64x64", 64, [64, 16], 384, 1, 144),
+    decode("volta_decode_128x8", 128, [8, 8], 128, 3, 147),
+    decode("volta_decode_128x16", 128, [16, 16], 128, 2, 208),
+    decode("volta_decode_128x32", 128, [32, 16], 128, 2, 208),
+    decode("volta_decode_128x64", 128, [64, 16], 256, 1, 208),
+    decode("volta_decode_256x8", 256, [8, 8], 128, 2, 227),
+    decode("volta_decode_256x16", 256, [16, 8], 128, 2, 228),
+    decode("volta_decode_256x32", 256, [32, 8], 128, 2, 228),
+];

@@ -1,0 +1,94 @@
+//! The kernels that attend to a cache: decode, and, for sequences of many rows, prefill.
+
+use super::{parameters, prefill, Call};
+use crate::error::Result;
+use crate::launch::{bytes_of, KernelLaunch, Launcher};
+use crate::log;
+use crate::ops::device::at;
+use crate::params::DecodeParams;
+use crate::plan;
+use crate::problem::CachedAttention;
+use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
+use tch::{Kind, Tensor};
+
+/// (out, softmax_lse) of `q`, which is the call's, rotated if asked, and not empty.
+pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let q = readable(q)?;
+    let mut out_shape = a.out_shape();
+    *out_shape.last_mut().expect("out has dimensions") = padded_headdim(a.headdim_v);
+    let (out, softmax_lse) = (empty(&out_shape, q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
+    // Of packed queries nobody on this side knows which sequence has how many: each kernel leaves the other's alone. Of a sequence whose
+    // lengths or pages cannot be, prefill writes nothing.
+    let prefill = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
+    if prefill {
+        for t in [&out, &softmax_lse] {
+            let _ = t.shallow_clone().f_fill_(f64::NAN)?;
+        }
+    }
+    if a.total_q.is_some() || !prefill {
+        decode(&q, [&out, &softmax_lse], call, a, prefill, launcher)?;
+    }
+    if prefill {
+        prefill::run(&q, [&call.k_cache, &call.v_cache], [&out, &softmax_lse], call, a, plan::MAX_DECODE_ROWS + 1, launcher)?;
+    }
+    Ok((without_padding(out, a.headdim_v)?, softmax_lse))
+}
+
+/// `others`: whether sequences of many rows are left to another kernel.
+fn decode(
+    q: &Tensor,
+    [out, softmax_lse]: [&Tensor; 2],
+    call: &Call,
+    a: &CachedAttention,
+    others: bool,
+    launcher: &dyn Launcher,
+) -> Result<()> {
+    let padded = parameters::attention(a);
+    let plan = plan::decode(a, &padded, others, &launcher.limits()?)?;
+    log::decode(a, &plan)?;
+    let options = parameters::readable_scores(&call.options)?;
+    let empty = |size, kind| tensor::empty(&[size], kind, q.device(), launcher.output_alignment());
+    let (partials, arrivals) = (empty(plan.partials, Kind::Float)?, empty(plan.arrivals, Kind::Int64)?);
+    let mut ranges = vec![
+        memory_range("q", q, false),
+        memory_range("k_cache", &call.k_cache, false),
+        memory_range("v_cache", &call.v_cache, false),
+        memory_range("out", out, true),
+        memory_range("softmax_lse", softmax_lse, true),
+        memory_range("partials", &partials, true),
+        memory_range("arrivals", &arrivals, true),
+    ];
+    ranges.extend(parameters::ranges(&options));
+    launcher.begin(&ranges);
+    let params = DecodeParams {
+        q: operand(q, 0),
+        out: output(out, 0),
+        softmax_lse: at(softmax_lse, 0),
+        cache: parameters::cache([&call.k_cache, &call.v_cache], call, a, 0),
+        problem: plan::problem_block(&padded, a.batch),
+        lengths: parameters::lengths(call, a, 0),
+        score_options: parameters::score_options(&options, a, 0),
+        max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
+        num_splits: a.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
+        partials: at(&partials, 0),
+        arrivals: arrivals.data_ptr().cast(),
+        call_number: call_number(),
+    };
+    let [blocks, _] = plan.kernel.blocks;
+    launcher.launch(&KernelLaunch { variant: plan.kernel.variant, grid: [blocks, 1, 1], params: bytes_of(&params), ranges: &ranges })
+}
+
+/// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
+/// know what another of them wrote into memory that nobody has set to zero (csrc/decode/rows.cuh).
+fn call_number() -> u64 {
+    static FIRST: OnceLock<u64> = OnceLock::new();
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
+    // an odd factor: different calls have different numbers, which differ in half of their bits
+    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+    first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
+}

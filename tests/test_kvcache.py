@@ -1,0 +1,532 @@
+"""volta_fa::fwd_kvcache: attention over a cache, dense or in pages, to which k and v are appended in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import reference
+from cached import NO_PAGE, Cached
+from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
+from test_validation import refused
+
+fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
+
+
+def run(backend, problem):
+    """out, softmax_lse and the caches afterwards. Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+    results = []
+    for _ in backend._runs(problem.q, problem.v_cache):
+        k_cache, v_cache = problem.copy_of_cache()
+        out, lse = fwd_kvcache(problem.q, k_cache, v_cache, *problem.new, **problem.options)
+        results.append((out, lse, k_cache, v_cache))
+    for other in results[1:]:
+        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), results[0], other):
+            assert_same_bits(name, a, b)
+    return results[0]
+
+
+def check(backend, case):
+    problem = case.problem(backend)
+    out, lse, k_cache, v_cache = run(backend, problem)
+    q = problem.q
+    assert out.shape == (*q.shape[:-1], problem.v_cache.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()
+    rows, nheads = q.shape[:-2], q.shape[-2]
+    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
+    check_cache(problem, k_cache, v_cache)
+    for b, (seqlen_q, _, _) in enumerate(case.lengths):
+        if seqlen_q == 0:
+            continue
+        inputs, ref = problem.expected(b, k_cache, v_cache)
+        options = problem.score_options(b)
+        found = problem.sequence(out, problem.cu_q, b)[None]
+        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **options))
+        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
+        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
+        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+
+
+def check_cache(problem, k_cache, v_cache):
+    """Appended tokens are where they belong, and everything else is what it was."""
+    for name, before, after, which in (("k_cache", problem.k_cache, k_cache, 0), ("v_cache", problem.v_cache, v_cache, 1)):
+        expected = before.clone()
+        for b, (_, cached, new) in enumerate(problem.case.lengths if problem.new else ()):
+            entry, row = (t[cached : cached + new].to(after.device) for t in problem.places[b])
+            wanted = problem.appended(b)[which]
+            # one rounding, of a sum of two products in fp32
+            epsilon = max(torch.finfo(after.dtype).eps, torch.finfo(torch.float32).eps if after.dtype != torch.float64 else 0) * 2
+            torch.testing.assert_close(after[entry, row].double(), wanted, rtol=epsilon, atol=epsilon)
+            expected[entry, row] = after[entry, row]
+        assert_same_bits(name, after, expected)
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------
+
+ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
+APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
+CHUNKS = ((5, 0, 5), (1, 31, 1), (3, 14, 3), (0, 7, 0), (33, 16, 33), (8, 60, 8))
+EVEN = ((3, 20, 0), (3, 0, 0), (3, 47, 0), (3, 2, 0))
+
+READ = [
+    Cached(ONE),
+    Cached(ONE, page=0),
+    Cached(ONE, page=48, nheads=6, nheads_k=1, headdim=128),
+    Cached(ONE, page=256, nheads=4, nheads_k=4, headdim=32, is_causal=False),
+    Cached(EVEN, layout="hnd", nheads=4, nheads_k=2),
+    Cached(EVEN, layout="kv", nheads=4, nheads_k=2, page=32),
+    Cached(EVEN, layout="wide", nheads=4, nheads_k=2),
+    Cached(EVEN, layout="wide", page=0, headdim=40, headdim_v=72),
+    Cached(EVEN, headdim=256, headdim_v=64),
+    Cached(EVEN, headdim=64, headdim_v=256, is_causal=False),
+    Cached(EVEN, packed=True, nheads=8, nheads_k=1),
+    Cached(EVEN, window_left=5, is_causal=True),
+    Cached(EVEN, window_left=4, window_right=1, is_causal=False),
+    Cached(EVEN, softcap=3.0, spread=2.0),
+    Cached(EVEN, alibi="h", nheads=3),
+    Cached(EVEN, alibi="bh", page=0),
+    Cached(EVEN, sinks="own", nheads=3, nheads_k=3),
+    Cached(EVEN, sinks="fp32", window_left=6, softcap=4.0, alibi="h"),
+    Cached(EVEN, softmax_scale=-0.2),
+    Cached(EVEN, num_splits=3),
+    Cached(EVEN, page=0, leftpad=(3, 0, 40, 2)),
+    Cached(EVEN, page=0, leftpad=(0, 0, 17, 1), batch_idx=True, window_left=9, alibi="h"),
+    Cached(EVEN, page=0, batch_idx=True),
+    Cached(((2, 32, 0), (2, 32, 0)), all_cached=True),
+    Cached(((2, 19, 0), (2, 19, 0)), all_cached=True, page=0, layout="hnd"),
+    Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, nheads=4, nheads_k=2),
+]
+APPENDED = [
+    Cached(APPEND),
+    Cached(APPEND, page=0, batch_idx=True),
+    Cached(APPEND, packed=True, headdim=128, nheads=6, nheads_k=2),
+    Cached(CHUNKS, packed=True, nheads=4, nheads_k=2),
+    Cached(CHUNKS, packed=True, page=64, layout="kv", window_left=20),
+    Cached(CHUNKS, packed=True, page=0, layout="hnd", batch_idx=True),
+    Cached(((2, 9, 4), (3, 0, 17), (1, 30, 0)), packed=True, own_new=True),
+    Cached(((2, 9, 5), (2, 0, 5), (2, 59, 5)), layout="wide", headdim=40, headdim_v=24),
+    Cached(((4, 9, 2), (4, 0, 2)), is_causal=False),
+    Cached(((3, 9, 3), (3, 0, 3), (3, 61, 3)), rotary="half"),
+    Cached(((3, 9, 3), (3, 0, 3), (3, 61, 3)), rotary="interleaved", headdim=128, nheads=6, nheads_k=2),
+    Cached(((3, 9, 3), (3, 16, 3)), rotary="half", rotary_dim=32, is_causal=False, headdim=96),
+    Cached(((3, 9, 3), (3, 16, 3)), rotary="interleaved", rotary_dim=16, window_left=7, rotary_dtype="fp32"),
+    Cached(CHUNKS, packed=True, rotary="half", rotary_dtype="fp32"),
+    Cached(((3, 9, 3), (3, 16, 3)), page=0, rotary="interleaved", leftpad=(2, 11)),
+    Cached(((1, 9, 1), (1, 16, 1)), sinks="own", alibi="h", softcap=5.0, window_left=10, rotary="half"),
+]
+#: What no kernel reads where it is.
+GATHERED = [
+    Cached(APPEND, headdim=20, headdim_v=12, nheads=4, nheads_k=2),
+    Cached(CHUNKS, packed=True, headdim=36, rotary="half", rotary_dim=12, sinks="own"),
+    Cached(EVEN, headdim=12, layout="kv", window_left=5, page=32),
+]
+
+
+@on_cases((ALL, READ + APPENDED + GATHERED), (BF16_KERNELS, READ[::6] + APPENDED[::5]))
+def test_against_fp64(backend, case):
+    check(backend, case)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_pages_that_a_window_left_behind(backend):
+    """Servers give them back: their numbers are anything, and nobody reads them."""
+    case = Cached(((1, 100, 0), (1, 48, 1), (4, 80, 0)), packed=True, own_new=True, window_left=20)
+    problem = case.problem(backend)
+    expected = run(backend, problem)
+    table = problem.options["block_table"]
+    for b, (seqlen_q, cached, new) in enumerate(case.lengths):
+        for page in range((cached + new - seqlen_q - 20) // case.page):
+            table[b, page] = NO_PAGE[page % len(NO_PAGE)]
+    for name, a, b in zip(("out", "softmax_lse"), run(backend, problem), expected):
+        assert_same_bits(name, a, b)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_layouts_agree(backend):
+    """Dense and in pages, whatever the page and the strides."""
+    base = Cached(((2, 37, 2), (2, 300, 2)), nheads=4, nheads_k=2)
+    expected = None
+    for page, layout in ((16, "nhd"), (0, "nhd"), (64, "hnd"), (256, "kv"), (32, "wide")):
+        backend.generator.manual_seed(backend.seed)
+        out, lse, _, _ = run(backend, dataclasses.replace(base, page=page, layout=layout).problem(backend))
+        if expected is None:
+            expected = out, lse
+        tolerance = 1e-6 if backend.dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(out, expected[0], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_nothing_to_do(backend):
+    """Sizes of 0 in every dimension that may have one; what is to be appended is appended all the same."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    cache = backend.randn(3, 16, 2, 8)
+    lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
+    for shape in [(2, 0, 4, 8), (0, 1, 4, 8)]:
+        batch = shape[0]
+        out, lse = fwd_kvcache(backend.randn(*shape), cache, cache, cache_seqlens=lengths[:batch], block_table=table[:batch])
+        assert out.shape == shape and lse.shape == (shape[0], 4, shape[1])
+    k_cache, v_cache = cache.clone(), cache.clone()
+    k, v = backend.randn(2, 1, 2, 8), backend.randn(2, 1, 2, 8)
+    fwd_kvcache(backend.randn(2, 0, 4, 8), k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table)
+    assert torch.equal(k_cache[2, 3], k[0, 0]) and torch.equal(v_cache[0, 0], v[1, 0])
+    # no key at all
+    for sinks in (None, backend.randn(4)):
+        none = cache[:0], cache[:0]
+        out, lse = fwd_kvcache(backend.randn(2, 1, 4, 8), *none, cache_seqlens=lengths * 0, block_table=table[:, :0], sinks=sinks)
+        assert (out == 0).all() and torch.equal(
+            lse[..., 0], torch.full_like(lse[..., 0], math.inf) if sinks is None else sinks.float().expand(2, 4)
+        )
+
+
+# ---- PyTorch's contract ----------------------------------------------------------------------------------------------
+
+CONTRACT = [
+    Cached(((2, 9, 0), (2, 17, 0)), headdim=16),
+    Cached(((2, 9, 0), (0, 3, 0), (3, 0, 0)), headdim=16, packed=True, alibi="h", sinks="fp32"),
+    Cached(((2, 9, 2), (2, 17, 2)), headdim=16, rotary="half"),
+    Cached(((2, 9, 2), (2, 17, 2)), headdim=16, page=0, batch_idx=True, leftpad=(1, 2)),
+    Cached(((2, 9, 2), (0, 3, 0), (3, 0, 3)), headdim=16, packed=True, layout="hnd"),
+]
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+@on("cpu-fp32", "cpu-bf16", "sim", "cuda")
+def test_opcheck(backend, case):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problem = case.problem(backend)
+    # opcheck compares caches: NaN would differ from itself
+    caches = (problem.k_cache.nan_to_num_(0.0), problem.v_cache.nan_to_num_(0.0))
+    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
+    opcheck(overload, (problem.q, *caches, *problem.new), problem.options)
+
+
+class Decoder(torch.nn.Module):
+    """Some steps over one cache, each of which reads what those before it wrote."""
+
+    def forward(self, q, k_cache, v_cache, k, v, cache_seqlens, block_table):
+        outs = []
+        for step in range(q.shape[1]):
+            rows = slice(step, step + 1)
+            out, _ = fwd_kvcache(
+                q[:, rows],
+                k_cache,
+                v_cache,
+                k[:, rows],
+                v[:, rows],
+                cache_seqlens=cache_seqlens + step,
+                block_table=block_table,
+                is_causal=True,
+            )
+            outs.append(out)
+        both, _ = fwd_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens + q.shape[1], block_table=block_table, is_causal=True)
+        return torch.cat(outs, 1), both, k_cache.sum()
+
+
+def steps(backend):
+    problem = Cached(((3, 15, 3), (3, 0, 3), (3, 31, 3)), headdim=16).problem(backend)
+    options = problem.options
+    caches = problem.k_cache.nan_to_num(0.0), problem.v_cache.nan_to_num(0.0)
+    return lambda: (problem.q, *(t.clone() for t in caches), *problem.new, options["cache_seqlens"], options["block_table"])
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@on("cpu-fp32", "sim", "cuda")
+def test_compile(backend, compiler):
+    """What the graph writes into the cache, the next step sees, and so does the caller."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    arguments = steps(backend)
+    eager, compiled = arguments(), arguments()
+    expected = Decoder()(*eager)
+    torch._dynamo.reset()
+    found = torch.compile(Decoder(), backend=compiler, fullgraph=True)(*compiled)
+    for a, b in zip((*found, *compiled), (*expected, *eager)):
+        torch.testing.assert_close(a, b)
+    if not backend.kernels:
+        torch.testing.assert_close(found[0], found[1])
+
+
+@on("cpu-fp32")
+def test_functionalization(backend):
+    """Exported and made functional: no operator of the graph writes into what it is given, and the caches come back as results."""
+    arguments = steps(backend)
+    eager, functional = arguments(), arguments()
+    expected = Decoder()(*eager)
+    program = torch.export.export(Decoder(), functional).run_decompositions({})
+    assert not any(node.target is fwd_kvcache.append for node in program.graph.nodes)
+    for a, b in zip((*program.module()(*functional), *functional), (*expected, *eager)):
+        torch.testing.assert_close(a, b)
+
+
+@on("cpu-fp32")
+def test_dynamic_shapes(backend):
+    compiled = torch.compile(fwd_kvcache.default, dynamic=True, fullgraph=True)
+    torch._dynamo.reset()
+    for lengths in (((2, 9, 0), (2, 17, 0)), ((3, 40, 0), (3, 1, 0), (3, 5, 0))):
+        problem = Cached(lengths, headdim=16).problem(backend)
+        arguments = (problem.q, problem.k_cache, problem.v_cache)
+        for a, b in zip(compiled(*arguments, **problem.options), fwd_kvcache(*arguments, **problem.options)):
+            torch.testing.assert_close(a, b)
+
+
+@on("cpu-fp32")
+def test_no_gradient(backend):
+    problem = Cached(((2, 9, 0), (2, 17, 0)), headdim=16).problem(backend)
+    out, _ = fwd_kvcache(problem.q.requires_grad_(), problem.k_cache, problem.v_cache, **problem.options)
+    with pytest.raises(RuntimeError, match="fwd_kvcache"):
+        out.sum().backward()
+
+
+@on("cpu-fp32", "cpu-bf16")
+def test_autocast(backend):
+    """A cache is what it is: q, k and v follow it."""
+    problem = Cached(((2, 9, 2), (2, 17, 2)), headdim=16).problem(backend)
+    caches = problem.copy_of_cache()
+    expected = fwd_kvcache(problem.q, *problem.copy_of_cache(), *problem.new, **problem.options)
+    others = (problem.q.float(), *(t.float() for t in problem.new))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fwd_kvcache(others[0], *caches, *others[1:], **problem.options)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+# ---- graphs, streams, many calls -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@on("cuda")
+def test_cuda_graph(backend, rotary):
+    """One graph for any lengths and pages: what it reads of them is what the tensors hold at the replay."""
+    batch, max_pages = 3, 20
+    q, k, v = backend.randn(batch, 2, 8, 128), backend.randn(batch, 2, 2, 128), backend.randn(batch, 2, 2, 128)
+    caches = [backend.randn(64, 16, 2, 128) for _ in range(2)]
+    lengths, table = backend.ints([90, 17, 300]), torch.arange(batch * max_pages, device="cuda", dtype=torch.int32).view(batch, max_pages)
+    options = {"cache_seqlens": lengths, "block_table": table, "is_causal": True}
+    if rotary:
+        options |= {"rotary_cos": backend.randn(max_pages * 16, 64), "rotary_sin": backend.randn(max_pages * 16, 64)}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fwd_kvcache(q, *caches, k, v, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fwd_kvcache(q, *caches, k, v, **options)
+    for values in ((0, 0, 0), (300, 1, 15), (16, 310, 0)):
+        lengths.copy_(backend.ints(values))
+        table.copy_(torch.randperm(64, device="cuda")[: table.numel()].view_as(table))
+        eager = [cache.clone() for cache in caches]
+        expected = fwd_kvcache(q, *eager, k, v, **options)
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), (out, lse, *caches), (*expected, *eager)):
+            assert_same_bits(name, a, b)
+
+
+@on("sim", "cuda")
+def test_many_calls_in_a_row(backend):
+    """What calls leave in scratch memory, other calls of other shapes do not trip over."""
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problems = [
+        Cached(((1, 200, 0), (1, 3, 0)), nheads=4, nheads_k=2).problem(backend),
+        Cached(((2, 33, 2), (2, 0, 2), (2, 90, 2)), headdim=128).problem(backend),
+    ]
+    calls = [(p.q, *p.copy_of_cache(), *p.new) for p in problems]
+    expected = [fwd_kvcache(*c, **p.options) for c, p in zip(calls, problems)]
+    for i in range(1000 if backend.machine == "cuda" else 10):
+        out, lse = fwd_kvcache(*calls[i % 2], **problems[i % 2].options)
+        if i % 100 < 2:
+            assert_same_bits("out", out, expected[i % 2][0])
+            assert_same_bits("softmax_lse", lse, expected[i % 2][1])
+
+
+# ---- wrong arguments -------------------------------------------------------------------------------------------------
+
+
+def good(backend, page=16):
+    case = Cached(((2, 9, 2), (2, 17, 2)), nheads=6, nheads_k=3, headdim=32, headdim_v=16, page=page, rotary="half")
+    problem = case.problem(backend)
+    tensors = (problem.q, problem.k_cache, problem.v_cache, *problem.new)
+    return dict(zip(("q", "k_cache", "v_cache", "k", "v"), tensors, strict=True)) | problem.options
+
+
+def call(arguments):
+    arguments = dict(arguments)
+    tensors = [arguments.pop(name) for name in ("q", "k_cache", "v_cache", "k", "v")]
+    return lambda: fwd_kvcache(*(t for t in tensors if t is not None), **arguments)
+
+
+ROTARY = ("rotary_cos", "rotary_sin")
+NO_NEW = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+CU = torch.tensor([0, 2, 4], dtype=torch.int32)
+WRONG = {
+    "q rank": (lambda a: {"q": a["q"][0]}, ["q: got a tensor of rank 3", "cu_seqlens_q"]),
+    "packed q rank": (lambda a: {"cu_seqlens_q": CU, "max_seqlen_q": 2}, ["q: got a tensor of rank 4", "rank 3", "cu_seqlens_q is given"]),
+    "int q": (lambda a: {"q": a["q"].int()}, ["q: got dtype torch.int32"]),
+    "q device": (lambda a: {"k_cache": a["k_cache"].to("meta")}, ["k_cache: got device meta"]),
+    "q stride": (lambda a: {"q": a["q"].mT.contiguous().mT}, ["q: got stride", "contiguous last dimension"]),
+    "q headdim": (lambda a: {"q": a["q"][..., :24]}, ["k_cache: got headdim 32, expected headdim 24, that of q"]),
+    "q heads": (lambda a: {"q": a["q"][:, :, :5]}, ["q: got nheads 5", "multiple of nheads_k 3"]),
+    "k_cache rank": (lambda a: {"k_cache": a["k_cache"][0]}, ["k_cache: got a tensor of rank 3", "(pages, page_size, nheads_k, headdim)"]),
+    "k_cache dtype": (lambda a: {"k_cache": a["k_cache"].double().to(torch.bfloat16)}, ["k_cache: got dtype torch.bfloat16"]),
+    "v_cache dtype": (lambda a: {"v_cache": a["v_cache"].to(torch.bfloat16)}, ["v_cache: got dtype torch.bfloat16"]),
+    "v_cache pages": (lambda a: {"v_cache": a["v_cache"][1:]}, ["v_cache: got shape", "as k_cache"]),
+    "v_cache heads": (lambda a: {"v_cache": a["v_cache"][:, :, 1:]}, ["v_cache: got shape", "as k_cache"]),
+    "cache stride": (lambda a: {"k_cache": a["k_cache"].mT.contiguous().mT}, ["k_cache: got stride"]),
+    "page size": (
+        lambda a: {"k_cache": a["k_cache"][:, :12], "v_cache": a["v_cache"][:, :12]},
+        ["k_cache: got pages of 12 tokens", "multiple of 16"],
+    ),
+    "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64", "torch.int32"]),
+    "table rank": (lambda a: {"block_table": a["block_table"][0]}, ["block_table: got shape", "(batch, max_pages)"]),
+    "table batch": (lambda a: {"block_table": a["block_table"][:1]}, ["block_table: got shape", "(batch, max_pages)"]),
+    "table stride": (lambda a: {"block_table": a["block_table"].mT.contiguous().mT}, ["block_table: got stride"]),
+    "table device": (lambda a: {"block_table": a["block_table"].to("meta")}, ["block_table: got device meta"]),
+    "lengths dtype": (lambda a: {"cache_seqlens": a["cache_seqlens"].long()}, ["cache_seqlens: got dtype torch.int64"]),
+    "lengths shape": (lambda a: {"cache_seqlens": a["cache_seqlens"][:1]}, ["cache_seqlens: got shape (1)", "(batch,)"]),
+    "no lengths": (lambda a: {"cache_seqlens": None}, ["cache_seqlens: got None", "k and v are appended"]),
+    "leftpad": (lambda a: {"leftpad_k": a["cache_seqlens"]}, ["leftpad_k: got a tensor", "block_table is given"]),
+    "batch_idx": (lambda a: {"cache_batch_idx": a["cache_seqlens"]}, ["cache_batch_idx: got a tensor", "block_table is given"]),
+    "max_seqlen_q": (lambda a: {"max_seqlen_q": 3}, ["max_seqlen_q: got 3", "cu_seqlens_q is not given"]),
+    "k batch": (lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, ["k: got batch 1", "batch 2"]),
+    "k heads": (lambda a: {"k": a["k"][:, :, :1], "v": a["v"][:, :, :1]}, ["k: got nheads 1", "nheads 3, that of k_cache"]),
+    "k headdim": (lambda a: {"k": a["k"][..., :8]}, ["k: got headdim 8", "headdim 32, that of k_cache"]),
+    "k dtype": (lambda a: {"k": a["k"].to(torch.bfloat16)}, ["k: got dtype torch.bfloat16"]),
+    "k rank": (lambda a: {"k": a["k"][0]}, ["k: got a tensor of rank 3"]),
+    "v seqlen": (lambda a: {"v": a["v"][:, :1]}, ["v: got shape", "that of k"]),
+    "v headdim": (lambda a: {"v": a["v"][..., :8]}, ["v: got headdim 8", "headdim 16, that of v_cache"]),
+    "packed k rank": (lambda a: {"cu_seqlens_k_new": CU}, ["k: got a tensor of rank 4", "cu_seqlens_k_new is given"]),
+    "nothing new": (lambda a: NO_NEW | {"cu_seqlens_k_new": CU}, ["cu_seqlens_k_new: got a tensor", "no k and v"]),
+    "rotary without k": (lambda a: {"k": None, "v": None}, ["rotary_cos: got a tensor", "no k and v"]),
+    "cos alone": (lambda a: {"rotary_sin": None}, ["rotary_sin: got None", "rotary_cos is given"]),
+    "sin alone": (lambda a: {"rotary_cos": None}, ["rotary_cos: got None", "rotary_sin is given"]),
+    "rotary width": (lambda a: {n: a[n].repeat(1, 2) for n in ROTARY}, ["rotary_cos: got shape (700, 32)", "at most headdim 32"]),
+    "rotary rank": (lambda a: {"rotary_cos": a["rotary_cos"][0]}, ["rotary_cos: got shape (16)"]),
+    "rotary shapes": (lambda a: {"rotary_sin": a["rotary_sin"][:9]}, ["rotary_sin: got shape (9, 16)", "that of rotary_cos"]),
+    "rotary dtype": (lambda a: {"rotary_cos": a["rotary_cos"].int()}, ["rotary_cos: got dtype torch.int32"]),
+    "alibi dtype": (lambda a: {"alibi_slopes": torch.ones(6, dtype=torch.float64)}, ["alibi_slopes: got dtype torch.float64"]),
+    "alibi shape": (lambda a: {"alibi_slopes": torch.ones(5)}, ["alibi_slopes: got shape (5)", "(6,) or (2, 6)"]),
+    "sinks shape": (lambda a: {"sinks": torch.ones(5)}, ["sinks: got shape (5)", "(6,)"]),
+    "scale": (lambda a: {"softmax_scale": math.inf}, ["softmax_scale: got inf"]),
+    "softcap": (lambda a: {"softcap": -1.0}, ["softcap: got -1"]),
+    "window": (lambda a: {"window_left": -2}, ["window_left: got -2"]),
+    "causal window": (lambda a: {"window_right": 2}, ["window_right: got 2 together with is_causal"]),
+    "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
+    # values
+    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 64)}, ["cache_seqlens: got 64 (entry 1)", "2 more fit into 64"]),
+    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "of k_cache"]),
+    "negative page": (lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -1)}, ["block_table: got -1 (page 0 of sequence 0)"]),
+    "rotary length": (lambda a: {n: a[n][:18] for n in ROTARY}, ["rotary_cos: got 18 positions", "at least 19"]),
+}  # fmt: skip
+DENSE = {
+    "batch": (lambda a: {n: a[n][:1] for n in ("k_cache", "v_cache")}, ["k_cache: got batch 1", "cache_batch_idx"]),
+    "k_cache rank": (lambda a: {"k_cache": a["k_cache"][0]}, ["k_cache: got a tensor of rank 3", "block_table"]),
+    "k seqlen": (lambda a: {n: a[n].repeat(1, 20, 1, 1) for n in ("k", "v")}, ["k: got seqlen 40", "at most 24"]),
+    "batch_idx": (lambda a: {"cache_batch_idx": ints(a, 0, 2)}, ["cache_batch_idx: got 2 (entry 1)", "the entries of k_cache"]),
+    "leftpad": (lambda a: {"leftpad_k": ints(a, 10, 2)}, ["leftpad_k: got 10 (entry 0)", "from 0 to 9"]),
+    "negative leftpad": (lambda a: {"leftpad_k": ints(a, 2, -3)}, ["leftpad_k: got -3 (entry 1)"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 23)}, ["cache_seqlens: got 23 (entry 1)", "from 0 to 22"]),
+}
+PACKED = {
+    "no max_seqlen_q": (lambda a: {"max_seqlen_q": None}, ["max_seqlen_q: got None"]),
+    "max_seqlen_q": (lambda a: {"max_seqlen_q": -1}, ["max_seqlen_q: got -1"]),
+    "short max_seqlen_q": (lambda a: {"max_seqlen_q": 1}, ["max_seqlen_q: got 1", "at least 2"]),
+    "cu dtype": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, ["cu_seqlens_q: got dtype torch.int64"]),
+    "cu shape": (lambda a: {"cu_seqlens_q": a["cu_seqlens_q"][:2]}, ["block_table: got shape"]),
+    "cu values": (lambda a: {"cu_seqlens_q": ints(a, 0, 3, 2)}, ["cu_seqlens_q: got 2 after 3"]),
+    "cu total": (lambda a: {"cu_seqlens_q": ints(a, 0, 2, 3)}, ["cu_seqlens_q: got 3 as its last value", "4"]),
+    "new total": (lambda a: {n: a[n][:3] for n in "kv"}, ["k: got total 3", "total 4", "cu_seqlens_k_new is not given"]),
+    "cu new": (lambda a: {"cu_seqlens_k_new": ints(a, 1, 2, 4)}, ["cu_seqlens_k_new: got 1 as its first value"]),
+    "cu new shape": (lambda a: {"cu_seqlens_k_new": ints(a, 0, 4)}, ["cu_seqlens_k_new: got shape (2)", "(batch + 1,)"]),
+}
+
+
+def ints(arguments, *values):
+    return torch.tensor(values, dtype=torch.int32, device=arguments["q"].device)
+
+
+def spoiled(table, *place_and_value):
+    *place, value = place_and_value
+    table = table.clone()
+    table[tuple(place)] = value
+    return table
+
+
+def refuse(backend, arguments, spoil, words):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+        torch.ops.volta_fa._sim_report()
+    given = {**arguments, **spoil(arguments)}
+    given = {name: t.to(arguments["q"].device) if torch.is_tensor(t) and not t.is_meta else t for name, t in given.items()}
+    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    refused(call(given | {"check_lengths": True}), ValueError, "volta_fa::fwd_kvcache", *words)
+    for t, name in zip(before, ("k_cache", "v_cache")):
+        assert_same_bits(name, arguments[name], t)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_arguments(backend, name):
+    refuse(backend, good(backend), *WRONG[name])
+
+
+@pytest.mark.parametrize("name", DENSE)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_dense_arguments(backend, name):
+    refuse(backend, good(backend, page=0), *DENSE[name])
+
+
+@pytest.mark.parametrize("name", PACKED)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_packed_arguments(backend, name):
+    arguments = good(backend)
+    packed = {n: arguments[n].flatten(0, 1) for n in ("q", "k", "v")}
+    refuse(backend, {**arguments, **packed, "cu_seqlens_q": ints(arguments, 0, 2, 4), "max_seqlen_q": 2}, *PACKED[name])
+
+
+# ---- what nobody has checked -----------------------------------------------------------------------------------------
+
+UNCHECKED = {
+    "negative length": (16, lambda a: {"cache_seqlens": ints(a, -1, 17)}),
+    "long length": (16, lambda a: {"cache_seqlens": ints(a, 2**31 - 1, 17)}),
+    "append that does not fit": (16, lambda a: {"cache_seqlens": ints(a, 63, 17)}),
+    "page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, 2**31 - 1)}),
+    "negative page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -(2**31))}),
+    "entry": (0, lambda a: {"cache_batch_idx": ints(a, 2, 1)}),
+    "negative entry": (0, lambda a: {"cache_batch_idx": ints(a, -7, 1)}),
+    "leftpad": (0, lambda a: {"leftpad_k": ints(a, 10, 0)}),
+    "negative leftpad": (0, lambda a: {"leftpad_k": ints(a, -1, 0)}),
+    "dense append that does not fit": (0, lambda a: {"cache_seqlens": ints(a, 23, 17)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+@on("sim", "cuda", "sim-bf16", "cuda-bf16")
+def test_unchecked_values(backend, name):
+    """The sequence is NaN, the other is right, and nothing outside of the tensors or of what is appended is touched."""
+    page, spoil = UNCHECKED[name]
+    arguments = good(backend, page=page)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    caches = [{n: arguments[n].clone() for n in ("k_cache", "v_cache")} for _ in range(2)]
+    expected = call({**arguments, **caches[0]})()
+    if backend.machine == "cuda":
+        poison_cuda(arguments["q"])
+    out, lse = call({**arguments, **spoil(arguments), **caches[1]})()
+    assert out[0].isnan().all()
+    assert_same_bits("out", out[1], expected[0][1])
+    assert_same_bits("softmax_lse", lse[1], expected[1][1])
+    if "page" in name or "length" in name or "fit" in name:
+        # of the wrong sequence nothing was written, or only where its own pages are
+        for n in caches[0]:
+            before, right, found = arguments[n], caches[0][n], caches[1][n]
+            same = lambda x, y: (x == y) | (x.isnan() & y.isnan())  # noqa: E731
+            assert (same(found, before) | same(found, right)).all(), n

@@ -1,0 +1,168 @@
+"""What is built on fwd_kvcache beside flash-attn's interface: cascades, and PyTorch's own door for flash attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reference
+import volta_fa
+from cached import Cached
+from conftest import on
+from volta_fa import cascade_attention
+
+BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
+
+
+def simulated(backend):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+
+
+def close(backend, found, expected):
+    tolerance = {torch.float64: 1e-6, torch.float32: 2e-5}.get(backend.dtype, 4e-3)  # softmax_lse is fp32
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+# ---- cascades --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "softmax_scale": 0.2}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("appends", [False, True], ids=["read", "append"])
+@BACKENDS
+def test_cascade(backend, appends, packed, options):
+    """The same as with the shared pages at the beginning of every sequence's own."""
+    simulated(backend)
+    shared_pages, new = 3, 2 if appends else 0
+    lengths = ((2, 48 + 9, new), (2, 48 + 17, new), (2, 48 + 4, new))
+    problem = Cached(lengths, nheads=4, nheads_k=2, packed=packed).problem(backend)
+    options = {**options, "sinks": backend.randn(4)} if options.get("sinks") else options
+    table = problem.options["block_table"].clone()
+    table[:, :shared_pages] = table[0, :shared_pages]
+    own = {n: problem.options[n] for n in ("cu_seqlens_q", "max_seqlen_q") if n in problem.options}
+    lengths = problem.options["cache_seqlens"]
+    caches = problem.copy_of_cache(), problem.copy_of_cache()
+    expected = torch.ops.volta_fa.fwd_kvcache(
+        problem.q, *caches[0], *problem.new, cache_seqlens=lengths, block_table=table, is_causal=True, **own, **options
+    )
+    for shared_seqlen in (48, backend.ints([48])):
+        found = cascade_attention(
+            problem.q, *caches[1], table[0, :shared_pages].clone(), shared_seqlen, block_table=table[:, shared_pages:].contiguous(),
+            cache_seqlens=lengths - 48, **dict(zip("kv", problem.new)), **own, **options,
+        )  # fmt: skip
+        for a, b in zip(found, expected):
+            close(backend, a, b)
+    for a, b in zip(caches[0], caches[1]):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@on("cpu-fp32")
+def test_cascade_errors(backend):
+    problem = Cached(((2, 9, 2), (2, 17, 2))).problem(backend)
+    table, lengths = problem.options["block_table"], problem.options["cache_seqlens"]
+    caches = problem.k_cache, problem.v_cache
+    with pytest.raises(ValueError, match=r"shared_block_table: got shape \(2, 4\)"):
+        cascade_attention(problem.q, *caches, table, 16, block_table=table, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match=r"v: got None"):
+        cascade_attention(problem.q, *caches, table[0], 16, block_table=table, cache_seqlens=lengths, k=problem.new[0])
+    with pytest.raises(ValueError, match=r"cache_seqlens: got 99"):
+        cascade_attention(problem.q, *caches, table[0], 99, block_table=table, cache_seqlens=lengths)
+
+
+# ---- PyTorch's door --------------------------------------------------------------------------------------------------
+
+attention = pytest.importorskip("torch.nn.attention")
+NEEDS_DOOR = pytest.mark.skipif(not hasattr(attention, "activate_flash_attention_impl"), reason="this torch has no such door")
+
+
+@pytest.fixture
+def active():
+    attention.activate_flash_attention_impl("VOLTA")
+    yield
+    attention.restore_flash_attention_impl()
+
+
+def forwards(function):
+    """What `function` returns, and how often the ops ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = function()
+    names = [event.name for event in profile.events()]
+    return result, {op: names.count(f"volta_fa::{op}") for op in ("fwd", "bwd", "fwd_kvcache")}
+
+
+@NEEDS_DOOR
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 2)], ids=str)
+@on("cpu-fp32", "cpu-fp64", "sim", "cuda")
+def test_varlen_attn(backend, active, window):
+    from torch.nn.attention.varlen import varlen_attn
+
+    simulated(backend)
+    lengths_q, lengths_k = [5, 33, 1], [20, 33, 2]
+    cu_q, cu_k = (backend.ints([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (lengths_q, lengths_k))
+    q, k, v = (backend.randn(sum(n), 2, 32).requires_grad_() for n in (lengths_q, lengths_k, lengths_k))
+    options = {"window_left": window[0], "window_right": window[1]}
+    out, counts = forwards(lambda: varlen_attn(q, k, v, cu_q, cu_k, 33, 33, window_size=window))
+    assert counts["fwd"] >= 1
+    expected, _, _ = torch.ops.volta_fa.fwd(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=33, max_seqlen_k=33, **options
+    )  # fmt: skip
+    assert torch.equal(out, expected)
+    dout = backend.randn(*out.shape)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
+        close(backend, a, b)
+
+
+@NEEDS_DOOR
+@on("cpu-fp32", "sim", "cuda")
+def test_flash_attention_forward(backend, active):
+    """Dense, with what varlen_attn of this release does not pass on: lengths, slopes, dropout; and pages."""
+    simulated(backend)
+    q, k, v = backend.randn(2, 9, 4, 32), backend.randn(2, 40, 2, 32), backend.randn(2, 40, 2, 32)
+    slopes, used = backend.randn(4).float().abs(), backend.ints([40, 13])
+    aten = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = aten(q, k, v, None, None, 9, 40, 0.0, True, False, scale=0.2, alibi_slopes=slopes, seqused_k=used)
+    expected = torch.ops.volta_fa.fwd(q, k, v, is_causal=True, softmax_scale=0.2, alibi_slopes=slopes, seqused_k=used)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    _, _, rng_state, _, _ = aten(q, k, v, None, None, 9, 40, 0.3, True, False)
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.uint64
+    with pytest.raises(NotImplementedError, match="return_debug_mask"):
+        aten(q, k, v, None, None, 9, 40, 0.0, True, True)
+    problem = Cached(((3, 9, 0), (3, 17, 0))).problem(backend)
+    arguments = (problem.q, problem.k_cache, problem.v_cache, None, None, 3, 64, 0.0, True, False)
+    pages = {"seqused_k": problem.options["cache_seqlens"], "block_table": problem.options["block_table"]}
+    found, *_ = volta_fa.flash_door._forward(*arguments, **pages)
+    assert torch.equal(found, torch.ops.volta_fa.fwd_kvcache(*arguments[:3], **problem.options)[0])
+    into = torch.empty_like(problem.q)
+    volta_fa.flash_door._forward_into(into, *arguments, **pages, num_splits=1)
+    close(backend, into, found)
+
+
+@NEEDS_DOOR
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@on("cuda")
+def test_sdpa_through_the_door(backend, active, layout):
+    """Where PyTorch chooses flash attention it is ours, forward and backward, eager and compiled."""
+    shape = (2, 65, 4, 64) if layout == "bshd" else (2, 4, 65, 64)
+    q, k, v = (backend.randn(*shape) for _ in range(3))
+    q, k, v = ((t.transpose(1, 2) if layout == "bshd" else t).requires_grad_() for t in (q, k, v))
+    ref = reference.forward(*(t.detach().transpose(1, 2) for t in (q, k, v)), is_causal=True)
+    for call in (torch.nn.functional.scaled_dot_product_attention, torch.compile(torch.nn.functional.scaled_dot_product_attention)):
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            out, counts = forwards(lambda call=call: call(q, k, v, is_causal=True))
+            gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert counts["fwd"] >= 1
+        close(backend, out.transpose(1, 2), ref.out)
+        assert all(g.shape == q.shape and g.isfinite().all() for g in gradients)
+
+
+@NEEDS_DOOR
+def test_the_name_is_known_and_nothing_is_active():
+    assert "VOLTA" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() is None
+    attention.activate_flash_attention_impl("VOLTA")
+    assert attention.current_flash_attention_impl() == "VOLTA"
+    attention.restore_flash_attention_impl()
+    q = torch.randn(1, 3, 1, 8)
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._flash_attention_forward(q, q, q, None, None, 3, 3, 0.0, True, False)

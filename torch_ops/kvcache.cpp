@@ -1,0 +1,112 @@
+// volta_fa::fwd_kvcache: all registrations of its two overloads. The one only reads the caches; .append writes k and v into them
+// first, which its schema says, so that functionalization and torch.compile order what else reads them.
+
+#include "ops.h"
+#include "rust.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+namespace volta_fa {
+namespace {
+
+using Result = std::tuple<Tensor, Tensor>;  // out, softmax_lse
+
+// The tensors of a call; k and v are undefined where nothing is appended.
+struct Operands {
+    const Tensor &q, &k_cache, &v_cache;
+    Tensor k, v;
+};
+
+Result run(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
+    const c10::DeviceGuard guard(t.q.device());
+    const KvCacheArgs args{handle(t.q), handle(t.k_cache), handle(t.v_cache), handle(t.k), handle(t.v),
+                           kvcache_option_args<int64_t>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS), current_stream(t.q)};
+    std::array<void*, 2> outputs{};
+    check(volta_fa_fwd_kvcache(&args, outputs.data()));
+    return {take_tensor(outputs[0]), take_tensor(outputs[1])};
+}
+
+Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    const KvCacheArgs args{handle(t.q), handle(t.k_cache), handle(t.v_cache), handle(t.k), handle(t.v),
+                           kvcache_option_args<c10::SymInt>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS), /*stream=*/nullptr};
+    check(volta_fa_check_fwd_kvcache(&args));
+    c10::SymDimVector out(t.q.sym_sizes().begin(), t.q.sym_sizes().end());
+    out.back() = t.v_cache.sym_sizes().back();
+    const auto nheads = t.q.sym_size(-2), rows = t.q.sym_size(-3);
+    const auto lse = t.q.dim() == 3 ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{t.q.sym_size(0), nheads, rows};
+    return {at::empty_symint(out, t.q.options()), at::empty_symint(lse, t.q.options().dtype(at::kFloat))};
+}
+
+using ReadOp = Result(const Tensor&, const Tensor&, const Tensor&, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt));
+using AppendOp = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt));
+
+Result read(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
+    return run({q, k_cache, v_cache, {}, {}}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+Result append(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+              VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
+    return run({q, k_cache, v_cache, k, v}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+Result read_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    return shapes({q, k_cache, v_cache, {}, {}}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+Result append_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+                   VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    return shapes({q, k_cache, v_cache, k, v}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+// Autocast: a cache is what it is, and is written in place, so the rest follows it.
+Tensor as(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
+    return at::autocast::cached_cast(cache.scalar_type(), t, device);
+}
+
+template <c10::DeviceType device>
+Result read_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                     VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "").typed<ReadOp>();
+    return op.call(as(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+template <c10::DeviceType device>
+Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+                       VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "append").typed<AppendOp>();
+    return op.call(as(k_cache, q, device), k_cache, v_cache, as(k_cache, k, device), as(k_cache, v, device),
+                   VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+    m.def("fwd_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, " VOLTA_FA_KVCACHE_OPTION_SCHEMA
+          ") -> (Tensor out, Tensor softmax_lse)",
+          {at::Tag::pt2_compliant_tag});
+    m.def("fwd_kvcache.append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, *, "
+          VOLTA_FA_KVCACHE_OPTION_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
+          {at::Tag::pt2_compliant_tag});
+}
+
+#define VOLTA_FA_KVCACHE_IMPL(key, read, append)      \
+    TORCH_LIBRARY_IMPL(volta_fa, key, m) {            \
+        m.impl("fwd_kvcache", read);                  \
+        m.impl("fwd_kvcache.append", append);         \
+    }
+VOLTA_FA_KVCACHE_IMPL(CPU, read, append)
+VOLTA_FA_KVCACHE_IMPL(CUDA, read, append)
+VOLTA_FA_KVCACHE_IMPL(Meta, read_meta, append_meta)
+VOLTA_FA_KVCACHE_IMPL(AutocastCPU, read_autocast<c10::DeviceType::CPU>, append_autocast<c10::DeviceType::CPU>)
+VOLTA_FA_KVCACHE_IMPL(AutocastCUDA, read_autocast<c10::DeviceType::CUDA>, append_autocast<c10::DeviceType::CUDA>)
+VOLTA_FA_KVCACHE_IMPL(Autograd, torch::autograd::autogradNotImplementedFallback(),
+                      torch::autograd::autogradNotImplementedFallback())
+
+}  // namespace volta_fa
