@@ -27,13 +27,13 @@ const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], blocks_per_sm:
 }
 
 pub const DECODE: &[Variant] = &[
-    decode("turing_decode_64x8", 64, [8, 8], 4, 103),
+    decode("turing_decode_64x8", 64, [8, 8], 4, 105),
     decode("turing_decode_64x16", 64, [16, 16], 3, 136),
     decode("turing_decode_64x32", 64, [32, 16], 3, 136),
     decode("turing_decode_128x8", 128, [8, 8], 3, 153),
     decode("turing_decode_128x16", 128, [16, 8], 3, 155),
     decode("turing_decode_128x32", 128, [32, 8], 3, 155),
-    decode("turing_decode_256x8", 256, [8, 8], 1, 251),
-    decode("turing_decode_256x16", 256, [16, 8], 1, 251),
-    decode("turing_decode_256x32", 256, [32, 8], 1, 251),
+    decode("turing_decode_256x8", 256, [8, 8], 1, 249),
+    decode("turing_decode_256x16", 256, [16, 8], 1, 249),
+    decode("turing_decode_256x32", 256, [32, 8], 1, 249),
 ];

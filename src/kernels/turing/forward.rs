@@ -109,7 +109,7 @@ const PAGED_GENERAL: Needs = Needs::GENERAL.union(Needs::PAGED);
 
 /// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
 pub const PREFILL: &[Variant] = &[
-    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 254),
+    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 250),
     paged("turing_prefill_128x128", PLAIN[3], (8, 32), Needs::PAGED, 255),
     paged("turing_prefill_256x256", PLAIN[6], (8, 16), Needs::PAGED, 255),
     paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 184),

@@ -21,15 +21,16 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launc
     let mut out_shape = a.out_shape();
     *out_shape.last_mut().expect("out has dimensions") = padded_headdim(a.headdim_v);
     let (out, softmax_lse) = (empty(&out_shape, q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
-    // Of packed queries nobody on this side knows which sequence has how many: each kernel leaves the other's alone. What is wrong with
-    // a sequence decode writes, where it runs.
+    // Of packed queries nobody on this side knows which sequence has how many: each kernel leaves the other's alone. Of a sequence whose
+    // lengths or pages cannot be, prefill writes nothing.
     let prefill = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
-    if a.total_q.is_some() || !prefill {
-        decode(&q, [&out, &softmax_lse], call, a, prefill, launcher)?;
-    } else {
+    if prefill {
         for t in [&out, &softmax_lse] {
             let _ = t.shallow_clone().f_fill_(f64::NAN)?;
         }
+    }
+    if a.total_q.is_some() || !prefill {
+        decode(&q, [&out, &softmax_lse], call, a, prefill, launcher)?;
     }
     if prefill {
         prefill::run(&q, [&call.k_cache, &call.v_cache], [&out, &softmax_lse], call, a, plan::MAX_DECODE_ROWS + 1, launcher)?;

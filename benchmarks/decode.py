@@ -1,0 +1,173 @@
+"""Decode, few queries a sequence over a paged KV cache: bytes of the cache a second, on a simulated V100 or a real GPU.
+
+    python -m benchmarks.decode [--all] [--json FILE]        simulated
+    python -m benchmarks.decode --device cuda [--json FILE]  measured, beside a copy kernel and PyTorch's own attention
+
+Simulated, one SM's share of the launch is timed by the cycle (tools/volta-sim), with the model's latency of DRAM and with 3000 clocks,
+which stand for a loaded memory. Nothing is measured then: the share is that of the model's DRAM rate. The blocks of one SM are
+simulated, so the merge of partial results, which the last of several SMs' blocks does, is not in these times; nor is the launch.
+
+Caches are fp16, (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import volta_fa  # noqa: F401  (the ops)
+from volta_fa.errors import CommandError
+
+from .measure import median_ms
+
+#: Bytes a clock and SM, SMs, clocks a microsecond: volta-sim's V100.
+DRAM_GB_S = 6.6 * 80 * 1.53
+#: Settings of the simulator: its own latency of DRAM, and that of a loaded memory.
+LATENCIES = {"430": "", "3000": "dram_latency=3000"}
+
+
+@dataclass(frozen=True)
+class Case:
+    headdim: int
+    lengths: tuple[int, ...]
+    group: int = 8
+    seqlen_q: int = 1
+    page: int = 16
+    bar: float = 0.0  # with the model's latency
+    slow_bar: float = 0.0
+
+    @property
+    def nheads_k(self) -> int:
+        return 1024 // self.headdim  # 2 KB of keys a token, so that an SM's share is the same
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.lengths) * self.nheads_k * self.headdim * 4
+
+    @property
+    def name(self) -> str:
+        longest, batch = max(self.lengths), len(self.lengths)
+        even = all(n == longest for n in self.lengths)
+        lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
+        return f"headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
+
+
+def cases(everything: bool) -> Iterator[Case]:
+    # as many tokens in all, so that starting and merging weigh the same
+    bars = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
+    for headdim in (64, 128, 256):
+        for seqlen, (bar, slow_bar) in bars.items():
+            base = Case(headdim, (seqlen,) * max(65536 // seqlen, 1), bar=bar, slow_bar=slow_bar)
+            groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
+            pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
+            yield from (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
+        yield from (Case(headdim, (16384,) * 4, group=4, seqlen_q=n) for n in (2, 4, 8))
+        yield from (Case(headdim, (16384,) * 4, group=8, seqlen_q=n) for n in (2, 4, 8))
+    yield Case(128, (65536, *[512] * 63))
+    yield Case(128, (1528,) * 64)  # as many tokens
+
+
+def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
+    batch, most = len(case.lengths), max(case.lengths)
+    pages = [-(-n // case.page) for n in case.lengths]
+    shape = (sum(pages), case.page, case.nheads_k, case.headdim)
+    # no time depends on the values
+    k, v = (_aligned(shape, device).fill_(0.01) for _ in "kv")
+    numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
+    table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
+    for row, n, own in zip(table, pages, numbers.split(pages)):
+        row[:n] = own
+    q = _aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), device).fill_(0.01)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    return q, k, v, {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
+
+
+def _aligned(shape: tuple[int, ...], device: str) -> Tensor:
+    """As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines."""
+    count = torch.Size(shape).numel()
+    room = torch.empty(count + 128, dtype=torch.float16, device=device)
+    skip = -room.data_ptr() % 256 // 2
+    return room[skip : skip + count].view(shape)
+
+
+def simulate(case: Case, settings: str) -> dict:
+    q, k, v, options = problem(case, "cpu")
+    before = {name: os.environ.get(name) for name in ("VOLTA_FA_SIMULATE", "VOLTA_FA_SIM_SET")}
+    os.environ.update(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings)
+    try:
+        torch.ops.volta_fa._sim_report()  # forgets earlier launches
+        torch.ops.volta_fa.fwd_kvcache(q, k, v, **options)
+        reports = json.loads(torch.ops.volta_fa._sim_report())
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    (report,) = (r for r in reports if "decode" in r["kernel"])
+    us = sum(r["timing"]["kernel_us"] for r in reports)
+    gb_s = case.bytes / us / 1e3
+    return {"kernel": report["kernel"], "us": us, "gb_s": gb_s, "share": gb_s / DRAM_GB_S, "issue": report["timing"]["util"]["issue"]}
+
+
+def measure(case: Case, copy_gb_s: float) -> dict:
+    device = torch.device("cuda")
+    q, k, v, options = problem(case, "cuda")
+    us = 1e3 * median_ms(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), device, budget=0.5)
+    gb_s = case.bytes / us / 1e3
+    return {"kernel": "", "us": us, "gb_s": gb_s, "share": gb_s / copy_gb_s}
+
+
+def copy_rate() -> float:
+    """Bytes read and written a nanosecond by PyTorch's copy kernel."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda: target.copy_(source), source.device, budget=0.5) / 1e6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.decode", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
+    parser.add_argument("--all", action="store_true", help="every group and page with every length")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
+    chosen = [case for case in cases(options.all) if options.only in case.name]
+    rows, failed = [], 0
+    if options.device == "cuda":
+        copy = copy_rate()
+        print(f"copy kernel: {copy:.0f} GB/s")
+        settings = {"measured": ""}
+    else:
+        settings = LATENCIES
+    for case in chosen:
+        cells = []
+        for name, setting in settings.items():
+            found = measure(case, copy) if options.device == "cuda" else simulate(case, setting)
+            bar = case.bar if name == "430" else case.slow_bar if name == "3000" else 0.0
+            missed = found["share"] < bar
+            failed += missed
+            cells.append(
+                f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{' < ' + format(bar, '.0%') if missed else ''}"
+            )
+            rows.append({**asdict(case), "latency": name, **found, "bar": bar})
+        print(f"{case.name:66s} {' | '.join(cells)}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if failed:
+        print(f"{failed} figures below their bars")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

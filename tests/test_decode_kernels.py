@@ -1,0 +1,157 @@
+"""What the decode kernels have beside what every route of fwd_kvcache has (test_kvcache.py): tiles of rows, shares, merges."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cached import Cached
+from conftest import assert_same_bits, on, on_cases
+from test_kvcache import check, run
+
+fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
+
+RAGGED = ((1, 0, 0), (1, 1, 0), (1, 77, 0), (1, 200, 0))
+
+
+def queries(n, lengths=RAGGED):
+    return tuple((n, cached, 0) for _, cached, _ in lengths)
+
+
+#: Every tile of rows, full and not, in every width of it; rows of one sequence in several tiles; headdims that are padded.
+TILES = [
+    *(Cached(queries(n), headdim=d, nheads=4 * group, nheads_k=4) for d in (64, 128, 256) for n, group in ((1, 8), (2, 6), (4, 8), (8, 8))),
+    *(Cached(queries(3), headdim=d, headdim_v=dv, nheads=3) for d, dv in ((8, 200), (200, 8), (72, 104), (136, 248))),
+    Cached(queries(11), nheads=5, is_causal=False),
+    Cached(((9, 40, 0), (1, 300, 0), (30, 90, 0)), packed=True, nheads=7, headdim=128),
+]
+
+
+@on_cases((("sim", "cuda"), TILES))
+def test_tiles(backend, case):
+    check(backend, case)
+
+
+#: More than one block has of a row set: one level of the merge, and two and three.
+SHARED = [
+    Cached(((1, 600, 0), (1, 30, 0)), nheads=8),
+    Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
+    Cached(((8, 5000, 0),), nheads=8, headdim=128, softcap=5.0, sinks="own"),
+    Cached(((1, 9000, 0),), nheads=4, page=0, num_splits=2),
+]
+
+
+@on_cases((("sim", "cuda"), SHARED))
+def test_shared_row_sets(backend, case):
+    """run() compares two runs to the bit: whoever comes last merges in the same order."""
+    check(backend, case)
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 1000])
+def test_num_splits(backend, num_splits):
+    case = Cached(((2, 3000, 0), (2, 17, 0), (2, 0, 0), (2, 130, 0)), nheads=4, nheads_k=2, num_splits=num_splits)
+    check(backend, case)
+    if num_splits == 1:
+        # the order of the sum does not depend on other sequences then
+        alone = dataclasses.replace(case, lengths=case.lengths[:1])
+        outs = []
+        for c in (case, alone):
+            backend.generator.manual_seed(backend.seed)
+            problem = c.problem(backend)
+            outs.append((problem, run(backend, problem)))
+        (many, (out, lse, *_)), (one, _) = outs
+        tokens = [cache[entry, row] for (entry, row) in many.places[:1] for cache in (many.k_cache, many.v_cache)]
+        for cache, values in zip((one.k_cache, one.v_cache), tokens):
+            entry, row = one.places[0]
+            cache[entry, row] = values
+        one.q.copy_(many.q[:1])
+        assert_same_bits("out", run(backend, one)[0], out[:1])
+        assert_same_bits("softmax_lse", run(backend, one)[1], lse[:1])
+
+
+@on("sim", "cuda")
+def test_wrong_sequences_are_nan_and_alone(backend):
+    case = Cached(((2, 40, 0), (2, 300, 0), (2, 60, 0), (2, 90, 0), (2, 33, 0)), nheads=8, nheads_k=2)
+    problem = case.problem(backend)
+    out, lse, *_ = run(backend, problem)
+    lengths, table = problem.options["cache_seqlens"], problem.options["block_table"]
+    lengths[0], lengths[2] = -1, table.shape[1] * case.page + 1
+    table[1, 7] = problem.k_cache.shape[0]
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    found_out, found_lse, *_ = run(backend, problem)
+    for b in range(case.batch):
+        if b < 3:
+            assert found_out[b].isnan().all() and found_lse[b].isnan().all(), b
+        else:
+            # other sequences' lengths move the blocks' shares, and so where sums begin
+            torch.testing.assert_close(found_out[b], out[b], rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(found_lse[b], lse[b], rtol=1e-5, atol=1e-5)
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("cu", [[0, 2, 4, 5], [0, 3, 2, 6], [1, 2, 4, 6], [0, 2, 9, 9]])
+def test_rows_of_no_sequence_are_nan(backend, cu):
+    """Packed rows behind the last sequence, and those of sequences that cannot be."""
+    problem = Cached(((2, 40, 0), (2, 50, 0), (2, 60, 0)), packed=True, nheads=8, nheads_k=2).problem(backend)
+    problem.options["cu_seqlens_q"] = backend.ints(cu)
+    problem.options["max_seqlen_q"] = 3
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    out, lse, *_ = run(backend, problem)
+    owned = {
+        row
+        for b, (first, end) in enumerate(zip(cu, cu[1:]))
+        if 0 <= first <= end <= min(first + 3, 6) and (b or first == 0)
+        for row in range(first, end)
+    }
+    for row in range(6):
+        assert out[row].isnan().all() == (row not in owned) and lse[:, row].isnan().all() == (row not in owned), row
+
+
+@on("cuda")
+def test_arrivals_are_clean_after_many_calls(backend):
+    """Of calls that share row sets, on two streams, every one finds its scratch memory in whatever state."""
+    problem = Cached(((1, 4000, 0), (1, 100, 0), (1, 0, 0)), nheads=8, nheads_k=2).problem(backend)
+    expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for i in range(1000):
+        with torch.cuda.stream(side if i % 3 else torch.cuda.current_stream()):
+            found = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
+            if i % 100 == 99:
+                torch.cuda.synchronize()
+                for a, b in zip(found, expected):
+                    assert_same_bits(f"call {i}", a, b)
+
+
+@on("cuda")
+def test_graph_serves_any_lengths(backend):
+    problem = Cached(((1, 4000, 0), (1, 100, 0), (1, 0, 0), (1, 777, 0)), nheads=8, nheads_k=2, page=0).problem(backend)
+    call = lambda: fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    lengths = problem.options["cache_seqlens"]
+    # behind a sequence's tokens there is NaN
+    for i in range(20):
+        lengths.copy_(torch.tensor([4000 - 199 * i, 5 * i, 0, i], dtype=torch.int32))
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse"), captured, call()):
+            assert_same_bits(name, a, b)
+            assert not a.isnan().any()
+
+
+@on("sim")
+def test_memory_of_any_content(backend, monkeypatch):
+    """Neither scratch memory nor what calls leave in it is looked at: the simulator fills all of it with ones before each call."""
+    case = Cached(((1, 3000, 0),), nheads=8)
+    problem = case.problem(backend)
+    first = run(backend, problem)
+    for _ in range(3):
+        for name, a, b in zip(("out", "softmax_lse"), run(backend, problem), first):
+            assert_same_bits(name, a, b)
+    assert math.isfinite(first[0].sum().item())
