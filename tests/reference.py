@@ -30,6 +30,7 @@ def _load_rule():
 rule = _load_rule()
 Budget, FORWARD_FACTOR, GRADIENT_FACTOR = rule.Budget, rule.FORWARD_FACTOR, rule.GRADIENT_FACTOR
 delta_noise, gradient_sums, lse_tolerance = rule.delta_noise, rule.gradient_sums, rule.lse_tolerance
+dropped_numbers, kept_share = rule.dropped_numbers, rule.kept_share
 eager, eager_gradients, gradient_names = rule.eager, rule.eager_gradients, rule.gradient_names
 max_error, rms_error, visible = rule.max_error, rule.rms_error, rule.visible
 by_row, heads_first, largest, score, sum_groups = rule.by_row, rule.heads_first, rule.largest, rule.score, rule.sum_groups
@@ -46,16 +47,6 @@ def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> 
         x0, x1, x2, x3 = ((r >> 32) & mask) ^ x1 ^ k0, r & mask, ((p >> 32) & mask) ^ x3 ^ k1, p & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return torch.stack([x0, x1, x2, x3], -1)
-
-
-def dropped_numbers(dropout_p: float) -> int:
-    """How many of the 2^15 random numbers drop a probability: never all."""
-    return min(round(dropout_p * 2**15), 2**15 - 1)
-
-
-def kept_share(dropout_p: float) -> float:
-    """The share of probabilities that dropout keeps, whose inverse is their factor."""
-    return 1 - dropped_numbers(dropout_p) / 2**15
 
 
 def kept(rng_state: Tensor, entries: Tensor, nheads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:

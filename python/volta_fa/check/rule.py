@@ -21,6 +21,16 @@ GRADIENT_FACTOR = 3.0
 # ---- the yardstick: eager attention --------------------------------------------------------------------------------
 
 
+def dropped_numbers(dropout_p: float) -> int:
+    """How many of the 2^15 random numbers drop a probability: never all."""
+    return min(round(dropout_p * 2**15), 2**15 - 1)
+
+
+def kept_share(dropout_p: float) -> float:
+    """The share of probabilities that dropout keeps, whose inverse is their factor."""
+    return 1 - dropped_numbers(dropout_p) / 2**15
+
+
 def visible(
     seqlen_q: int,
     seqlen_k: int,
@@ -130,7 +140,7 @@ def attend(
     # a row of -inf would be one of NaN, in the gradients too
     none = (s.logits == -math.inf).all(-1, keepdim=True)
     probabilities = s.logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
-    weights = probabilities if kept is None else probabilities * kept / (1 - dropout_p)
+    weights = probabilities if kept is None else probabilities * kept / kept_share(dropout_p)
     out = (weights.to(v.dtype) @ heads_first(v, q.shape[2])).transpose(1, 2)
     lse = s.logits.detach().logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
     exact = q.dtype == torch.float64
@@ -261,7 +271,7 @@ def largest_row(t: Tensor) -> float:
 def forward_sums(ref: Exact, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
     """What rounded sums alone may put on out."""
     # An error e of a score is a relative error e of its probability; scores are sums of rounded products.
-    return accumulation_eps(q.dtype) * (1 + ref.largest_score) * largest(v) / (1 - dropout_p)
+    return accumulation_eps(q.dtype) * (1 + ref.largest_score) * largest(v) / kept_share(dropout_p)
 
 
 #: Standard deviations of a rounding error that "hardly more" means, here and in `delta_noise`.
@@ -290,7 +300,7 @@ def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **o
     """What rounded sums alone may put on each of `gradient_names`."""
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
-    factor = 1 / (1 - options.get("dropout_p", 0.0))
+    factor = 1 / kept_share(options.get("dropout_p", 0.0))
     eps = accumulation_eps(q.dtype) * (1 + ref.largest_score)
     # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
     dp = largest_row(dout) * largest_row(v) * factor
