@@ -61,11 +61,13 @@ const PLAIN: [Variant; 7] = [
     pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
 ];
 
+const MEDIUM_64: Variant = pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 180);
+
 pub const FORWARD: &[Variant] = &[
     PLAIN[0],
     PLAIN[1],
     // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
-    pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 180),
+    MEDIUM_64,
     pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 120),
     PLAIN[2],
     pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 138),
@@ -79,6 +81,7 @@ pub const FORWARD: &[Variant] = &[
     PLAIN[6],
     PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 126),
     PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 247),
+    MEDIUM_64.covering(Needs::RAGGED, "turing_fwd_ragged_64x64_medium", 180),
     PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 244),
     PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
     PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 184),
