@@ -1,6 +1,7 @@
 # Two commands: `make run` and `make test`. The rest is what they are made of.
 
-VENV    := $(CURDIR)/.venv
+# With TORCH=2.10.0, all of it happens with that release, in an environment beside the other.
+VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
 EXTRAS  := lint docs wheel matrix
@@ -20,12 +21,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help run test build lint format docs wheel matrix release clean
 
 help: ## this list
-	@echo "volta_fa: exact attention for NVIDIA Volta GPUs, as PyTorch operators"
+	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...    for the demo or pytest: make run ARGS=--quick, make test ARGS='-k demo'"
 	@echo "  PYTHON=...  the Python 3.10 to 3.14 that .venv is made with"
+	@echo "  TORCH=...   another release of torch, in an environment of its own: make test TORCH=2.10.0"
 
 run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
@@ -96,7 +98,7 @@ clean: ## remove everything built (.venv stays: delete it by hand)
 $(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt),$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
-	    "$$found" tools/bootstrap.py "$(VENV)"
+	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)
 	@touch $@
 
 # What these commands need besides, when one of them is first asked for.

@@ -112,10 +112,10 @@ def kernels(device: torch.device) -> str:
     family = next(f for f in facts["families"] if f["name"] == mine["family"])
     if mine["native"]:
         return f"family {family['name']}, machine code for sm_{family['sm']}"
-    return (
-        f"families up to {family['name']}, compiled by the driver from PTX, in which Volta's tensor-core instructions are emulated: "
-        "errors and memory are those of these families, times are not"
-    )
+    through = f"family {family['name']}, compiled by the driver from PTX for compute_{family['sm']}"
+    if family["name"] == "volta":
+        return f"{through}: this GPU emulates its tensor-core instructions: errors and memory are as on its own GPUs, times are not"
+    return f"{through}, which this GPU runs as it is: times are its own, not those of an sm_{family['sm']}"
 
 
 def progress(quiet: bool = False) -> Progress:

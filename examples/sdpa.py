@@ -2,7 +2,7 @@
 
     python examples/sdpa.py         (in a checkout: PYTHONPATH=python .venv/bin/python examples/sdpa.py)
 
-On a machine without a Volta GPU the same routing is shown on the CPU.
+On a machine without a Volta or Turing GPU the same routing is shown on the CPU.
 """
 
 import torch

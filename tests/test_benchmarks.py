@@ -205,5 +205,5 @@ def test_docs(tmp_path):
 
 def test_the_page_has_every_section():
     page = (REPOSITORY / "docs" / "performance.md").read_text()
-    for name in ("volta", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+    for name in ("volta", "t4", "rtx2080ti", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1

@@ -17,6 +17,7 @@ import predictions
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
+from volta_fa import remedies
 from volta_fa.check import atomics, fast, isolation, kernels, machine, problems, report, right, tune
 from volta_fa.check.fast import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.check.kernels import Target
@@ -82,6 +83,17 @@ def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path)
     assert main(["check", "--output", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_a_card_that_torch_cannot_see_is_not_passed_over(device, monkeypatch, capsys, tmp_path):
+    """A driver that is too old for torch: no check of the CPU instead, with an exit status that says that all is right."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(remedies, "driver_cuda", lambda: (11, 4))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert main(["check", "--output", str(tmp_path), "--device", device]) == 2
+    error = capsys.readouterr().err
+    assert "is too old for torch" in error and "update it to 525 or newer" in error and error.count("\n") == 1
 
 
 # ---- right: what is asked ----------------------------------------------------------------------------------------
@@ -444,7 +456,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     assert machine.ask("0")["nvidia_smi"].startswith("did not run: ")
 
 
-@pytest.mark.parametrize("release, expected", [("2.10.0+cu130", "'torch==2.10.0'"), ("2.15.1+cu132", "'torch==2.14'")])
+@pytest.mark.parametrize("release, expected", [("2.10.0+cu130", "torch==2.10.0+cu126 "), ("2.15.1+cu132", "torch==2.14.1+cu126 ")])
 def test_the_remedy_for_a_torch_without_volta(release, expected, monkeypatch):
     monkeypatch.setattr(torch, "__version__", release)
     assert expected in machine.remedy("sm_70") and "cu126" in machine.remedy("sm_70")

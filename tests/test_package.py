@@ -145,12 +145,13 @@ def test_the_libraries_need_no_cuda_and_the_core_no_torch():
 def test_a_function_that_the_shim_lacks_fails_the_build_with_its_name(tmp_path):
     """And one that it has but does not export; else only importing the library would tell."""
     core, shim, exports = tmp_path / "libcore.so", tmp_path / "shim.so", tmp_path / "exports.map"
+    cmake = build_shims.program("cmake")
     (tmp_path / "core.c").write_text("void *at_there(void), *at_here(void); void *core(void) { return at_there() ? at_here() : 0; }")
     subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "core.c", "-o", core], check=True)
 
     def needed_by_rust(**settings) -> subprocess.CompletedProcess:
         options = [f"-D{name}={value}" for name, value in {"NM": "nm", "CORE": core, **settings}.items()]
-        return subprocess.run(["cmake", *options, "-P", "torch_ops/needed_by_rust.cmake"], capture_output=True, text=True, cwd=REPOSITORY)
+        return subprocess.run([cmake, *options, "-P", "torch_ops/needed_by_rust.cmake"], capture_output=True, text=True, cwd=REPOSITORY)
 
     def built(source: str) -> subprocess.CompletedProcess:
         (tmp_path / "shim.c").write_text(source)
@@ -430,6 +431,20 @@ def test_check_nvrtc(tmp_path, monkeypatch):
     assert "NVRTC 12.6.77 is installed, volta_fa needs 12.9" in check_build_env.check_nvrtc({})
 
 
+def test_build_tools_of_an_environment_whose_packages_are_borrowed(tmp_path, monkeypatch):
+    """Its programs are not among this environment's, and need not be on PATH."""
+    pytest.importorskip("cmake", reason="not the build environment (`make` has it)")
+    monkeypatch.setattr(build_shims.sysconfig, "get_path", lambda which: str(tmp_path))
+    for name in ("cmake", "ninja"):
+        found = Path(build_shims.program(name, {"PATH": ""}))
+        assert found.name == name and os.access(found, os.X_OK)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert build_shims.program(name, {"PATH": ""}) == str(tmp_path / name)
+    with pytest.raises(SystemExit, match="make-nothing is not installed for"):
+        build_shims.program("make-nothing", {"PATH": ""})
+
+
 @pytest.fixture
 def no_toolchain(tmp_path):
     """A PATH with what make and a shell need, and nothing that compiles."""
@@ -540,6 +555,20 @@ def test_an_active_torch_is_linked_and_not_installed(tmp_path, monkeypatch, caps
     bootstrap.install_torch(environment)
     assert installed == [tuple(bootstrap.torch_arguments(["7.0"]))] and not list(site_packages.glob("*.pth"))
     assert "sm_70" in capsys.readouterr().out
+
+
+def test_another_torch_gets_an_environment_of_its_own(tmp_path, monkeypatch, capsys):
+    """Whatever torch is active, and installed anew where the environment has lost it."""
+    installed = []
+    monkeypatch.setattr(bootstrap.Environment, "pip_install", lambda self, *arguments: installed.append(arguments))
+    monkeypatch.setattr(bootstrap, "check_torch", lambda: None)
+    bootstrap.install_torch(bootstrap.Environment(tmp_path), "torch==2.10.0")
+    assert installed == [("torch==2.10.0",)]
+    assert bootstrap.main([str(tmp_path), "torch==2.6.0"]) == 2 and "torch==2.7.1 | torch==2.8.0" in capsys.readouterr().err
+    folder = REPOSITORY / ".venv-2.10.0"
+    said = make("--dry-run", "--always-make", "test", "TORCH=2.10.0", f"PYTHON={sys.executable}").stdout
+    assert f'tools/bootstrap.py "{folder}" torch==2.10.0' in said and f'VIRTUAL_ENV="{folder}"' in said
+    assert '.venv"' in make("--dry-run", "--always-make", "test", f"PYTHON={sys.executable}").stdout
 
 
 def test_the_oldest_transformers_is_installed_beside_the_newest_and_once(tmp_path, monkeypatch):

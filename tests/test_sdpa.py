@@ -957,7 +957,8 @@ def test_dtensor():
         call(F.scaled_dot_product_attention, [TwoTensor(t.to_local(), t.to_local()) for t in tensors])
         dist.destroy_process_group()
     """
-    lines = run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines()
+    # of some releases of torch, gloo prints that it is connected
+    lines = [line for line in run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines() if not line.startswith("[Gloo]")]
     assert lines == [
         *["DTensor True {'ran': True, 'traced': False, 'fell_back': False}"] * 2,
         "DTensor True {'ran': False, 'traced': True, 'fell_back': False}",

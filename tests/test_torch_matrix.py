@@ -2,13 +2,19 @@
 
 import json
 import stat
+import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 
+import check_build_env
+import old_userland
 import torch_matrix
 import torch_releases
+from conftest import LIBRARY, NEEDS_COMPILER, REPOSITORY
 
 GOOD = torch_matrix.Release("2.10.0", "2.10.0+cu128", "3.11.7", 100, {"stream": "ok", "inductor": "ok"})
 BAD = torch_matrix.Release("2.15.0", "2.15.0+cu132", "3.11.7", 200, {"stream": "- c10::Stream tells it", "inductor": "AssertionError: no"})
@@ -16,9 +22,10 @@ BAD = torch_matrix.Release("2.15.0", "2.15.0+cu132", "3.11.7", 200, {"stream": "
 
 def test_the_table():
     text = torch_matrix.markdown([GOOD, BAD], "volta_fa.whl", "2026-11-22")
-    assert text.splitlines()[:4] == [
+    assert text.splitlines()[:5] == [
         "| | 2.10.0+cu128 | 2.15.0+cu132 |",
         "| --- | --- | --- |",
+        "| Python | 3.11 | 3.11 |",
         "| stream | ok | - |",
         "| inductor | ok | fails |",
     ]
@@ -78,7 +85,8 @@ def test_what_becomes_of_releases(releases, verdict, status, tmp_path, monkeypat
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755 | stat.S_IXUSR)
-    monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path: str(tmp_path / name))
+    monkeypatch.setattr(torch_matrix.shutil, "which", lambda name, path="": str(tmp_path / name))
+    monkeypatch.setattr(old_userland, "prepare", lambda folder: folder)
     monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     output = tmp_path / "out"
     assert torch_matrix.main([__file__, "--releases", *releases, "--output", str(output)]) == status
@@ -93,3 +101,37 @@ def test_what_becomes_of_releases(releases, verdict, status, tmp_path, monkeypat
         assert "environment" in found["2.8.0"]["checks"] and "torch-2.8.0.log" in printed
         assert "no wheel" in (output / "torch-2.8.0.log").read_text()
     assert not (output / "torch-2.7.1").exists() and torch_releases.RELEASES
+
+
+def test_each_release_has_a_python_and_none_is_left_out():
+    assert tuple(torch_matrix.PYTHONS) == torch_releases.RELEASES
+    ours = range(check_build_env.PYTHON_OLDEST[1], check_build_env.PYTHON_NEWEST[1] + 1)
+    # of 3.14 uv has none here: docs/install.md says what was tried with it
+    assert set(torch_matrix.PYTHONS.values()) == {f"3.{minor}" for minor in ours} - {"3.14"}
+
+
+@NEEDS_COMPILER
+def test_the_program_that_opens_the_libraries_elsewhere(tmp_path):
+    """With this Linux's libraries; tools/old_userland.py has an older one's."""
+    program = tmp_path / "load"
+    source = REPOSITORY / "tools" / "old_userland.c"
+    subprocess.run(["gcc", "-O1", source, "-o", program, "-ldl", "-lm"], check=True)
+
+    def opened(*libraries: Path) -> subprocess.CompletedProcess:
+        return subprocess.run([program, *libraries], capture_output=True, text=True)
+
+    libraries = [Path(torch.__file__).parent / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
+    ran = opened(*libraries, LIBRARY)
+    assert ran.returncode == 0, ran.stderr
+    missing = opened(*libraries, tmp_path / "libvolta_fa.so")
+    assert missing.returncode == 1 and "libvolta_fa.so" in missing.stderr
+    assert opened(*libraries).returncode == 1
+
+
+def test_a_machine_without_an_older_userland(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(old_userland.Unavailable, match="no apt-get here"):
+        old_userland.prepare(tmp_path / "old")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "load").touch()
+    assert old_userland.prepare(tmp_path / "old") == tmp_path / "old"

@@ -1,6 +1,7 @@
 """Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
+    python tools/bootstrap.py .venv-2.10.0 torch==2.10.0    # with this release of torch, whatever else there is
     python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise the other EXTRAS
 
 - If the Python that runs this has a torch that volta_fa supports (tools/torch_releases.py), that torch is used as it is: the
@@ -103,7 +104,10 @@ class Environment:
             raise SystemExit(f"volta_fa: `{' '.join(map(str, command))}` failed: its last lines above say why")
 
 
-def install_torch(environment: Environment) -> None:
+def install_torch(environment: Environment, wanted: str | None = None) -> None:
+    if wanted:
+        environment.pip_install(wanted)
+        return
     problem = check_torch()
     if Path(sys.prefix) == environment.folder:
         # made earlier, with the torch that was decided on then
@@ -188,18 +192,20 @@ def make_cuda_home(home: Path, wheels: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[1:] not in ([], *([extra] for extra in EXTRAS)):
-        print(f"usage: {Path(__file__).name} FOLDER [{' | '.join(EXTRAS)}]", file=sys.stderr)
+    releases = [f"torch=={release}" for release in torch_releases.RELEASES]
+    if not arguments or arguments[1:] not in ([], *([word] for word in (*EXTRAS, *releases))):
+        print(f"usage: {Path(__file__).name} FOLDER [{' | '.join(EXTRAS)} | {' | '.join(releases)}]", file=sys.stderr)
         return 2
     if problem := check_python():
         print(f"volta_fa: {problem}", file=sys.stderr)
         return 1
     environment = Environment(Path(arguments[0]))
-    if len(arguments) == 2:
-        environment.pip_install("--quiet", "-r", REQUIREMENTS / f"{arguments[1]}.txt")
+    wanted = arguments[1] if len(arguments) == 2 else None
+    if wanted in EXTRAS:
+        environment.pip_install("--quiet", "-r", REQUIREMENTS / f"{wanted}.txt")
         return 0
     environment.create()
-    install_torch(environment)
+    install_torch(environment, wanted)
     environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
     install_nvrtc(environment)
     install_nvdisasm(environment)

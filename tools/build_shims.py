@@ -9,7 +9,9 @@ setup.py calls build().
 from __future__ import annotations
 
 import argparse
+import contextlib
 import filecmp
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -60,10 +62,14 @@ def _minor_of(folder: Path) -> str:
     return f"{numbers['TORCH_VERSION_MAJOR']}.{numbers['TORCH_VERSION_MINOR']}"
 
 
-def _program(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """A build tool, this environment's before others on PATH."""
+def program(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A build tool, this environment's before others on PATH, before that of another environment whose packages this one sees."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", "")])
     found = shutil.which(name, path=path)
+    if found is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = [Path(file.locate()) for file in importlib.metadata.files(name) or () if file.name == name]
+            found = next((str(file.resolve()) for file in installed if os.access(file, os.X_OK) and file.is_file()), None)
     if found is None:
         raise SystemExit(f"volta_fa: {name} is not installed for {sys.executable}")
     return found
@@ -79,13 +85,13 @@ def build(core: Path, package: Path, *, releases: str = "", linker: str = "") ->
         "VOLTA_FA_TORCH": ";".join(f"{release}={folder}" for release, folder in folders.items()),
         "VOLTA_FA_LINKER": linker,
     }
-    configure = [_program("cmake"), "-G", "Ninja", "-S", ROOT / "torch_ops", "-B", work, f"-DCMAKE_MAKE_PROGRAM={_program('ninja')}"]
+    configure = [program("cmake"), "-G", "Ninja", "-S", ROOT / "torch_ops", "-B", work, f"-DCMAKE_MAKE_PROGRAM={program('ninja')}"]
     configure += [f"-D{name}={value}" for name, value in settings.items()]
     # A target folder that checkouts share, as CARGO_TARGET_DIR can name one: CMake refuses what it has not configured itself.
     cache = work / "CMakeCache.txt"
     if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT / 'torch_ops'}\n" not in cache.read_text():
         shutil.rmtree(work)
-    for command in (configure, [_program("cmake"), "--build", work]):
+    for command in (configure, [program("cmake"), "--build", work]):
         ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if ran.returncode != 0:
             print(ran.stdout, end="", file=sys.stderr)

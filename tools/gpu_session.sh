@@ -6,9 +6,9 @@
 # OUT gets gpu-table.{json,png,md,txt}, gpu-memory.{json,png,md} and gpu-training.{json,png,md}; `python -m benchmarks.docs OUT` puts them into
 # the page. Needs a built library (`make build`), torch, rich and matplotlib; nothing is installed or built here.
 #
-# On a GPU newer than Volta the driver compiles the kernels from PTX at first use (seconds for each) and emulates
-# m8n8k4, so the table stops to start shapes after 150 seconds. Its longest shapes come last: the table says what
-# was left out. The largest eager case (fp32, N=8192, 32 heads) takes about 45 GiB; where that is not there, the table
+# Of the kernels that the GPU prefers; with VOLTA_FA_FAMILY=volta in the environment, of Volta's. On a GPU newer than these families
+# the driver compiles them from PTX at first use (seconds for each), and emulates Volta's tensor-core instructions, so the table stops to
+# start shapes after 150 seconds. Its longest shapes come last: the table says what was left out. The largest eager case (fp32, N=8192, 32 heads) takes about 45 GiB; where that is not there, the table
 # says so.
 set -eu
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
@@ -19,9 +19,6 @@ mkdir -p "$1"
 out=$(cd "$1" && pwd)
 python=${2:-python3}
 cd "$(dirname "$0")/.."
-# the tables are of Volta's kernels, also where a GPU prefers a newer family's
-export VOLTA_FA_FAMILY=volta
-
 run() {
     timeout "$1" "$python" -m "benchmarks.$2" --device cuda --json "$out/gpu-$2.json" --plot "$out/gpu-$2.png" --markdown "$out/gpu-$2.md" $3
 }

@@ -6,6 +6,7 @@
 
 The checks are those of tools/torch_matrix_checks.py. Prints a table, and leaves a JSON and a Markdown file in --output. Environments
 come from uv, whose cache they are links into, and are removed as soon as their release is done: about 12 GB are needed at a time.
+Each release has another of the supported Pythons, where there is one; on Debian the libraries also load with an older Debian's.
 
 Exit status: 0 if every check passed, 1 if one did not, 2 if a release could not be tried.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import old_userland
 import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,11 @@ MARKS = ("<!-- the matrix: tools/torch_matrix.py --docs -->", "<!-- end of the m
 _REQUIREMENTS = ROOT / "tools" / "requirements"
 #: The oldest release that volta_fa.transformers supports and what it needs, for a folder of its own; and the newest.
 OLD_TRANSFORMERS, NEW_TRANSFORMERS = _REQUIREMENTS / "transformers-4.57.txt", _REQUIREMENTS / "test.txt"
+#: The Python of each release's environment, in turn the oldest and the newest that both know; this one where uv finds no such.
+PYTHONS = {
+    "2.7.1": "3.10", "2.8.0": "3.13", "2.9.1": "3.12", "2.10.0": "3.10", "2.11.0": "3.13",
+    "2.12.1": "3.12", "2.13.0": "3.10", "2.14.1": "3.11", "2.15.0": "3.13",
+}  # fmt: skip
 #: Of a release's checks, of one process.
 TIMEOUT_S = 1200
 OK, ABSENT = "ok", "-"
@@ -90,6 +97,18 @@ class Matrix:
             raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/matrix.txt")
         # beside the environments, whose files are links to those in it
         self.cache = self.folder / "uv-cache"
+        self.userland = {}
+        try:
+            self.userland["OLD_USERLAND"] = str(old_userland.prepare(self.folder / "old-userland"))
+        except old_userland.Unavailable as reason:
+            print(f"volta_fa: nothing is loaded with older libraries: {reason}", file=sys.stderr)
+
+    def python_for(self, release: str) -> str:
+        """What uv is to make the environment with."""
+        if self.options.python:
+            return self.options.python
+        find = [self.uv, "python", "find", "--no-python-downloads", "--no-project", PYTHONS[release]]
+        return subprocess.run(find, capture_output=True, text=True).stdout.strip() or sys.executable
 
     def install(self, python: Path, *arguments: str | Path, log: Path) -> None:
         run([self.uv, "pip", "install", "--quiet", "--python", python, *arguments], log, UV_CACHE_DIR=str(self.cache))
@@ -112,7 +131,7 @@ class Matrix:
     def checks_of(self, release: str, folder: Path, log: Path, found: Release) -> dict[str, str]:
         python = folder / "bin" / "python"
         environment = {"UV_CACHE_DIR": str(self.cache)}
-        run([self.uv, "venv", "--quiet", "--clear", "--python", self.options.python, folder], log, **environment)
+        run([self.uv, "venv", "--quiet", "--clear", "--python", self.python_for(release), folder], log, **environment)
         newest = pin_of_transformers(NEW_TRANSFORMERS)
         self.install(python, f"torch=={release}", "numpy", newest, self.options.wheel.absolute(), log=log)
         found.python = run([python, "-c", "import platform; print(platform.python_version())"], log).strip()
@@ -124,7 +143,8 @@ class Matrix:
             (("transformers",), oldest, pin_of_transformers(OLD_TRANSFORMERS)),
             (("transformers",), None, newest),
         ):
-            output = run([python, CHECKS, *arguments], log, OMP_WAIT_POLICY="PASSIVE", **({"PYTHONPATH": str(path)} if path else {}))
+            added = {"OMP_WAIT_POLICY": "PASSIVE", **self.userland, **({"PYTHONPATH": str(path)} if path else {})}
+            output = run([python, CHECKS, *arguments], log, **added)
             answer = json.loads(output.splitlines()[-1])
             found.torch = answer["torch"]
             verdicts |= {suffix.replace("==", " ") or name: verdict for name, verdict in answer["checks"].items()}
@@ -164,10 +184,10 @@ def print_table(releases: list[Release], console: Console) -> None:
 def markdown(releases: list[Release], wheel: str, date: str) -> str:
     """The table, with what it is of and why something is absent below it."""
     lines = [f"| | {' | '.join(release.torch or release.release for release in releases)} |", "| --- |" + " --- |" * len(releases)]
+    lines += [f"| Python | {' | '.join('.'.join(release.python.split('.')[:2]) for release in releases)} |"]
     lines += [f"| {name} | {' | '.join(cell(release, name) for release in releases)} |" for name in names_of(releases)]
     reasons = {f"{name}: {v.removeprefix('- ')}" for r in releases for name, v in r.checks.items() if v.startswith(ABSENT)}
-    pythons = ", ".join(sorted({release.python for release in releases if release.python}))
-    lines += ["", f"{date}, `{wheel}`, Python {pythons}, Linux {platform.machine()} without a GPU."]
+    lines += ["", f"{date}, `{wheel}`, Linux {platform.machine()} without a GPU."]
     lines += [f"Absent (-): {'; '.join(sorted(reasons))}." if reasons else ""]
     return "\n".join(lines).strip() + "\n"
 
@@ -182,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--releases", nargs="+", metavar="RELEASE", choices=torch_releases.RELEASES, default=torch_releases.RELEASES)
-    parser.add_argument("--python", default="3.11", help="version or path, for uv (default: 3.11, for which every release has a wheel)")
+    parser.add_argument("--python", help="version or path, for uv (default: of each release another, where uv finds it)")
     parser.add_argument("--output", type=Path, default=ROOT / "target" / "torch-matrix", help="folder of environments, logs and results")
     parser.add_argument("--keep", action="store_true", help="leave the environments and uv's cache")
     parser.add_argument("--docs", action="store_true", help="put the table of all releases into docs/install.md")

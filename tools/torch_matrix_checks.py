@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import old_userland as old_libraries
 import torch_releases
 import volta_fa
 
@@ -101,6 +102,15 @@ def stream() -> None:
     if torch.version.cuda is None:
         raise NotHereError("a torch for the CPU")
     ctypes.CDLL("libtorch_cuda.so", os.RTLD_LAZY | os.RTLD_NOLOAD)[torch_releases.STREAM_FUNCTION]
+
+
+@check
+def old_userland() -> None:
+    """The libraries load and compute with an older Linux's C and C++ libraries, without Python."""
+    if "OLD_USERLAND" not in os.environ:
+        raise NotHereError("this machine has no older libraries")
+    shim = volta_fa.library_path()
+    assert not (said := old_libraries.complaint(Path(os.environ["OLD_USERLAND"]), Path(torch.__file__).parent, shim)), said
 
 
 # ---- results -----------------------------------------------------------------------------------------------------------

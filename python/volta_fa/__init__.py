@@ -1,4 +1,4 @@
-"""Exact attention, forward and backward, for NVIDIA Volta GPUs, as native PyTorch operators.
+"""Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators.
 
 Importing this package loads the native library, which registers
 

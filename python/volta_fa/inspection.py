@@ -60,10 +60,10 @@ def kernel_family(device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return None
-    return _families(torch.cuda.get_device_capability(device))[0]["name"]
+    return families(torch.cuda.get_device_capability(device))[0]["name"]
 
 
-def _families(capability: tuple[int, int]) -> list[dict[str, Any]]:
+def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
     """The families that such a device runs, name and whether natively, in the order of preference; one without a name for none."""
     return json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
 
@@ -71,7 +71,7 @@ def _families(capability: tuple[int, int]) -> list[dict[str, Any]]:
 def _device(index: int) -> dict[str, Any]:
     capability = torch.cuda.get_device_capability(index)
     try:
-        preferred = _families(capability)[0]
+        preferred = families(capability)[0]
     except ValueError as error:  # VOLTA_FA_FAMILY names one that this device does not run: the report says so
         preferred = {"name": f"none: {error}", "native": False}
     return {

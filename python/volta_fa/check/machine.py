@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import remedies
 from ..inspection import info
 from .kernels import Target
 
@@ -118,12 +119,7 @@ def remedy(sm: str) -> str:
     """Which torch to install for a card that this one leaves out."""
     if sm not in ("sm_70", "sm_72"):
         return "Install a torch whose torch.cuda.get_arch_list() has it."
-    # the last release whose builds for CUDA 12.6 exist, and have Volta's code
-    last = (2, 14)
-    release = torch.__version__.split("+")[0]
-    known = tuple(int(part) for part in release.split(".")[:2])
-    release = release if known <= last else ".".join(map(str, last))
     return (
-        f"For Volta run `pip install 'torch=={release}' --index-url https://download.pytorch.org/whl/cu126`: "
+        f"For Volta run `{remedies.torch_for_volta(torch.__version__)}`: "
         "PyTorch's builds for CUDA 12.8 up to 2.10 and for 12.6 up to 2.14 have it."
     )

@@ -14,7 +14,7 @@ from . import check, demo, info
 _COMMANDS = (demo, info, check)
 
 _DESCRIPTION = """\
-Exact attention, forward and backward, for NVIDIA Volta GPUs, as native PyTorch operators
+Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators
 (torch.ops.volta_fa.fwd and .bwd). It runs on the CPU too, without any GPU or CUDA toolkit.
 """
 
@@ -28,8 +28,8 @@ examples:
   python -m volta_fa check --tune        and make it faster where another kernel is
 
 environment:
-  VOLTA_FA_SIMULATE=1   run float16 and bfloat16 CPU tensors through the sm_70 machine code in the
-                        simulator
+  VOLTA_FA_SIMULATE=1   run float16 and bfloat16 CPU tensors through the machine code for sm_70 in the
+                        simulator, for sm_75 with VOLTA_FA_SIM_GPU=t4
 
 The operators' arguments, shapes and errors: python -c "import volta_fa; help(volta_fa)"
 """

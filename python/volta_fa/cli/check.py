@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from .. import remedies
 from ..errors import CommandError
 from ..inspection import info, kernel_family
 from .rich_import import require_rich
@@ -55,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose(name: str) -> str:
     """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
     count = torch.cuda.device_count()
+    # a card that torch cannot see is not one that was checked
+    hidden = remedies.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
+    if hidden:
+        raise CommandError(f"--device {name}: {'; '.join(hidden)} (--device cpu works everywhere)")
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":

@@ -16,8 +16,8 @@ SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and com
 DESCRIPTION = """\
 Train a small character-level GPT on the source of Python's standard library, once through volta_fa::fwd and
 volta_fa::bwd and once through PyTorch's scaled_dot_product_attention, from the same weights and on the same
-batches. Prints the losses side by side, step time and peak memory, and writes a plot. On a GPU it trains in
-float16 autocast with GradScaler, on a CPU in float32 (about a minute on two cores).
+batches. Prints the losses side by side, step time and peak memory, and writes a plot. On a GPU (Volta's kernels on Volta, Turing's on
+Turing and what is newer) it trains in float16 autocast with GradScaler, on a CPU in float32 (about a minute on two cores).
 
 With --ranks 2 volta_fa trains in two processes that share each sequence: ring attention, over NCCL with as many GPUs and
 over gloo on a CPU. Its losses have to agree with PyTorch's of one process just as well.

@@ -19,7 +19,7 @@ from .agreement import Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Run, Settings
 
-# Sizes: the CPU's finish within two minutes on two cores; the GPU's keep a V100 busy for about a minute.
+# Sizes: the CPU's finish within two minutes on two cores; the GPU's are meant to keep a V100 or a T4 busy for a minute or a few.
 _CPU = Settings(layers=4, nheads=4, headdim=32, seqlen=128, batch=8, steps=150)
 _CUDA = Settings(layers=6, nheads=6, headdim=64, seqlen=512, batch=16, steps=300, half=True)
 _QUICK_STEPS = 15

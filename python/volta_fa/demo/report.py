@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..inspection import kernel_family
+from ..inspection import families, kernel_family
 from ..version import __version__
 from .agreement import Comparison
 from .train import Run, Settings
@@ -33,12 +33,19 @@ def say(text: str) -> None:
     _console.print(text)
 
 
+def _code(major: int, minor: int) -> str:
+    """How a GPU of this compute capability gets the kernels that it prefers."""
+    if families((major, minor))[0]["native"]:
+        return f"machine code for sm_{major}{minor}"
+    return "through PTX that the driver compiles"
+
+
 def introduce(settings: Settings, device: torch.device, tokens: int, files: int, runs: Sequence[Run]) -> None:
     """What was found on this machine, and what will be done with it."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         found = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-        kernels = f"family {kernel_family(device)}"
+        kernels = f"family {kernel_family(device)}, {_code(major, minor)}"
     else:
         found = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
         kernels = "CPU backend (ATen operations)"
