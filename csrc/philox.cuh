@@ -21,14 +21,38 @@ struct Philox {
         uint4 c = make_uint4(column / 4, row, head, offset);
         unsigned k0 = key[0], k1 = key[1];
 #pragma unroll
-        for (int round = 0; round < 7; round++) {
-            const unsigned long long low = 0xD2511F53ull * c.x, high = 0xCD9E8D57ull * c.z;
-            c = make_uint4(static_cast<unsigned>(high >> 32) ^ c.y ^ k0, static_cast<unsigned>(high),
-                           static_cast<unsigned>(low >> 32) ^ c.w ^ k1, static_cast<unsigned>(low));
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
+        for (int i = 0; i < kRounds; i++) {
+            c = round(c, k0, k1);
+            k0 += kKeySteps[0];
+            k1 += kKeySteps[1];
         }
         return c;
+    }
+
+    // For a kernel with registers to spare: the keys of all rounds, and the numbers by them.
+    static constexpr int kRounds = 7;
+    struct RoundKeys {
+        unsigned key[kRounds][2];
+    };
+    __device__ __forceinline__ RoundKeys round_keys() const {
+        RoundKeys of;
+#pragma unroll
+        for (int i = 0; i < 2 * kRounds; i++) of.key[i / 2][i % 2] = key[i % 2] + i / 2 * kKeySteps[i % 2];
+        return of;
+    }
+    __device__ __forceinline__ uint4 numbers(int row, int column, const RoundKeys& of) const {
+        uint4 c = make_uint4(column / 4, row, head, offset);
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) c = round(c, of.key[i][0], of.key[i][1]);
+        return c;
+    }
+
+private:
+    static constexpr unsigned kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u};
+    __device__ __forceinline__ static uint4 round(const uint4& c, unsigned k0, unsigned k1) {
+        const unsigned long long low = 0xD2511F53ull * c.x, high = 0xCD9E8D57ull * c.z;
+        return make_uint4(static_cast<unsigned>(high >> 32) ^ c.y ^ k0, static_cast<unsigned>(high),
+                          static_cast<unsigned>(low >> 32) ^ c.w ^ k1, static_cast<unsigned>(low));
     }
 };
 
@@ -39,13 +63,15 @@ struct DropoutRule {
     __device__ __forceinline__ explicit DropoutRule(const ScoreOptions& o)
         : threshold(o.dropout_threshold), inverted(o.dropout_inverted) {}
 
-    // 0xffff in each half of a word whose probability is kept. Halves without their signs are ordered as the 15-bit integers are,
-    // and what would be NaN is not below any threshold.
-    __device__ __forceinline__ unsigned kept_halves(unsigned numbers) const {
-        unsigned not_below;
-        asm("{.reg .b32 x; abs.f16x2 x, %1; set.geu.u32.f16x2 %0, x, %2;}" : "=r"(not_below) : "r"(numbers), "r"(threshold));
-        return not_below ^ inverted;
+    // 0xffff in each half of a word that is not below the threshold. Halves without their signs are ordered as the 15-bit integers
+    // are, and what would be NaN is not below any threshold.
+    __device__ __forceinline__ unsigned not_below(unsigned numbers) const {
+        unsigned halves;
+        asm("{.reg .b32 x; abs.f16x2 x, %1; set.geu.u32.f16x2 %0, x, %2;}" : "=r"(halves) : "r"(numbers), "r"(threshold));
+        return halves;
     }
+    // The same of those whose probability is kept.
+    __device__ __forceinline__ unsigned kept_halves(unsigned numbers) const { return not_below(numbers) ^ inverted; }
     // A bit each, as kept_bit numbers them.
     __device__ __forceinline__ unsigned kept_bits(const uint4& numbers) const {
         return (kept_halves(numbers.x) & 0x10001) | (kept_halves(numbers.y) & 0x20002) | (kept_halves(numbers.z) & 0x40004) |

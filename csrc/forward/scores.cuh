@@ -199,26 +199,11 @@ struct KeptProbabilities {
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         bits = 0;
-        if constexpr (Layout::kKeys == 4) {
-            // Rolled, for the instruction cache.
+        static_assert(Layout::kKeys == 4, "a lane has all columns of a call");
+        // Rolled, for the instruction cache.
 #pragma unroll 1
-            for (int mt = 0; mt < RowTiles; mt++)
-                bits |= rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key)) << (kBitsOfTile * mt);
-        } else {
-            // Two lanes side by side have the same calls, of which each has two columns: of two row tiles one draws for the first
-            // and the other for the second. What is left over both draw.
-            static_assert(Layout::kKeys == 2 && Layout::kRowMates[0] == 1, "see above");
-            const int second = key >> 1 & 1;
-            const auto drawn = [&](int mt) { return rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key & ~3)); };
-#pragma unroll
-            for (int mt = 0; mt + 1 < RowTiles; mt += 2) {
-                const unsigned mine = drawn(mt + second), received = __shfl_xor_sync(~0u, mine, 1);
-                const unsigned both[2] = {second ? received : mine, second ? mine : received};
-                bits |= (both[0] | both[1] << kBitsOfTile) << (kBitsOfTile * mt);
-            }
-            if (RowTiles % 2 == 1) bits |= drawn(RowTiles - 1) << (kBitsOfTile * (RowTiles - 1));
-            bits >>= 16 * second;  // the lane's columns to where those of slots 0 and 1 are
-        }
+        for (int mt = 0; mt < RowTiles; mt++)
+            bits |= rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key)) << (kBitsOfTile * mt);
     }
     __device__ __forceinline__ bool operator()(int mt, int v) const {
         return bits >> (kBitsOfTile * mt + kept_bit(Layout::row_of(v), Layout::key_slot(v))) & 1;

@@ -1,5 +1,5 @@
-// Main kernels that do one thing to scores besides, as those of the forward pass (turing/forward/one_feature.cuh): ALiBi and a bias are
-// what the accumulators of K Q^T begin with, in units of the products.
+// Main kernels that do one thing to scores besides, as those of the forward pass (turing/forward/one_feature.cuh): ALiBi and a bias
+// are what the accumulators of K Q^T begin with, in units of the products.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -36,17 +36,23 @@ struct InitialScores {
     uint2 loaded[N][2];
 
     // Queries from query_end on do not exist, or see none of the keys.
-    static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int query_end, int bytes) {
+    static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int query_end,
+                                                          int bytes) {
         const unsigned row = min(query, query_end - 1);
         return base + static_cast<unsigned long long>(row) * (static_cast<unsigned>(p.score_options.bias_row_stride) * bytes);
     }
     static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
         const ScoreOptions& o = p.score_options;
         return reinterpret_cast<const char*>(o.bias) +
-               (block_batch_here() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) * bytes;
+               (block_batch_here() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
+                   bytes;
     }
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
-        if (p.score_options.bias_is_fp32) return;
+        if (p.score_options.bias_is_fp32) {
+#pragma unroll
+            for (int i = 0; i < 2 * N; i++) loaded[i / 2][i % 2] = make_uint2(0, 0);
+            return;
+        }
         const ScorePlace<Layout> place(lane_here(), row, key);
         const char* base = bias_base(p, head, place.key(0), 2);
 #pragma unroll
@@ -57,23 +63,27 @@ struct InitialScores {
                 asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(loaded[n][r].x), "=r"(loaded[n][r].y) : "l"(from));
             }
     }
-    __device__ __forceinline__ void bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) const {
-        const float inverse_scale = __fdividef(kLog2e, p.problem.scale_log2);
+    static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
+        const float inverse_scale = __fdividef(1.f, p.problem.scale);
         const ScorePlace<Layout> place(lane_here(), row, key);
-        if (p.score_options.bias_is_fp32) {
-            const char* base = bias_base(p, head, place.key(0), 4);
+        const char* base = bias_base(p, head, place.key(0), 4);
 #pragma unroll
-            for (int n = 0; n < N; n++)
+        for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
-                    float of_keys[4];
-                    Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
+            for (int r = 0; r < 2; r++) {
+                const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
+                float of_keys[4];
+                Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) tile_of(s, n)[Layout::element(r, j)] = of_keys[j] * inverse_scale;
+                for (int j = 0; j < 4; j++) {
+                    float& x = tile_of(s, n)[Layout::element(r, j)];
+                    x = fmaf(of_keys[j], inverse_scale, x);
                 }
-            return;
-        }
+            }
+    }
+    // What S^T begins with: fp16. (Where it is fp32, nothing has been loaded.)
+    __device__ __forceinline__ void bias(Scores& s, const BwdParams& p) const {
+        const float inverse_scale = __fdividef(1.f, p.problem.scale);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll

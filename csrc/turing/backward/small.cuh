@@ -84,7 +84,7 @@ struct BackwardSmall {
                 if (kHasAlibi)
                     initial.alibi(s, p, rows.head, row, block_index_here() * S::kRows + thread_here() / 32 * 32);
                 else if (kHasBias)
-                    initial.bias(s, p, rows.head, row, range.end, block_index_here() * S::kRows + thread_here() / 32 * 32);
+                    initial.bias(s, p);
                 else
                     clear(s);
                 clear(dp);
@@ -109,6 +109,8 @@ struct BackwardSmall {
                 }
                 // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
+                if (kHasBias && p.score_options.bias_is_fp32)
+                    initial.add_fp32_bias(s, p, rows.head, row, range.end, block_index_here() * S::kRows + thread_here() / 32 * 32);
                 if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const u32 thread = thread_here();
@@ -171,9 +173,9 @@ struct BackwardSmall {
                             gradient[2 * i] = both.x, gradient[2 * i + 1] = both.y;
                         }
                         const u32 thread = thread_here();
-                        add_bias_gradient(gradient, p, rows.head,
-                                          ScorePlace<Layout>(Lane(thread % 32), row + 8 * n,
-                                                             block_index_here() * S::kRows + thread / 32 * 32));
+                        add_bias_gradient(
+                            gradient, p, rows.head,
+                            ScorePlace<Layout>(Lane(thread % 32), row + 8 * n, block_index_here() * S::kRows + thread / 32 * 32));
                     }
                 }
                 stats.load(p, rows, range.next_step(p, row));
@@ -201,7 +203,8 @@ struct BackwardSmall {
         write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
                        end.stored_k(), p.problem.headdim, Layout::key_of_lane);
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
-        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), dv_factor, key, end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
+        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), dv_factor, key,
+                       end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -141,6 +141,8 @@ struct BackwardSplit {
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, block_batch_here(), head, row_end, ScorePlace<Layout>(lane, row + 8 * n, key));
         }
+        if (kInitial && kHasBias && options.bias_is_fp32)
+            InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
         if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         if (!kGeneral || kInitial) {
 #pragma unroll
@@ -341,7 +343,7 @@ struct BackwardSplit {
                     if constexpr (kHasAlibi)
                         initial.alibi(s, p, head, row, warp_key_here());
                     else if constexpr (kHasBias)
-                        initial.bias(s, p, head, row, range.end, warp_key_here());
+                        initial.bias(s, p);
                 } else {
                     clear(s);
                 }

@@ -17,6 +17,8 @@ struct ForwardLayout {
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
     static constexpr bool kFourKeys = kGeneral;
+    // With dropout alone, the two in a tile are those whose random numbers are in one word (philox.cuh).
+    static constexpr bool kEverySecondKey = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
     // Two rows, each with two consecutive keys. Rows of Q may be dealt out in any order: with dropout a lane has two that share
     // random numbers (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
@@ -24,15 +26,15 @@ struct ForwardLayout {
     }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return (kFourKeys ? 4 : 2) * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
-    __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 1; }
+    __device__ __forceinline__ static constexpr int key_slot(int v) { return (v & 1) * (kEverySecondKey ? 2 : 1); }
     // How much further a lane's keys are in the second tile of a step.
-    static constexpr int kNextTile = kFourKeys ? 2 : kTileKeys;
+    static constexpr int kNextTile = kEverySecondKey ? 1 : kFourKeys ? 2 : kTileKeys;
     // Which key of a step row `row` of its 16 is.
     __device__ __forceinline__ static constexpr int key_of_row(int row) {
-        return kFourKeys ? row % 8 / 2 * 4 + row % 2 + row / 8 * 2 : row;
+        return kFourKeys ? row % 8 / 2 * 4 + key_slot(row) + row / 8 * kNextTile : row;
     }
 
-    static constexpr int kRows = 2, kKeys = 2;
+    static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
     static constexpr int kRowMates[2] = {1, 2};

@@ -31,11 +31,12 @@ struct InitialAlibi {
     }
 };
 
-// fp16 is loaded two steps ahead, the four keys of a lane at once; fp32 when it is needed.
+// fp16 is loaded a step ahead, the four keys of a lane at once; fp32 is added when the products are there.
 template <int RowTiles>
 struct InitialBias {
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
-    uint2 now[RowTiles][2], next[RowTiles][2];  // of the step whose second tile comes next, and of the one behind it
+    uint2 next[RowTiles][2];  // of a step
+    u32 second[RowTiles][2];  // of the second tile of the step before
     const char* base;
     unsigned row_bytes;
     int row;
@@ -48,56 +49,52 @@ struct InitialBias {
         const int bytes = o.bias_is_fp32 ? 4 : 2;
         base = reinterpret_cast<const char*>(o.bias) +
                (block_batch_here() * o.bias_batch_stride + head_here<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
-                ForwardLayout::first_key(lane)) * bytes;
+                ForwardLayout::first_key(lane)) *
+                   bytes;
         row_bytes = static_cast<unsigned>(o.bias_row_stride) * bytes;
         row = row_ + ForwardLayout::first_query(lane);
-        inverse_scale = 1.f / p.problem.scale_log2 * kLog2e;
-    }
-    // Where the lane's keys of a row are; keys beyond the last are the last four.
-    __device__ __forceinline__ const char* at(const FwdParams& p, int mt, int r, int key, int bytes) const {
-        const int i = min(row + ForwardLayout::kTileQueries * mt + ForwardLayout::row_slot(r), p.problem.seqlen_q - 1);
-        return base + static_cast<unsigned long long>(static_cast<unsigned>(i)) * row_bytes + key * bytes;
-    }
-    __device__ __forceinline__ int bounded(const FwdParams& p, int key) const {
-        return min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(lane_here())));
+        inverse_scale = 1.f / p.problem.scale;
+#pragma unroll
+        for (int i = 0; i < 2 * RowTiles; i++) next[i / 2][i % 2] = make_uint2(0, 0);  // as they stay where the bias is fp32
     }
     // `key` is the first of a step.
     __device__ __forceinline__ void load(const FwdParams& p, int key) {
         if (p.score_options.bias_is_fp32) return;
-        key = bounded(p, key);
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) next[mt][r] = __ldg(reinterpret_cast<const uint2*>(at(p, mt, r, key, 2)));
+        each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
-    __device__ __forceinline__ void advance() {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) now[mt][r] = next[mt][r];
-    }
-    // Of tile number `half` of the step from `key` on.
-    __device__ __forceinline__ void to(const FwdParams& p, Tile& s, int half, int key) const {
-        if (p.score_options.bias_is_fp32) {
-            key = bounded(p, key);
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    float bias[2];
-                    Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint2*>(at(p, mt, r, key, 4)) + half), bias);
-#pragma unroll
-                    for (int i = 0; i < 2; i++) s.tile[mt][0][2 * r + i] = bias[i] * inverse_scale;
-                }
-            return;
-        }
+    // What the scores of tile number `half` of a step begin with; of the first one, the step that was loaded.
+    __device__ __forceinline__ void to(Tile& s, int half) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float2 bias = to_float2(half ? now[mt][r].y : now[mt][r].x);
+                const float2 bias = to_float2(half ? second[mt][r] : next[mt][r].x);
                 s.tile[mt][0][2 * r] = bias.x * inverse_scale;
                 s.tile[mt][0][2 * r + 1] = bias.y * inverse_scale;
+                if (half == 0) second[mt][r] = next[mt][r].y;
+            }
+    }
+    // Adds that of tile number `half` of the step from `key` on, if it is fp32.
+    __device__ __forceinline__ void add_fp32(const FwdParams& p, Tile& s, int half, int key) const {
+        each(p, key, 4, [&](int mt, int r, const char* from) {
+            float bias[2];
+            Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint2*>(from) + half), bias);
+#pragma unroll
+            for (int i = 0; i < 2; i++) s.tile[mt][0][2 * r + i] = fmaf(bias[i], inverse_scale, s.tile[mt][0][2 * r + i]);
+        });
+    }
+
+private:
+    // f(row tile, row, where the lane's four keys of that row are); keys beyond the last are the last four.
+    template <class F>
+    __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
+        key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(lane_here())));
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int i = min(row + ForwardLayout::kTileQueries * mt + ForwardLayout::row_slot(r), p.problem.seqlen_q - 1);
+                f(mt, r, base + static_cast<unsigned long long>(static_cast<unsigned>(i)) * row_bytes + key * bytes);
             }
     }
 };
@@ -115,46 +112,42 @@ struct CappedSoftmax {
     __device__ __forceinline__ float logistic(float product) const {
         return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f);
     }
-    // Moves the reference of a row whose largest product is above its limit to that; returns the factor for what has been
-    // accumulated.
-    __device__ __forceinline__ float move_reference(SoftmaxRow& row, float product) const {
-        SoftmaxRow moved = row;
-        const float factor = moved.template move_reference<MovedRows::kAll>(logistic(product) * scale_log2, 1.f, 1.f);
-        // The product whose score is the new limit; none, where scores do not rise so far.
-        const float inverse = scale_log2 / moved.limit;
-        moved.limit = moved.limit < 0.f ? log2_approx(inverse - 1.f) / to_exponent : positive_infinity();
-        if (!(product > row.limit)) return 1.f;
-        row = moved;
-        return factor;
-    }
 };
 
 // Which of a step's probabilities dropout keeps: a call of the random numbers has the eight of a lane in one row tile.
 template <int RowTiles>
 struct KeptOfStep {
-    u32 kept[RowTiles][2][2];  // [row][tile of keys]: 0xffff for each of two keys that is kept
+    u32 verdicts[RowTiles][2][2];  // [row][tile of keys]: 0xffff for each of two numbers that is not below the threshold
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
-        return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads +
-                                                     head_here<ForwardLayout::kEitherOrder>(p.problem));
+        return KeptProbabilities<ForwardLayout, RowTiles>::numbers_of(p);
     }
-    // `row` and `key` are the warp's and the step's first.
-    __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
+    // `numbers(row, key)` are those of a call; `row` and `key` the warp's and the step's first.
+    template <class Numbers>
+    __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
         const Lane lane(lane_here());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const uint4 of = philox.numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
-                                            key + ForwardLayout::first_key(lane));
-            kept[mt][0][0] = rule.kept_halves(__byte_perm(of.x, of.y, 0x5410));
-            kept[mt][0][1] = rule.kept_halves(__byte_perm(of.x, of.y, 0x7632));
-            kept[mt][1][0] = rule.kept_halves(__byte_perm(of.z, of.w, 0x5410));
-            kept[mt][1][1] = rule.kept_halves(__byte_perm(of.z, of.w, 0x7632));
+            const uint4 of = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),
+                                     key + ForwardLayout::first_key(lane));
+            const u32 words[2][2] = {{of.x, of.y}, {of.z, of.w}};
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    verdicts[mt][r][half] = rule.not_below(ForwardLayout::kEverySecondKey
+                                                               ? words[r][half]
+                                                               : __byte_perm(words[r][0], words[r][1], half ? 0x7632 : 0x5410));
         }
     }
-    __device__ __forceinline__ void keep_all() {
+    __device__ __forceinline__ void keep_all(const FwdParams& p) {
 #pragma unroll
-        for (int i = 0; i < 4 * RowTiles; i++) kept[i / 4][i / 2 % 2][i % 2] = ~0u;
+        for (int i = 0; i < 4 * RowTiles; i++) verdicts[i / 4][i / 2 % 2][i % 2] = ~p.score_options.dropout_inverted;
+    }
+    // Of two packed probabilities of tile number `half` those that are kept.
+    __device__ __forceinline__ u32 of(const FwdParams& p, u32 probabilities, int mt, int r, int half) const {
+        return probabilities & (verdicts[mt][r][half] ^ p.score_options.dropout_inverted);
     }
 };
 

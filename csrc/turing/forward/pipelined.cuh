@@ -68,12 +68,16 @@ struct ForwardPipelined {
     static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept =
-        !(kFull && (kPaged || (RowTiles == 1 && kRagged && !kGeneral)));  // else a thread's chunks are derived each time
+    static constexpr bool kPlacesKept = !(kFull && (kPaged || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
     static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
     static constexpr bool kPagesAhead = !(kFull && RowTiles > 1);    // else a page's number is loaded when it is used
     static constexpr bool kMaskKept =
         !(kFull && RowTiles == 1 && kRagged && (kGeneral || !kPaged));  // else it is derived in each masked tile
+    // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
+    // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
+    static constexpr bool kTestedFirst = kFull || Headdim <= 32;
+    static_assert(!kTestedFirst || !kOneFeature, "see move_references_first");
+    static constexpr bool kKeysKept = kHeld < 144;  // of dropout's random numbers, those of all rounds
     static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
     // From the address of a chunk of group 0 to that of group c in the same row.
@@ -103,28 +107,67 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSequence(p, block_batch_here()));
     }
 
-    __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, Output& o,
-                                                           Probabilities& p_last) {
-        const auto rescale_row = rescale_output<ForwardLayout>(o);
-        const auto rescale = [&](int mt, int r, float factor) {
-            rescale_row(mt, r, factor);
-            multiply_halves(p_last[mt][r], factor);
-        };
-        if (kCapped) {
-            const CappedSoftmax capped(p);
+    // The softmax of one tile, whose probabilities may turn out to be too large.
+    struct TileSoftmax {
+        float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
+        bool exceeds = false;  // whether one of them may be above 2^(kPackedOne + kSlack), packed
+
+        // Of row r of row tile mt; with MayMask scores may be -inf.
+        template <bool MayMask>
+        __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
+                                                     int r) {
+            if (kTestedFirst) {
+                SoftmaxRow& row = softmax.row[mt][r];
+                float x[2];
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
+                for (int i = 0; i < 2; i++) x[i] = row.probability(s.tile[mt][0][2 * r + i], scale);
+                return pack_probabilities(x[0], x[1]);
+            }
+            float x[2];
 #pragma unroll
-                for (int r = 0; r < ForwardLayout::kRows; r++) {
-                    float m = s.lane_maximum(mt, r);
-                    for (int mate : ForwardLayout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
-                    rescale(mt, r, capped.move_reference(softmax.row[mt][r], m));
-                }
-            return;
+            for (int i = 0; i < 2; i++) {
+                const float score = s.tile[mt][0][2 * r + i];
+                const float exponent =
+                    fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].reference);
+                x[i] = kCapped && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
+            }
+            sum[mt][r] = x[0] + x[1];
+            exceeds |= sum[mt][r] > kLargestSum;
+            return pack_probabilities(x[0], x[1]);
         }
+    };
+    static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kSlack - 112): see softmax.cuh
+    static_assert(kPackedOne + kSlack == 15.f, "2^-97");
+
+    // Moves references to the maxima of the last tile, s, whose probabilities were too large, and computes these again.
+    __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, TileSoftmax& of_tile,
+                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
+                                                           const KeptOfStep<RowTiles>& kept, int half) {
+        const auto rescale = rescale_output<ForwardLayout>(o);
+        of_tile.exceeds = false;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                float m = s.lane_maximum(mt, r);
+                for (int mate : ForwardLayout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                if (kCapped) m = CappedSoftmax(p).logistic(m);
+                rescale(mt, r, softmax.row[mt][r].template move_reference<MovedRows::kAll>(m, scale, 0.f));
+                p_last[mt][r] = of_tile.template probabilities<true>(p, s, softmax, scale, mt, r);
+                if (kHasDropout) p_last[mt][r] = kept.of(p, p_last[mt][r], mt, r, half);
+            }
+    }
+
+    // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
+    __device__ __forceinline__ static void move_references_first(const Tile& s, Softmax& softmax, float scale, Output& o,
+                                                                 Probabilities& p_last) {
         // 1 / scale again, so that it holds no register in between
         const float inverse_scale = kModified ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
-        s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, rescale);
+        const auto rescale = rescale_output<ForwardLayout>(o);
+        s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
+            rescale(mt, r, factor);
+            multiply_halves(p_last[mt][r], factor);
+        });
     }
 
     __device__ __forceinline__ static void run(const FwdParams& p) {
@@ -206,12 +249,10 @@ struct ForwardPipelined {
                 }
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
-                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(thread_index_here())),
-                                          key_end - 1);
+                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(thread_index_here())), key_end - 1);
                 if (pass < StreamV::kPasses)
                     v.template load<false>(v_data, pass, v_stride,
-                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(thread_index_here())),
-                                           key_end - 1);
+                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(thread_index_here())), key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
@@ -223,26 +264,32 @@ struct ForwardPipelined {
             // Modified scores are in units of log2 already.
             const float scale = kModified ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
+            TileSoftmax of_tile;  // of the last one
             InitialAlibi<RowTiles> alibi;
             if (kInitialAlibi) alibi.start(p, mask, row);
             InitialBias<RowTiles> bias;
             if (kInitialBias) {
                 bias.start(p, row);
                 bias.load(p, key);
-                bias.advance();
-                bias.load(p, key_after(key, 1));
             }
             // What the scores of a tile begin with; `first_key` is the first of its step.
             const auto begin = [&](Tile& s, int half, int first_key) {
                 if (kInitialAlibi)
                     alibi.to(s, first_key + half * kNextTile);
                 else if (kInitialBias)
-                    bias.to(p, s, half, first_key);
+                    bias.to(s, half);
                 else
                     s.clear();
             };
             KeptOfStep<RowTiles> kept;
             const Philox philox = kCarriedDropout ? kept.numbers_of(p) : Philox();
+            Philox::RoundKeys round_keys;
+            if (kCarriedDropout && kKeysKept) {
+                round_keys = philox.round_keys();
+#pragma unroll
+                for (int i = 0; i < 2 * Philox::kRounds; i++)
+                    round_keys.key[i / 2][i % 2] = pinned(static_cast<int>(round_keys.key[i / 2][i % 2]));
+            }
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
@@ -258,6 +305,7 @@ struct ForwardPipelined {
             // Scores of even and of odd tiles.
             Tile scores[2];
             begin(scores[0], 0, key);
+            if (kInitialBias) bias.load(p, key_after(key, 1));
             Fragments fragments;
 #pragma unroll
             for (int c = 0; c < kGroups; c++) {
@@ -268,6 +316,18 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
+            // Ends the softmax of the last tile, number `half` of its step: its scores are still there. Only here, where its
+            // successor's products are done, is it looked at whether its probabilities were too large: the test then waits for
+            // nothing.
+            const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
+                if (kTestedFirst) return;
+                if (__any_sync(~0u, of_tile.exceeds)) move_references(p, s, of_tile, softmax, scale, o, p_last, kept, half);
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += of_tile.sum[mt][r];
+            };
+
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
             // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next
             // call begins with, at k_ahead and v_ahead. `half`: the step's first or second.
@@ -275,7 +335,8 @@ struct ForwardPipelined {
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half) {
                 const int first_key = step_key + half * kNextTile;
-                const CappedSoftmax capped(p);
+                end_softmax(s_next, p_last, 1 - half);
+                if (kInitialBias && p.score_options.bias_is_fp32) bias.add_fp32(p, s, half, step_key);
                 if (kModified) {
                     s.modify(p, mask, warp_row_here(p), first_key);
                     if (kHasBias && p.score_options.bias) {
@@ -285,19 +346,21 @@ struct ForwardPipelined {
                     }
                 }
                 if (kHasDropout && !kCarriedDropout && half == 0) {
-                    if (p.score_options.rng_state)
-                        kept.draw(p, kept.numbers_of(p), warp_row_here(p), step_key);
-                    else
-                        kept.keep_all();
+                    if (p.score_options.rng_state) {
+                        const Philox philox = kept.numbers_of(p);
+                        kept.draw(p, warp_row_here(p), step_key, [&](int row, int key) { return philox.numbers(row, key); });
+                    } else {
+                        kept.keep_all(p);
+                    }
                 }
                 if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
-                if (s.exceed_limit(softmax)) move_references(p, s, softmax, scale, o, p_last);
+                if (kTestedFirst && s.exceed_limit(softmax)) move_references_first(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
-                if (kCarriedDropout && half == 0) kept.draw(p, philox, warp_row_here(p), step_key);
-                if (kInitialBias && half == 0) {
-                    bias.advance();
-                    bias.load(p, key_after(step_key, 2));
-                }
+                if (kCarriedDropout && half == 0)
+                    kept.draw(p, warp_row_here(p), step_key, [&](int row, int key) {
+                        return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
+                    });
+                if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
 #pragma unroll
                 for (int c = 0; c < kMostGroups; c++) {
                     if (!kFragmentsAhead) {
@@ -326,17 +389,9 @@ struct ForwardPipelined {
                         for (int part = 0; part < kParts; part++)
                             if (part * 4 * kMostGroups / kParts == chunk) {
                                 const int mt = part / ForwardLayout::kRows, r = part % ForwardLayout::kRows;
-                                float x[2];
-#pragma unroll
-                                for (int w = 0; w < 2; w++) {
-                                    const float score = s.tile[mt][0][2 * r + w];
-                                    if (kCapped && may_mask && score == negative_infinity())
-                                        x[w] = 0.f;
-                                    else
-                                        x[w] = softmax.row[mt][r].probability(kCapped ? capped.logistic(score) : score, scale);
-                                }
-                                p_this[mt][r] = pack_probabilities(x[0], x[1]);
-                                if (kHasDropout) p_this[mt][r] &= kept.kept[mt][r][half];
+                                p_this[mt][r] = may_mask ? of_tile.template probabilities<true>(p, s, softmax, scale, mt, r)
+                                                         : of_tile.template probabilities<false>(p, s, softmax, scale, mt, r);
+                                if (kHasDropout) p_this[mt][r] = kept.of(p, p_this[mt][r], mt, r, half);
                             }
                     }
                 }
@@ -389,6 +444,7 @@ struct ForwardPipelined {
                     if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
                 }
             }
+            end_softmax(scores[1], probabilities[1], 1);
             if (kCapped)
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)

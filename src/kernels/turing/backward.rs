@@ -183,7 +183,7 @@ pub const BACKWARD: &[Variant] = &[
     with(Need::Softcap, "turing_bwd_softcap_64", SMALL[1], 255),
     with(Need::Softcap, "turing_bwd_softcap_128", SPLIT[2], 252),
     with(Need::Alibi, "turing_bwd_alibi_64", SMALL[1], 255),
-    with(Need::Bias, "turing_bwd_bias_64", SMALL[1], 255),
+    with(Need::Bias, "turing_bwd_bias_64", SMALL[1], 252),
     with(Need::Dropout, "turing_bwd_dropout_64", SMALL[1], 251),
     with(Need::Dropout, "turing_bwd_dropout_128", SPLIT[2], 250),
     SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
