@@ -61,7 +61,7 @@ fn the_smallest_tile_that_has_room() {
 }
 
 #[test]
-fn sequences_of_many_rows_are_anothers() {
+fn another_kernel_has_sequences_of_many_rows() {
     let a = cached(128, 8, 100);
     let mixed = plan(&a, true, &DeviceLimits::V100);
     assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
