@@ -20,5 +20,6 @@ pub const TABLES: &[&[variants::Variant]] = &[
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,
+    turing::APPEND,
     turing::DECODE,
 ];

@@ -1,9 +1,11 @@
 //! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
 
+mod append;
 mod backward;
 mod decode;
 mod forward;
 
+pub use append::APPEND;
 pub use backward::BACKWARD;
 pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
