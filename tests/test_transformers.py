@@ -419,10 +419,11 @@ def test_generate(name, how):
     one = {"input_ids": tokens(1), **options}
     found, calls = profile(lambda: generate(ours, **one))
     assert torch.equal(found, generate(eager, **one))
-    assert calls.cached == LAYERS * 7 and calls.biased == 0
+    if V5 or how != "static cache":
+        assert calls.cached == LAYERS * 7 and calls.biased == 0
 
 
-@pytest.mark.skipif(not V5, reason="4.57 hands no lengths to what is compiled")
+@pytest.mark.skipif(not V5, reason="4.57 has tensors as masks of static caches")
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_compiled_decoding_with_a_static_cache(name, kind):
@@ -657,9 +658,11 @@ if V5:
     "seqlen_q,past,kv_length,kv_offset", [(12, 0, 12, 0), (1, 11, 12, 0), (5, 7, 12, 0), (4, 0, 12, 0), (3, 5, 12, 0), (2, 10, 5, 7)]
 )
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
+@pytest.mark.parametrize("skip", [True, False], ids=["", "compiled"])
+def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind, skip):
     """It says the same as the tensor that transformers makes for SDPA, wherever there is something to see."""
     function, options = PATTERNS[pattern]
+    options = dict(options, allow_is_causal_skip=skip)
     visible = None if kind == "none" else padding(kind, 12).bool()
     arguments = dict(
         batch_size=BATCH, kv_length=kv_length, kv_offset=kv_offset, mask_function=function, attention_mask=visible, device="cpu",
@@ -673,6 +676,10 @@ def test_mask_function(pattern, seqlen_q, past, kv_length, kv_offset, kind):
     if isinstance(found, MaskRule):
         assert found.shape == expected.shape
         found = found.as_tensor()
+    if found.dtype == torch.int32:
+        assert seqlen_q == 1 and found.shape == (2, 1, 1, BATCH)
+        (begin, end), keys = found[:, 0, 0, :, None], torch.arange(kv_length)
+        found = ((begin <= keys) & (keys < end))[:, None, None]
     found = found.expand_as(expected)
     queries = slice(None) if visible is None else visible[:, past : past + seqlen_q]
     if visible is not None:

@@ -23,16 +23,19 @@ struct Operands {
 
 Result run(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
     const c10::DeviceGuard guard(t.q.device());
-    const KvCacheArgs args{handle(t.q), handle(t.k_cache), handle(t.v_cache), handle(t.k), handle(t.v),
-                           kvcache_option_args<int64_t>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS), current_stream(t.q)};
+    const KvCacheArgs args{handle(t.q),        handle(t.k_cache), handle(t.v_cache),
+                           handle(t.k),        handle(t.v),       kvcache_option_args<int64_t>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS),
+                           current_stream(t.q)};
     std::array<void*, 2> outputs{};
     check(volta_fa_fwd_kvcache(&args, outputs.data()));
     return {take_tensor(outputs[0]), take_tensor(outputs[1])};
 }
 
 Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
-    const KvCacheArgs args{handle(t.q), handle(t.k_cache), handle(t.v_cache), handle(t.k), handle(t.v),
-                           kvcache_option_args<c10::SymInt>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS), /*stream=*/nullptr};
+    const KvCacheArgs args{handle(t.q),       handle(t.k_cache),
+                           handle(t.v_cache), handle(t.k),
+                           handle(t.v),       kvcache_option_args<c10::SymInt>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS),
+                           /*stream=*/nullptr};
     check(volta_fa_check_fwd_kvcache(&args));
     c10::SymDimVector out(t.q.sym_sizes().begin(), t.q.sym_sizes().end());
     out.back() = t.v_cache.sym_sizes().back();
@@ -91,15 +94,16 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
     m.def("fwd_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, " VOLTA_FA_KVCACHE_OPTION_SCHEMA
           ") -> (Tensor out, Tensor softmax_lse)",
           {at::Tag::pt2_compliant_tag});
-    m.def("fwd_kvcache.append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, *, "
-          VOLTA_FA_KVCACHE_OPTION_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
-          {at::Tag::pt2_compliant_tag});
+    m.def(
+        "fwd_kvcache.append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+        "*, " VOLTA_FA_KVCACHE_OPTION_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
+        {at::Tag::pt2_compliant_tag});
 }
 
-#define VOLTA_FA_KVCACHE_IMPL(key, read, append)      \
-    TORCH_LIBRARY_IMPL(volta_fa, key, m) {            \
-        m.impl("fwd_kvcache", read);                  \
-        m.impl("fwd_kvcache.append", append);         \
+#define VOLTA_FA_KVCACHE_IMPL(key, read, append) \
+    TORCH_LIBRARY_IMPL(volta_fa, key, m) {       \
+        m.impl("fwd_kvcache", read);             \
+        m.impl("fwd_kvcache.append", append);    \
     }
 VOLTA_FA_KVCACHE_IMPL(CPU, read, append)
 VOLTA_FA_KVCACHE_IMPL(CUDA, read, append)

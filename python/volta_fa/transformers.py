@@ -348,9 +348,10 @@ def _range(
     begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
     end = torch.full_like(position, kv_length) if right < 0 else (position + right + 1).clamp(max=kv_length)
     seen = torch.stack((begin, end)).view(2, 1).expand(2, batch)
-    if padding_mask is not None and not (padding_mask.shape[1] <= kv_length and bool(padding_mask.all())):
-        tokens = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1])))
-        tokens = tokens[:, kv_offset : kv_offset + kv_length].expand(batch, -1)
+    if padding_mask is not None and not bool(padding_mask.all()):
+        offset = int(kv_offset)
+        tokens = F.pad(padding_mask, (0, max(0, offset + kv_length - padding_mask.shape[1])))
+        tokens = tokens[:, offset : offset + kv_length].expand(batch, -1)
         if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
             raise _NeedsTensor
         first, last = _range_of_tokens(tokens)[:, 0, 0]
@@ -684,18 +685,19 @@ def _join_continuous_batching() -> None:
             module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
 
     # transformers lets flash-attn read pages, by its names and on GPUs only; ours does it wherever the op runs
-    ensure = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    theirs: Any = initialization
+    ensure = getattr(theirs, "ensure_decode_fast_path_is_available", None)
     if ensure is not None:
 
         @functools.wraps(ensure)
         def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
             if config._attn_implementation != NAME:
                 return ensure(config, cb_config, *args, **kwargs)
-            allocators = initialization.ATTN_TYPE_TO_ALLOCATOR
-            if not all(allocators[kind].supports_block_table for kind in initialization.group_layers_by_attn_type(config)):
+            allocators = theirs.ATTN_TYPE_TO_ALLOCATOR
+            if not all(allocators[kind].supports_block_table for kind in theirs.group_layers_by_attn_type(config)):
                 cb_config.max_blocks_per_request = 0
 
-        initialization.ensure_decode_fast_path_is_available = ensured
+        theirs.ensure_decode_fast_path_is_available = ensured
 
 
 _register()

@@ -1,7 +1,7 @@
 //! The whole op by ATen operations and `volta_fa::fwd`: k and v are written, the keys and values of each sequence copied from the
 //! cache to where `fwd` reads them.
 //!
-//! So computes the CPU; it is what the kernels are tested against. And so compute the kernels where they cannot read the cache itself:
+//! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
 //! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries. That takes memory for batch times the longest
 //! sequence that there can be.
 //!
@@ -245,11 +245,21 @@ fn keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Resul
 /// # Errors
 /// Where ATen fails, or `fwd`.
 pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let device = call.q.device();
     let s = Sequences::of(call, a)?;
     append(call, a, &s)?;
-    let q = queries(call, a, &s)?;
+    attend_to(&queries(call, a, &s)?, call, a, s, seqlen_k)
+}
 
+/// The same where k and v have been written; `q` is the call's, rotated if asked.
+///
+/// # Errors
+/// As [`forward`].
+pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    attend_to(q, call, a, Sequences::of(call, a)?, seqlen_k)
+}
+
+fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let device = q.device();
     let (k, v, complete) = keys(call, a, &s, seqlen_k)?;
     let impossible = match complete {
         Some(complete) => all([s.possible, complete])?,
@@ -279,6 +289,6 @@ pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tenso
         options.max_seqlen_k = Some(seqlen_k.max(1));
         (k, v) = (tokens(&k)?, tokens(&v)?);
     }
-    let inputs = Inputs { q, k, v, rng_state: None, options };
+    let inputs = Inputs { q: q.shallow_clone(), k, v, rng_state: None, options };
     super::super::forward(&super::super::Call { inputs, stream: call.stream })
 }

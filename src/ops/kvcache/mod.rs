@@ -41,12 +41,15 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     // what the gathered tokens take memory for
     let seqlen_k = sequences.map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
     match target {
-        Target::Kernels(launcher) if readable(call) && has_room(&a) => {
+        Target::Kernels(launcher) if has_room(&a) => {
             let q = append::run(call, &a, &*launcher)?;
             if a.is_empty() {
-                return empty(call, &a);
+                empty(call, &a)
+            } else if readable(call) {
+                device::attend(&q, call, &a, &*launcher)
+            } else {
+                gathered::attend(&q, call, &a, seqlen_k)
             }
-            device::attend(&q, call, &a, &*launcher)
         }
         _ => gathered::forward(call, &a, seqlen_k),
     }
@@ -57,7 +60,7 @@ fn has_room(a: &CachedAttention) -> bool {
     a.seqlen_k > 0 && a.entries > 0
 }
 
-/// Whether the kernels can read and write the caches where they are: fp16, all rows on 16-byte boundaries, of whole groups of 8.
+/// Whether the kernels can attend to the caches where they are: fp16, all rows on 16-byte boundaries, of whole groups of 8.
 fn readable(call: &Call) -> bool {
     call.q.kind() == Kind::Half && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
 }
