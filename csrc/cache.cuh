@@ -21,7 +21,8 @@ public:
         : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), new_k_(cache.seqlen_new),
           first_new_(0), has_queries_(true), valid_(true) {
         if (lengths.cu_seqlens_q)
-            has_queries_ = packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+            has_queries_ =
+                packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
         if (cache.cu_seqlens_k_new)
             valid_ &= packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, first_new_, new_k_);
         if (cache.leftpad_k) first_k_ = load_length(cache.leftpad_k + batch);
@@ -49,10 +50,14 @@ public:
     __device__ __forceinline__ int first_q() const { return first_q_; }
     // Where token 0 lies, from the first row of the sequence's entry or of its pages.
     __device__ __forceinline__ int first_k() const { return first_k_; }
-    // Where the entry's row of softmax_lse begins.
+    // Where the entry's row of softmax_lse begins, also from what is known of the sequence elsewhere.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
-        if (lengths_.cu_seqlens_q) return static_cast<long long>(head) * lengths_.total_q + first_q_;
-        return (static_cast<long long>(batch) * problem_.nheads + head) * problem_.seqlen_q;
+        return lse_row(problem_, lengths_, first_q_, batch, head);
+    }
+    __device__ __forceinline__ static long long lse_row(const Problem& problem, const Lengths& lengths, int first_q, int batch,
+                                                        int head) {
+        if (lengths.cu_seqlens_q) return static_cast<long long>(head) * lengths.total_q + first_q;
+        return (static_cast<long long>(batch) * problem.nheads + head) * problem.seqlen_q;
     }
     // The entry of a dense cache.
     __device__ __forceinline__ static int entry(const Cache& cache, int batch) {

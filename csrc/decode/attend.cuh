@@ -2,12 +2,14 @@
 //
 // A step of a warp is eight tokens. A load of keys is all eight tokens, of each 64 contiguous bytes, one of values four tokens, of
 // each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
-// Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole step
-// in flight, and nothing twice.
+// Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
+// step in flight, and nothing twice.
 //
 // A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
-//   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and queries
-//                         have the same columns, of each 32; its values, of each 64, are of two tokens, value_token and value_token + kValueTokens
+//   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
+//   queries
+//                         have the same columns, of each 32; its values, of each 64, are of two tokens, value_token and value_token
+//                         + kValueTokens
 //   scores(q, k, x)       x is two scores of each row tile: row score_row, tokens score_token and the next. kRowMates are the
 //                         distances of lanes that have others of the row
 //   rescale(o, factor)    factor is that of the lane's score_row
@@ -30,14 +32,14 @@ __device__ __forceinline__ void load_columns(int columns, uint4& x, const unsign
 // Steps through keys and values in their order, page by page.
 template <class Layout>
 class Cursor {
-    int row_;         // of the page, of the step's first token
-    int page_;        // number of the page in the sequence
+    int row_;  // of the page, of the step's first token
+    int page_;  // number of the page in the sequence
     int first_page_;  // that the lanes' page numbers begin with
-    int pages_;       // of the table: that of page first_page_ + lane
+    int pages_;  // of the table: that of page first_page_ + lane
     const unsigned short *k_, *v_;  // of this lane
 
 public:
-    int token;    // the step's first
+    int token;  // the step's first
     bool stands;  // false: the table names a page that there is not
 
     __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token_) : token(token_) {
@@ -71,7 +73,8 @@ public:
         const typename Layout::Lane lane;
         const int columns = p.problem.headdim_v - Layout::value_column(lane), first = token + Layout::value_token(lane);
         load_values<0>(first < seqlen_k ? columns : 0, 0, v_, v);
-        load_values<0>(first + Layout::kValueTokens < seqlen_k ? columns : 0, 1, v_ + Layout::kValueTokens * p.cache.v.row_stride, v);
+        load_values<0>(first + Layout::kValueTokens < seqlen_k ? columns : 0, 1, v_ + Layout::kValueTokens * p.cache.v.row_stride,
+                       v);
     }
 
 private:
@@ -101,7 +104,8 @@ private:
         int page = __shfl_sync(~0u, pages_, page_ - first_page_);
         if (!p.cache.block_table) page = CachedSequence::entry(p.cache, s.batch);
         stands = has_page(p.cache, page);
-        k_ = row_of_page(p.cache.k, page, row_ + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride + Layout::key_column(lane);
+        k_ = row_of_page(p.cache.k, page, row_ + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride +
+             Layout::key_column(lane);
         v_ = row_of_page(p.cache.v, page, row_ + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride +
              Layout::value_column(lane);
     }
@@ -198,8 +202,8 @@ struct Attend {
                 unsigned packed[RowTiles];
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
-                    packed[mt] =
-                        pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2), softmax[mt].probability(x[mt].y, scale_log2));
+                    packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
+                                                    softmax[mt].probability(x[mt].y, scale_log2));
                 Layout::add_values(lane, o, packed, v);
                 if (left > 0 && !is_wrong) cursor.load_values(p, seqlen_k, v);
             }

@@ -67,7 +67,8 @@ private:
         row = s.row + min(row, s.rows - 1);
         const ScoreOptions& o = p.score_options;
         float slope = 0.f;
-        if (o.alibi_slopes) slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
+        if (o.alibi_slopes)
+            slope = __ldg(o.alibi_slopes + s.batch * o.alibi_batch_stride + s.head_k * group + row % group) * kLog2e;
         return {slope, row / group + s.seqlen_k - s.seqlen_q};
     }
 };

@@ -28,8 +28,9 @@ struct BlockParts {
     }
 };
 
-// Parts in global memory: what other blocks wrote, so past the first cache. All outputs, then the states, which each level of the merge
-// has for itself: outputs are merged in place, since whoever writes an element is the one that has read it, but all read states.
+// Parts in global memory: what other blocks wrote, so past the first cache. All outputs, then the states, which each level of the
+// merge has for itself: outputs are merged in place, since whoever writes an element is the one that has read it, but all read
+// states.
 struct StoredParts {
     float* partials;
     int level, first_block, first, distance;  // part i is of the block first + i * distance
@@ -99,13 +100,11 @@ struct WriteOutput {
         unsigned words[kColumns / 2];
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) words[i] = to_half2(x[2 * i] * scale, x[2 * i + 1] * scale);
-        unsigned short* out = p.out.ptr + s.batch * p.out.batch_stride + (s.first_q + query) * p.out.row_stride +
-                              head * p.out.head_stride + column;
+        unsigned short* out =
+            p.out.ptr + s.batch * p.out.batch_stride + (s.first_q + query) * p.out.row_stride + head * p.out.head_stride + column;
         *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
         if (column == 0) {
-            const long long lse_row = p.lengths.cu_seqlens_q
-                                          ? static_cast<long long>(head) * p.lengths.total_q + s.first_q
-                                          : (static_cast<long long>(s.batch) * problem.nheads + head) * problem.seqlen_q;
+            const long long lse_row = CachedSequence::lse_row(problem, p.lengths, s.first_q, s.batch, head);
             p.softmax_lse[lse_row + query] = result.lse;
         }
     }
@@ -176,7 +175,8 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
     }
 }
 
-// Rows of packed q that no sequence has are nobody's to compute, and NaN. Where every sequence's are possible, they lie behind the last.
+// Rows of packed q that no sequence has are nobody's to compute, and NaN. Where every sequence's are possible, they lie behind the
+// last.
 __device__ __forceinline__ void refuse_rows(const DecodeParams& p, bool all_have_queries) {
     const Problem& problem = p.problem;
     const int end = all_have_queries ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;

@@ -2,8 +2,8 @@
 //
 // The rows of a sequence that read one KV head, seqlen_q of each of its query heads, are packed: row r is query r / group of head
 // r % group. Up to BLOCK_ROWS of them are a row set, and its keys are so many units. All row sets in the order of sequences,
-// heads and rows, one after the other, are a line of units, of which every block takes an equal contiguous piece. So it has, between
-// row sets of its own, at most two that it shares: one that began in a block before, and one that goes on in the next.
+// heads and rows, one after the other, are a line of units, of which every block takes an equal contiguous piece. So it has,
+// between row sets of its own, at most two that it shares: one that began in a block before, and one that goes on in the next.
 #pragma once
 
 #include "cache.cuh"
@@ -55,9 +55,7 @@ class Schedule {
     long long sums_[THREADS / 32];
 
     // The block that has this unit.
-    __device__ __forceinline__ int block_of(long long unit) const {
-        return static_cast<int>(((unit + 1) * blocks_ - 1) / total_);
-    }
+    __device__ __forceinline__ int block_of(long long unit) const { return static_cast<int>(((unit + 1) * blocks_ - 1) / total_); }
     __device__ __forceinline__ long long first_unit(int block) const { return block * total_ / blocks_; }
 
     // The first sequence from `batch` on that has row sets. All lanes of a warp together.

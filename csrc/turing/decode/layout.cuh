@@ -1,9 +1,10 @@
 // How the turing family deals out decode.
 //
-// Scores are products of up to 16 rows of Q (operand A) and eight keys (B); which columns a product takes is free as long as both operands
-// agree, so the 16 bytes that a lane loads are four products. The output is transposed, products of 16 columns of V (A) and
-// eight rows of probabilities (B): there scores are, packed, what they are to be, and eight rows cost no more than eight rows. Only V's tokens are
-// to be paired: a lane loads the same columns of two tokens, and a permutation of bytes makes a pair of each column's.
+// Scores are products of up to 16 rows of Q (operand A) and eight keys (B); which columns a product takes is free as long as both
+// operands agree, so the 16 bytes that a lane loads are four products. The output is transposed, products of 16 columns of V (A)
+// and eight rows of probabilities (B): there scores are, packed, what they are to be, and eight rows cost no more than eight rows.
+// Only V's tokens are to be paired: a lane loads the same columns of two tokens, and a permutation of bytes makes a pair of each
+// column's.
 #pragma once
 
 #include "decode/attend.cuh"
@@ -34,7 +35,8 @@ struct DecodeLayout {
     static constexpr int kRowMates[2] = {1, 2};
 
     template <int Loads>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads], float2 (&x)[RowTiles]) {
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads],
+                                                  float2 (&x)[RowTiles]) {
         Accumulator c = {};
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
@@ -89,7 +91,8 @@ struct DecodeLayout {
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int row = 0; row < 2; row++)
-                        f(8 * mt + 2 * l.quad + row, 64 * j + 8 * l.group + 2 * i, o.tile[mt][j][i][row], o.tile[mt][j][i][2 + row]);
+                        f(8 * mt + 2 * l.quad + row, 64 * j + 8 * l.group + 2 * i, o.tile[mt][j][i][row],
+                          o.tile[mt][j][i][2 + row]);
     }
 };
 

@@ -1,8 +1,9 @@
 // How the volta family deals out decode: products of eight rows and eight tokens.
 //
-// Of the four independent products of an m8n8k4 (volta/mma.cuh) each has a quarter of K's columns: keys are n. The four partial sums of
-// a score are added by exchanges that leave every lane two neighbouring scores of one row, so the softmax is done once. Then each
-// lane fetches the packed probabilities of its row of operand A. Values are k: each of the four products has its own columns of the output.
+// Of the four independent products of an m8n8k4 (volta/mma.cuh) each has a quarter of K's columns: keys are n. The four partial
+// sums of a score are added by exchanges that leave every lane two neighbouring scores of one row, so the softmax is done once.
+// Then each lane fetches the packed probabilities of its row of operand A. Values are k: each of the four products has its own
+// columns of the output.
 #pragma once
 
 #include "decode/attend.cuh"
@@ -33,7 +34,8 @@ struct DecodeLayout {
     static constexpr int kRowMates[2] = {2, 4};
 
     template <int Loads>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads], float2 (&x)[RowTiles]) {
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads],
+                                                  float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles];
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);

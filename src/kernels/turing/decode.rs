@@ -1,11 +1,10 @@
-//! The decode kernels, as Volta's (`src/kernels/volta/decode.rs`). A Turing SM has 64 KB of shared memory: so 16 rows and more of
-//! headdim 128 are warps beside each other, and headdim 256 has one block an SM, which is enough in flight for a fifth of a V100's
-//! bandwidth an SM.
+//! The decode kernels, as Volta's (`src/kernels/volta/decode.rs`). A Turing SM has 64 KB of shared memory for what warps of other tokens
+//! found out: so blocks whose rows are long or many have two warps. Of headdim 256, warps beside each other take more than eight rows.
 
 use super::{Needs, Pass, Variant, TURING};
 
-const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], blocks_per_sm: u32, registers: u32) -> Variant {
-    let ([block_rows, step], threads) = (rows, 128);
+const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let [block_rows, step] = rows;
     let parts = threads / 32 * step / block_rows;
     Variant {
         name,
@@ -27,13 +26,13 @@ const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], blocks_per_sm:
 }
 
 pub const DECODE: &[Variant] = &[
-    decode("turing_decode_64x8", 64, [8, 8], 4, 105),
-    decode("turing_decode_64x16", 64, [16, 16], 3, 136),
-    decode("turing_decode_64x32", 64, [32, 16], 3, 136),
-    decode("turing_decode_128x8", 128, [8, 8], 3, 153),
-    decode("turing_decode_128x16", 128, [16, 8], 3, 155),
-    decode("turing_decode_128x32", 128, [32, 8], 3, 155),
-    decode("turing_decode_256x8", 256, [8, 8], 1, 249),
-    decode("turing_decode_256x16", 256, [16, 8], 1, 249),
-    decode("turing_decode_256x32", 256, [32, 8], 1, 249),
+    decode("turing_decode_64x8", 64, [8, 8], 128, 4, 105),
+    decode("turing_decode_64x16", 64, [16, 16], 128, 3, 136),
+    decode("turing_decode_64x32", 64, [32, 16], 128, 3, 136),
+    decode("turing_decode_128x8", 128, [8, 8], 128, 3, 153),
+    decode("turing_decode_128x16", 128, [16, 16], 64, 3, 202),
+    decode("turing_decode_128x32", 128, [32, 16], 64, 3, 202),
+    decode("turing_decode_256x8", 256, [8, 8], 64, 3, 249),
+    decode("turing_decode_256x16", 256, [16, 8], 64, 3, 249),
+    decode("turing_decode_256x32", 256, [32, 8], 128, 1, 249),
 ];

@@ -1,4 +1,4 @@
-//! The decode kernels: few queries a sequence over a KV cache. docs/decode.md has what was tried.
+//! The decode kernels: few queries a sequence over a KV cache. docs/decode-kernels.md has what was tried.
 //!
 //! `block_rows` are queries of all heads of a key head, `step` those of a warp; warps beside each other take the same tokens for other
 //! rows, whose bytes the second of them finds in the first cache. What decides is how many bytes an SM has in flight, and so registers:

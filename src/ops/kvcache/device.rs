@@ -50,19 +50,20 @@ fn decode(
     let padded = parameters::attention(a);
     let plan = plan::decode(a, &padded, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
-    let options = parameters::readable_scores(&call.options)?;
-    let empty = |size, kind| tensor::empty(&[size], kind, q.device(), launcher.output_alignment());
-    let (partials, arrivals) = (empty(plan.partials, Kind::Float)?, empty(plan.arrivals, Kind::Int64)?);
+    // most calls have neither, and need no other view of their options
+    let converted = if a.alibi || a.sinks { Some(parameters::readable_scores(&call.options)?) } else { None };
+    let options = converted.as_ref().unwrap_or(&call.options);
+    // one allocation: states and outputs are pairs of floats and more, so the arrivals behind them are aligned
+    let scratch = tensor::empty(&[plan.partials + 2 * plan.arrivals], Kind::Float, q.device(), launcher.output_alignment())?;
     let mut ranges = vec![
         memory_range("q", q, false),
         memory_range("k_cache", &call.k_cache, false),
         memory_range("v_cache", &call.v_cache, false),
         memory_range("out", out, true),
         memory_range("softmax_lse", softmax_lse, true),
-        memory_range("partials", &partials, true),
-        memory_range("arrivals", &arrivals, true),
+        memory_range("scratch", &scratch, true),
     ];
-    ranges.extend(parameters::ranges(&options));
+    ranges.extend(parameters::ranges(options));
     launcher.begin(&ranges);
     let params = DecodeParams {
         q: operand(q, 0),
@@ -71,11 +72,11 @@ fn decode(
         cache: parameters::cache([&call.k_cache, &call.v_cache], call, a, 0),
         problem: plan::problem_block(&padded, a.batch),
         lengths: parameters::lengths(call, a, 0),
-        score_options: parameters::score_options(&options, a, 0),
+        score_options: parameters::score_options(options, a, 0),
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
         num_splits: a.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
-        partials: at(&partials, 0),
-        arrivals: arrivals.data_ptr().cast(),
+        partials: at(&scratch, 0),
+        arrivals: at(&scratch, plan.partials).cast(),
         call_number: call_number(),
     };
     let [blocks, _] = plan.kernel.blocks;

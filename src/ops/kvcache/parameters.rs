@@ -6,7 +6,7 @@ use crate::options::KvCacheOptions;
 use crate::params::{Cache, Lengths, ScoreOptions};
 use crate::problem::{Attention, CachedAttention, Features, Packed};
 use crate::tensor::{self, memory_range, padded_headdim};
-use std::ptr::{null, NonNull};
+use std::ptr::null;
 use tch::{Kind, Tensor};
 
 /// The call as the forward kernels see it: an attention to the most keys that a sequence can have, with headdims in whole groups of 8.
@@ -37,11 +37,7 @@ pub fn cache([k, v]: [&Tensor; 2], call: &Call, a: &CachedAttention, first: i64)
         v: tensor::operand(v, skipped),
         entries: (a.entries - skipped) as i32,
         rows: a.rows as i32,
-        // one without columns has no memory, but says all the same that the cache is paged
-        block_table: match element::<i32>(&o.block_table, first * block_table_stride) {
-            none if none.is_null() && o.block_table.is_some() => NonNull::dangling().as_ptr(),
-            table => table,
-        },
+        block_table: element(&o.block_table, first * block_table_stride),
         block_table_stride,
         max_pages: a.max_pages.unwrap_or(0) as i32,
         cache_batch_idx: element(&o.cache_batch_idx, first),

@@ -1,0 +1,86 @@
+//! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
+
+use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
+use volta_fa::problem::{Attention, CachedAttention, Features, Window};
+
+fn cached(headdim: i64, group: i64, seqlen_q: i64) -> CachedAttention {
+    CachedAttention {
+        batch: 3,
+        seqlen_q,
+        total_q: None,
+        nheads: 2 * group,
+        nheads_k: 2,
+        headdim,
+        headdim_v: headdim,
+        entries: 100,
+        rows: 16,
+        max_pages: Some(50),
+        seqlen_k: 800,
+        seqlen_new: 0,
+        total_new: None,
+        rotary_dim: 0,
+        rotary_rows: 0,
+        softmax_scale: 1.0,
+        window: Window { left: None, right: Some(0) },
+        softcap: 0.0,
+        alibi: false,
+        sinks: false,
+        num_splits: 0,
+    }
+}
+
+fn plan(a: &CachedAttention, others: bool, d: &DeviceLimits) -> DecodePlan {
+    let padded = Attention {
+        batch: a.batch,
+        seqlen_q: a.seqlen_q,
+        seqlen_k: a.seqlen_k,
+        nheads: a.nheads,
+        nheads_k: a.nheads_k,
+        headdim: a.headdim,
+        headdim_v: a.headdim_v,
+        softmax_scale: 1.0,
+        window: a.window,
+        packed: None,
+        features: Features::default(),
+    };
+    plan::decode(a, &padded, others, d).unwrap()
+}
+
+const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
+
+#[test]
+fn the_smallest_tile_that_has_room() {
+    for (headdim, group, seqlen_q, rows) in
+        [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 16), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 32), (8, 1, 1, 8)]
+    {
+        let v = plan(&cached(headdim, group, seqlen_q), false, &DeviceLimits::V100).kernel.variant;
+        assert_eq!((v.block_rows, v.family.name), (rows, "volta"), "{headdim} {group} {seqlen_q}: {}", v.name);
+        assert!(i64::from(v.headdim) >= headdim);
+    }
+    assert_eq!(plan(&cached(128, 8, 8), false, &T4).kernel.variant.name, "turing_decode_128x32");
+}
+
+#[test]
+fn another_kernel_has_sequences_of_many_rows() {
+    let a = cached(128, 8, 100);
+    let mixed = plan(&a, true, &DeviceLimits::V100);
+    assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
+    assert_eq!(plan(&a, false, &DeviceLimits::V100).max_rows, i64::MAX);
+}
+
+#[test]
+fn the_grid_is_as_large_as_the_gpu() {
+    for d in [DeviceLimits::V100, T4] {
+        let mut long = cached(64, 4, 1);
+        let of_short = plan(&long, false, &d);
+        (long.seqlen_k, long.max_pages) = (1 << 20, Some(1 << 16));
+        let p = plan(&long, false, &d);
+        assert_eq!(p, of_short, "lengths do not matter");
+        let blocks = d.sms * p.kernel.variant.blocks_per_sm;
+        assert_eq!(p.kernel.blocks, [blocks, 1]);
+        // each block has two places, and a counter for each in every level of a tree of radix 4, whose last has one node
+        let levels = p.arrivals / (2 * i64::from(blocks));
+        assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
+        assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);
+    }
+}
