@@ -3,6 +3,22 @@
 
 #include "volta_fa_params.h"
 
+constexpr int kPhiloxRounds = 7;
+constexpr unsigned kPhiloxSteps[2] = {0x9E3779B9u, 0xBB67AE85u};  // what a round adds to the key
+
+// The two products of a round.
+struct PhiloxWide {
+    unsigned low, high;
+    __device__ __forceinline__ explicit PhiloxWide(unsigned long long x)
+        : low(static_cast<unsigned>(x)), high(static_cast<unsigned>(x >> 32)) {}
+};
+__device__ __forceinline__ PhiloxWide philox_first(unsigned x) { return PhiloxWide(0xD2511F53ull * x); }
+__device__ __forceinline__ PhiloxWide philox_second(unsigned z) { return PhiloxWide(0xCD9E8D57ull * z); }
+__device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1) {
+    const PhiloxWide first = philox_first(c.x), second = philox_second(c.z);
+    c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
+}
+
 struct Philox {
     unsigned key[2], head, offset;
 
@@ -19,15 +35,9 @@ struct Philox {
     // the four has row r and columns c and c + 2.
     __device__ __forceinline__ uint4 numbers(int row, int column) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
-        unsigned k0 = key[0], k1 = key[1];
 #pragma unroll
-        for (int round = 0; round < 7; round++) {
-            const unsigned long long low = 0xD2511F53ull * c.x, high = 0xCD9E8D57ull * c.z;
-            c = make_uint4(static_cast<unsigned>(high >> 32) ^ c.y ^ k0, static_cast<unsigned>(high),
-                           static_cast<unsigned>(low >> 32) ^ c.w ^ k1, static_cast<unsigned>(low));
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
+        for (int round = 0; round < kPhiloxRounds; round++)
+            philox_round(c, key[0] + round * kPhiloxSteps[0], key[1] + round * kPhiloxSteps[1]);
         return c;
     }
 };

@@ -76,9 +76,9 @@ public:
     }
 };
 
-// What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of a group has the code of all of it.
+// What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of ragged kernels' has the code of all.
 constexpr bool kGeneral = NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
-constexpr bool kRagged = kGeneral || NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
+constexpr bool kRagged = NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
 using BlockSequence = Sequence<kRagged>;
 
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSequence& sequence) {

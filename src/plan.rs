@@ -266,10 +266,11 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
         Rows::Keys => (a.seqlen_k, a.nheads_k),
     };
     let mut planned = on_grid((variant, reason), rows, heads);
-    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
-    // come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed an H200's cache.)
+    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
+    // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
+    // an H200's cache.)
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_Z);
-    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() && fits {
+    if variant.family.either_order.contains(&variant.pass) && a.window.right.is_some() && fits {
         planned.blocks.reverse();
     }
     planned

@@ -33,9 +33,8 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kSharedBytes = Slots * kSlotBytes;
-    // Kernels of one feature run only what asks for it (plan::cost), and carry along the keys what belongs to it: of ALiBi a
+    // Kernels of one feature carry along the keys what belongs to it: of ALiBi a
     // distance, of a bias what the same half of the next step needs, of dropout what the numbers of a head have in common.
-    static constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
     static constexpr bool kCarriedAlibi = kOneFeature && kHasAlibi;
     static constexpr bool kCarriedBias = kOneFeature && kHasBias;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
