@@ -14,7 +14,11 @@ the pass: backward's includes the row statistics, the zeroing and the conversion
     spill_instructions           accesses to local memory in the code of all kernels of the pass
     excess_wavefront_fraction    shared-memory wavefronts of the main loop beyond a conflict-free layout's, relative to it
     loop_bytes                   code of the main loop, from its first to its last instruction
-The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient.
+    pipes                        of the main kernel, with the default model: the share of time that parts of an SM are busy
+    waits                        of the main kernel, with the default model: what warps that do not issue wait for, of all warps' time
+The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient;
+deterministic is a backward pass without atomics. One more table has each as a share of plain, the same shape without it.
+Of a Turing chip, which has one head for each SM in all plain cases, a first table has the shares of the tensor pipe at N=4096.
 Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
 in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
 """
@@ -69,6 +73,28 @@ GPUS = {
 FORWARD, BACKWARD = "forward", "backward"
 #: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.
 FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
+#: The same of a backward pass.
+DETERMINISTIC = "deterministic"
+
+#: Where the shares of a Turing chip's tensor pipe are quoted, and what they are meant to be at least.
+SHARES_AT = 4096
+AIMS = {
+    "t4": {FORWARD: {64: 0.7, 128: 0.7, 256: 0.6}, BACKWARD: {64: 0.5, 128: 0.5, 256: 0.4}},
+    "rtx2080ti": {FORWARD: dict.fromkeys((64, 128, 256), 0.8), BACKWARD: dict.fromkeys((64, 128, 256), 0.6)},
+}
+#: Parts of an SM that can bound a kernel, by their names in the simulator's reports.
+PIPES = {"tensor": "tensor", "mio": "shared memory, L1", "xu": "XU", "issue": "issue slots"}
+#: What warps wait for.
+WAITS = {
+    "barrier": "barriers",
+    "fixed_latency": "the instruction before",
+    "long_scoreboard": "global memory",
+    "no_instruction": "instructions",
+    "pipe_busy": "pipes",
+    "short_scoreboard": "shared memory",
+    "tensor_scoreboard": "HMMA's scoreboard",
+    "xu_scoreboard": "XU",
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,7 @@ class Case:
     direction: str
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
-    feature: str = ""  # one of FEATURES
+    feature: str = ""  # one of FEATURES, or DETERMINISTIC
 
     def __str__(self) -> str:
         s = self.shape
@@ -97,6 +123,8 @@ class Figures:
     spill_instructions: int
     excess_wavefront_fraction: float | None
     loop_bytes: int | None
+    pipes: dict[str, float]  # PIPES
+    waits: dict[str, float]  # WAITS
 
 
 @dataclass(frozen=True)
@@ -127,15 +155,21 @@ class Row:
 # ---- cases -------------------------------------------------------------------------------------------------------
 
 
+def usual_heads(direction: str, gpu: str) -> int:
+    """Enough heads for all SMs: on 80 of them as in the kernel studies, on a Turing chip one for each, so that whatever blocks a head has,
+    all SMs get as many."""
+    if gpu == "v100":
+        return 32 if direction == FORWARD else 40
+    return GPUS[gpu].sms
+
+
 def cases(gpu: str = "v100") -> list[Case]:
-    """Curves over N for each headdim, then grouped heads, odd lengths, views and small grids."""
+    """Curves over N for each headdim, then grouped heads, odd lengths, views and small grids, then features."""
     found = []
-    # What the shares of a Turing chip's tensor pipe are quoted at; the lists below have the rest.
-    if gpu != "v100":
-        found += [Case(d, Shape(1, heads, 4096, 4096, 256, False)) for d, heads in ((FORWARD, 32), (BACKWARD, 40))]
-        found += [Case(BACKWARD, Shape(1, 40, 4096, 4096, d, False)) for d in (64, 128)]
-    # Enough heads for 80 SMs: 32 for a forward, 40 for a backward, as in the kernel studies.
-    for direction, heads, longest in ((FORWARD, 32, 4096), (BACKWARD, 40, 2048)):
+    for direction in (FORWARD, BACKWARD):
+        heads = usual_heads(direction, gpu)
+        # a backward pass of these takes minutes
+        longest = 4096 if direction == FORWARD or gpu != "v100" else 2048
 
         def add(n: int, d: int, causal: bool = False, nheads: int = heads, heads_first: bool = False, **shape: int) -> None:
             found.append(Case(direction, Shape(1, nheads, n, n, d, causal, **shape), heads_first))
@@ -149,6 +183,8 @@ def cases(gpu: str = "v100") -> list[Case]:
             for n in (512, 1024, 2048):
                 if direction == FORWARD or n < 2048:
                     add(n, d)
+        if gpu != "v100":
+            add(SHARES_AT, 256)
         add(1024, 192, headdim_v=128)
         for d in (64, 128):
             add(2048, d, nheads=32, nheads_k=8)
@@ -157,8 +193,27 @@ def cases(gpu: str = "v100") -> list[Case]:
             add(2048, d, heads_first=True)
         add(1024, 64, nheads=16)
         add(512, 128, nheads=8)
-        found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in FEATURES]
+        features = FEATURES if direction == FORWARD else (*FEATURES, DETERMINISTIC)
+        found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in features]
     return found
+
+
+def in_short(listed: Sequence[Case], gpu: str) -> list[Case]:
+    """Those of the tables of shares and of features."""
+    without = {(c.direction, c.shape) for c in listed if c.feature}
+    return [c for c in listed if c.feature or ((c.direction, c.shape) in without and not c.heads_first) or _is_share(c, gpu)]
+
+
+def _is_share(case: Case, gpu: str) -> bool:
+    """Of the table of shares."""
+    return gpu in AIMS and _is_plain(case, gpu) and not case.shape.causal and case.shape.seqlen_q == SHARES_AT
+
+
+def _is_plain(case: Case, gpu: str) -> bool:
+    """The usual number of heads, of one headdim, and nothing else."""
+    s = case.shape
+    usual = s.nheads == s.nheads_k == usual_heads(case.direction, gpu) and s.headdim_v == s.headdim
+    return usual and not case.heads_first and not case.feature
 
 
 def quick_cases() -> list[Case]:
@@ -196,6 +251,8 @@ def simulate(case: Case, gpu: str = "v100") -> Row | None:
             spill_instructions=sum(r["spill_insts_static"] for r in default),
             excess_wavefront_fraction=loop and loop["smem_conflict_excess"],
             loop_bytes=loop and loop["code_bytes"],
+            pipes={name: main["timing"]["util"][name] for name in PIPES},
+            waits={name: main["timing"]["stall_fraction"][name] for name in WAITS},
         ),
         main["kernel"],
         {r["kernel"]: _microseconds(r) for r in default},
@@ -247,6 +304,7 @@ def _options(case: Case) -> dict:
         "bias": {"attn_bias": _aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()},
         "sinks": {"sinks": torch.zeros(s.nheads)},
         "dropout": {"dropout_p": 0.1},
+        DETERMINISTIC: {"deterministic": True},
     }[case.feature]
 
 
@@ -310,9 +368,47 @@ def _in_order(chosen: Sequence[Case], gpu: str, jobs: int) -> Iterator[Row | Non
 
 def grids(rows: Sequence[Row], gpu: str) -> list[Grid]:
     by_pass = {direction: [r for r in rows if r.case.direction == direction] for direction in (FORWARD, BACKWARD)}
-    found = [_grid(direction, GPUS[gpu], of) for direction, of in by_pass.items() if of]
-    peers = _peer_grid(rows)
-    return found + [peers] if gpu == "v100" and peers.rows else found
+    found = [_share_grid(rows, gpu)] + [_grid(direction, GPUS[gpu], of) for direction, of in by_pass.items() if of]
+    found.append(_feature_grid(rows, gpu))
+    if gpu == "v100":
+        found.append(_peer_grid(rows))
+    return [grid for grid in found if grid.rows]
+
+
+def _share_grid(rows: Sequence[Row], gpu: str) -> Grid:
+    grid = Grid(
+        f"Simulated {GPUS[gpu].title}: share of the tensor pipe at N={SHARES_AT}, and what the main kernel's time goes to",
+        ["pass", "aim", "share", "perfect i-cache", *(f"busy: {name}" for name in PIPES.values()), "warps wait for"],
+    )
+    peak = GPUS[gpu].peak_tflops
+    for row in sorted((r for r in rows if _is_share(r.case, gpu)), key=lambda r: (r.case.direction != FORWARD, r.case.shape.headdim)):
+        f, headdim = row.figures, row.case.shape.headdim
+        waits = sorted(f.waits, key=lambda name: -f.waits[name])[:3]
+        grid.rows.append(
+            [
+                f"{row.case.direction} D={headdim}",
+                f"{AIMS[gpu][row.case.direction][headdim]:.0%}",
+                f"{f.tflops / peak:.1%}",
+                f"{f.tflops_no_icache / peak:.1%}",
+                *(f"{f.pipes[name]:.0%}" for name in PIPES),
+                ", ".join(f"{WAITS[name]} {f.waits[name]:.0%}" for name in waits),
+            ]
+        )
+    return grid
+
+
+def _feature_grid(rows: Sequence[Row], gpu: str) -> Grid:
+    features = (*FEATURES, DETERMINISTIC)
+    grid = Grid(f"Simulated {GPUS[gpu].title}: a feature's share of plain's speed", ["pass", *features])
+    found = {row.case: row.figures.tflops for row in rows}
+    plain = dict.fromkeys((c.direction, c.shape) for c in found if c.feature)
+    for direction, shape in plain:
+        whole = found.get(Case(direction, shape))
+        shares = [ratio(found.get(Case(direction, shape, feature=f)), whole) for f in features]
+        if any(shares):
+            name = str(Case(direction, shape))
+            grid.rows.append([name, *("-" if share is None else f"{share:.2f}" for share in shares)])
+    return grid
 
 
 def _grid(direction: str, gpu: Gpu, rows: Sequence[Row]) -> Grid:
@@ -373,16 +469,17 @@ def _same_case(case: Case, peer: Peer) -> bool:
 _TICKS = (512, 1024, 2048, 4096, 8192)
 
 
-def plot(rows: Sequence[Row], gpu: Gpu, header: dict[str, str], path: Path) -> None:
-    title = f"volta_fa on a simulated {gpu.title}, {header['date']}; solid: default model, dashed: perfect instruction cache"
+def plot(rows: Sequence[Row], gpu: str, header: dict[str, str], path: Path) -> None:
+    facts = GPUS[gpu]
+    title = f"volta_fa on a simulated {facts.title}, {header['date']}; solid: default model, dashed: perfect instruction cache"
     figure, axes = plots.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
-    peers = PEERS if gpu is GPUS["v100"] else ()
+    peers = PEERS if gpu == "v100" else ()
     markers = dict(zip(dict.fromkeys(p.name for p in peers), "XPs"))
     for down, direction in enumerate((FORWARD, BACKWARD)):
         for across, causal in enumerate((False, True)):
             axis = axes[down][across]
             for headdim, colour in plots.HEADDIM_COLOURS.items():
-                curve = [r for r in rows if _on_curve(r.case, direction, headdim, causal)]
+                curve = [r for r in rows if _on_curve(r.case, gpu, direction, headdim, causal)]
                 n = [r.case.shape.seqlen_q for r in curve]
                 if curve:
                     axis.plot(n, [r.figures.tflops for r in curve], "o-", color=colour, label=f"D={headdim}", markersize=4)
@@ -391,23 +488,21 @@ def plot(rows: Sequence[Row], gpu: Gpu, header: dict[str, str], path: Path) -> N
                 if (peer.direction, peer.causal) == (direction, causal):
                     colour = plots.HEADDIM_COLOURS[peer.headdim]
                     axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=colour, label=f"{peer.name}, D={peer.headdim}")
-            if gpu.gemm_tflops:
-                axis.axhline(gpu.gemm_tflops, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
+            if facts.gemm_tflops:
+                axis.axhline(facts.gemm_tflops, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
             axis.set_xscale("log", base=2)
             axis.set_xticks(_TICKS, map(str, _TICKS))
-            axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 0.84 * gpu.peak_tflops), xlabel="N", ylabel="simulated TFLOP/s")
+            axis.set(xlim=(_TICKS[0] * 0.9, _TICKS[-1] * 1.1), ylim=(0, 0.84 * facts.peak_tflops), xlabel="N", ylabel="simulated TFLOP/s")
             axis.set_title(f"{direction}, {'causal' if causal else 'not causal'}")
     plots.shared_legend(figure, axes)
     plots.save(figure, path)
 
 
-def _on_curve(case: Case, direction: str, headdim: int, causal: bool) -> bool:
-    """Plain cases at powers of two, with the pass' usual number of heads."""
+def _on_curve(case: Case, gpu: str, direction: str, headdim: int, causal: bool) -> bool:
+    """Plain cases at powers of two."""
     s = case.shape
-    usual = 32 if direction == FORWARD else 40
-    plain = s.nheads == s.nheads_k == usual and s.headdim_v == s.headdim and not case.heads_first and not case.feature
     power_of_two = s.seqlen_q & (s.seqlen_q - 1) == 0
-    return plain and power_of_two and (case.direction, s.headdim, s.causal) == (direction, headdim, causal)
+    return _is_plain(case, gpu) and power_of_two and (case.direction, s.headdim, s.causal) == (direction, headdim, causal)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -417,6 +512,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_output_options(parser)
     parser.add_argument("--gpu", choices=GPUS, default="v100", help="the simulated GPU (default v100)")
     parser.add_argument("--cases", nargs="+", default=[], metavar="WORD", help="only cases with all these words, as: backward D=64")
+    parser.add_argument("--short", action="store_true", help="only the cases of the tables of shares and of features")
     parser.add_argument("--quick", action="store_true", help="four small cases: does it work at all?")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases simulated at a time, a core and 1 GB each (default 1)")
     return parser
@@ -430,6 +526,8 @@ def main(arguments: Sequence[str]) -> int:
         raise CommandError("this library was built without the simulator: run `make build` in a checkout")
     gpu = GPUS[options.gpu]
     listed = quick_cases() if options.quick else cases(options.gpu)
+    if options.short:
+        listed = in_short(listed, options.gpu)
     chosen = [case for case in listed if set(options.cases) <= set(str(case).split())]
     if not chosen:
         raise CommandError(f"no case has all of {' '.join(options.cases)}; cases are named as `{listed[0]}`")
@@ -443,7 +541,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         report.write_json(options.json, [row.data() for row in rows])
     if options.plot:
-        plot(rows, gpu, header, options.plot)
+        plot(rows, options.gpu, header, options.plot)
     if options.markdown:
         report.write_markdown(options.markdown, header, tables, options.plot)
     return 0

@@ -183,7 +183,7 @@ pub struct MergeArgs {
     pub out_a: *mut c_void,
     /// float32, (batch, nheads, seqlen_q) or packed (nheads, total_q)
     pub softmax_lse_a: *mut c_void,
-    /// over the other set: shape and dtype of out_a
+    /// over the other set: shape and dtype of out_a; in place float16 or bfloat16 beside float32 too
     pub out_b: *mut c_void,
     /// shape of softmax_lse_a
     pub softmax_lse_b: *mut c_void,
@@ -216,13 +216,23 @@ pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *m
     })
 }
 
-/// What [`volta_fa_merge`] would refuse, as far as sizes are known.
+/// `volta_fa::merge_attention_states_`: out_a and softmax_lse_a become those over both.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_merge_in_place(args: *const MergeArgs) -> Status {
+    status("merge_attention_states_", || unsafe { merge::merge_in_place(&states(&*args)) })
+}
+
+/// What [`volta_fa_merge`] or, `in_place`, [`volta_fa_merge_in_place`] would refuse, as far as sizes are known.
 ///
 /// # Safety
 /// `args` and its handles are valid.
 #[no_mangle]
-pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs) -> Status {
-    status("merge_attention_states", || unsafe { merge::check(&states(&*args)) })
+pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs, in_place: bool) -> Status {
+    let op = if in_place { "merge_attention_states_" } else { "merge_attention_states" };
+    status(op, || unsafe { merge::check(&states(&*args), in_place) })
 }
 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.

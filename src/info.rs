@@ -103,7 +103,7 @@ fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
     Ok((features, mode))
 }
 
-/// What stands for the simulator where a device is asked for.
+/// What stands for the simulator where a device is asked for: the GPU that `VOLTA_FA_SIM_GPU` names.
 const SIMULATOR: i64 = -1;
 
 fn driver_of(device: i64) -> Result<Driver> {
@@ -117,6 +117,15 @@ fn simulator_tuning() -> Result<&'static DeviceTuning> {
 }
 #[cfg(not(feature = "sim"))]
 fn simulator_tuning() -> Result<&'static DeviceTuning> {
+    Err(Error::unsupported("this build has no simulator"))
+}
+
+#[cfg(feature = "sim")]
+fn simulator_limits() -> Result<DeviceLimits> {
+    crate::launch::simulator::limits()
+}
+#[cfg(not(feature = "sim"))]
+fn simulator_limits() -> Result<DeviceLimits> {
     Err(Error::unsupported("this build has no simulator"))
 }
 
@@ -148,18 +157,14 @@ pub fn tuning(device: i64) -> Result<Value> {
 
 /// The device that [`plan()`] is asked about: one of this machine, with the tuning it has, or the one that the numbers describe.
 fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
-    let only = only_family()?;
     match device {
-        Some(SIMULATOR) => {
-            let tuning = tuning::forced().or(simulator_tuning()?.tuning());
-            Ok(DeviceLimits { only, tuning, ..DeviceLimits::V100 })
-        }
+        Some(SIMULATOR) => simulator_limits(),
         Some(device) => driver_of(device)?.limits(),
         None => Ok(DeviceLimits {
             capability: (args.capability_major as i32, args.capability_minor as i32),
             sms: positive("sms", args.sms)? as u32,
             shared_bytes_per_block: positive("shared_bytes", args.shared_bytes_per_block)? as u32,
-            only,
+            only: only_family()?,
             tuning: tuning::forced(),
         }),
     }

@@ -214,7 +214,8 @@ pub enum MergeElement {
     Float,
 }
 
-/// Parameter block of the merge kernel (`volta_fa::merge_attention_states`). The pointers of the three tensors are of `element`.
+/// Parameter block of the merge kernel (`volta_fa::merge_attention_states` and the same in place). The pointers of out_a and out are
+/// of `element`, that of out_b is of `part`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct MergeParams {
@@ -226,16 +227,20 @@ pub struct MergeParams {
     pub out: Output,
     /// (batch, nheads, seqlen_q) fp32, natural logarithm; +inf where a part saw no key
     pub lse_a: *const f32,
-    /// the same of out_b
+    /// the same of out_b, contiguous
     pub lse_b: *const f32,
-    /// the same over both; +inf where neither part saw a key
+    /// the same over both; +inf where neither part saw a key. In place it is lse_a
     pub lse: *mut f32,
+    /// from one head to the next of lse_a and lse: seqlen_q, or of the longer rows that they are a part of
+    pub lse_stride: i64,
     /// heads of out, each merged on its own
     pub nheads: i32,
     /// of every entry; all rows where packed, which is one entry
     pub seqlen_q: i32,
     /// a multiple of 8
     pub headdim_v: i32,
-    /// of out_a, out_b and out alike
+    /// of out_a and out
     pub element: MergeElement,
+    /// of out_b: `element`, or fp16 or bf16 beside fp32
+    pub part: MergeElement,
 }

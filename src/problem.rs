@@ -618,11 +618,19 @@ pub struct MergedStates {
     pub headdim_v: i64,
 }
 
-/// Check the tensors of `volta_fa::merge_attention_states`: two outs and their softmax_lse, dense or packed.
+impl MergedStates {
+    /// No element: nothing to launch.
+    pub fn is_empty(&self) -> bool {
+        [self.batch, self.seqlen_q, self.nheads, self.headdim_v].contains(&0)
+    }
+}
+
+/// Check the tensors of `volta_fa::merge_attention_states`, or, `in_place`, of what adds a part to out_a and its softmax_lse: two outs
+/// and their softmax_lse, dense or packed. In place out_a may be float32 beside a part of lower precision.
 ///
 /// # Errors
 /// `Value`, naming the argument.
-pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], backend: Backend) -> Result<MergedStates> {
+pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], in_place: bool, backend: Backend) -> Result<MergedStates> {
     let [a, b] = outs;
     let floats = [DType::Half, DType::BFloat16, DType::Float, DType::Double];
     let allowed = if backend == Backend::Kernels { &floats[..3] } else { &floats };
@@ -636,7 +644,9 @@ pub fn validate_merge(outs: [&TensorDesc; 2], lses: [&TensorDesc; 2], backend: B
     }
     let packed = a.sizes.len() == 3;
     let sizes = Sizes::of("out_a", a, packed)?;
-    check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
+    if !(in_place && a.dtype == DType::Float && matches!(b.dtype, DType::Half | DType::BFloat16)) {
+        check_same("out_b", "dtype", b.dtype, "out_a", a.dtype)?;
+    }
     check_same("out_b", "device", b.device, "out_a", a.device)?;
     if !same_sizes(&a.sizes, &b.sizes) {
         return Err(Error::value("out_b", shape(b), format!("{}, that of out_a", shape(a))));

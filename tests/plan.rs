@@ -115,6 +115,23 @@ fn the_order_of_a_grid() {
     }
 }
 
+/// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
+#[test]
+fn causal_grids_that_run_at_once_get_small_blocks() {
+    let rows = |nheads, headdim, right| {
+        let window = Window { left: None, right };
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, 512, headdim, headdim) };
+        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        (plan.variant.block_rows, plan.reason)
+    };
+    // four blocks of 128 rows a head, on 160 places
+    for headdim in [64, 128] {
+        assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
+        assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
+        assert_eq!(rows(41, headdim, Some(0)), (128, Reason::Cheapest));
+    }
+}
+
 /// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
 #[test]
 fn blocks_of_a_family_with_three_sizes() {

@@ -235,7 +235,9 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
 
 
 def forward_budget(ref: Forward, q: Tensor, k: Tensor, v: Tensor, **options) -> Budget:
-    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options))
+    weights, values = ref.probabilities * ref.factors, heads_first(v.double(), q.shape[2])
+    rounded = rule.rounded_probabilities(weights, values, q.dtype)
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options), rounded)
 
 
 def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:

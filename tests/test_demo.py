@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +51,18 @@ def test_the_command(tmp_path, capsys):
     for expected in ("CPU backend", torch.__version__, "time of a step", "peak memory", "losses.png", "agree to within rounding"):
         assert expected in printed
     assert (tmp_path / "new" / "folder" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_ranks(tmp_path, monkeypatch, capfd):
+    """Two processes with half of each window have the losses of one."""
+    path = str(Path(volta_fa.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setattr(volta_fa.demo, "settings_for", lambda *arguments, **options: SMALL)
+    assert main(["demo", "--device", "cpu", "--ranks", "2", "--output", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    assert "2 processes over gloo" in printed and printed.count("agree to within rounding") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["losses.png"]
 
 
 @pytest.mark.parametrize("attention", RIGHT.values(), ids=RIGHT)

@@ -928,8 +928,7 @@ def test_calls_under_dispatch_modes_are_not_traced(backend, under):
 
 
 def test_dtensor():
-    """PyTorch has rules for its own attention of DTensors (on CUDA) and none for ours: eager calls fall back. A compiler
-    traces other subclasses, which it takes apart itself, so there the call is recorded and DTensor refuses it by name."""
+    """DTensor has rules for our ops (test_distributed.py), eager, under dispatch modes and compiled; another subclass falls back."""
     code = """
         import os, torch, volta_fa
         import torch.distributed as dist
@@ -941,26 +940,29 @@ def test_dtensor():
         mesh = init_device_mesh("cpu", (1,))
         tensors = [distribute_tensor(torch.randn(2, 4, 9, 16), mesh, [Shard(1)]) for _ in range(3)]
 
-        def call(f):
-            try:
-                f(*tensors)
-            except Exception as error:
-                message = str(error)
-                return [op for op in ("volta_fa.fwd", "flash_attention_for_cpu") if op in message and "sharding strategy" in message]
+        from torch.testing._internal.two_tensor import TwoTensor
 
-        def local(*tensors):
-            return F.scaled_dot_product_attention(*(t.to_local() for t in tensors))
+        expected = F.scaled_dot_product_attention(*(t.to_local() for t in tensors))
+
+        def call(f, tensors=tensors):
+            out = f(*tensors)
+            counts = {name: bool(n) for name, n in volta_fa.sdpa_stats(reset=True).items()}
+            print(type(out).__name__, torch.allclose(getattr(out, "_local_tensor", expected), expected, atol=1e-5), counts)
 
         volta_fa.enable_sdpa("cpu")
-        print(call(F.scaled_dot_product_attention), volta_fa.sdpa_stats(reset=True)["fell_back"])
+        call(F.scaled_dot_product_attention)
         with FlopCounterMode(display=False):
-            print(call(F.scaled_dot_product_attention), volta_fa.sdpa_stats(reset=True)["fell_back"])
-        for f in (F.scaled_dot_product_attention, local):
-            print(call(torch.compile(lambda *t: f(*t), backend="aot_eager", fullgraph=True)))
+            call(F.scaled_dot_product_attention)
+        call(torch.compile(lambda *t: F.scaled_dot_product_attention(*t), backend="aot_eager", fullgraph=True))
+        call(F.scaled_dot_product_attention, [TwoTensor(t.to_local(), t.to_local()) for t in tensors])
         dist.destroy_process_group()
     """
     lines = run_python(code, GLOO_SOCKET_IFNAME="lo").splitlines()
-    assert lines == [*["['flash_attention_for_cpu'] {'subclass': 1}"] * 2, "['volta_fa.fwd']", "None"]
+    assert lines == [
+        *["DTensor True {'ran': True, 'traced': False, 'fell_back': False}"] * 2,
+        "DTensor True {'ran': False, 'traced': True, 'fell_back': False}",
+        "TwoTensor True {'ran': False, 'traced': False, 'fell_back': True}",
+    ]
 
 
 @on("cpu-fp32")

@@ -31,6 +31,21 @@ def test_a_gpu_runs_its_own_family(backend, problem, gpu, family):
     assert launch["timing"]["util"]["tensor"] > 0 and ("HMMA.1688" in launch["timing"]["mix"]) == (family == "turing")
 
 
+@pytest.mark.parametrize("gpu,kernel", [("v100", "volta_fwd_128x128"), ("t4", "turing_fwd_128x128")])
+@on("sim")
+def test_plans_are_asked_of_it_too(backend, gpu, kernel):
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    plan = json.loads(torch.ops.volta_fa._plan(1, 4096, 4096, 40, 40, 128, 128, False, device=-1))
+    assert plan["forward"]["name"] == kernel
+    assert plan["backward"]["main"]["family"] == plan["forward"]["family"]
+    # as one of these numbers, which count for no device that is there
+    shared_bytes = {"v100": 96, "t4": 64}[gpu] * 1024
+    capability = {"v100": (7, 0), "t4": (7, 5)}[gpu]
+    numbers = {"major": capability[0], "minor": capability[1], "sms": {"v100": 80, "t4": 40}[gpu]}
+    again = torch.ops.volta_fa._plan(1, 4096, 4096, 40, 40, 128, 128, False, shared_bytes=shared_bytes, **numbers)
+    assert json.loads(again) == plan
+
+
 @on("sim")
 def test_half_the_tensor_rate_shows(backend):
     """An RTX 2080 Ti's SM is a T4's but for the rate of fp32 accumulation."""

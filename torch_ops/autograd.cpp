@@ -1,6 +1,7 @@
 // Gradients: fwd's derivative is bwd; bwd has none.
 
 #include "ops.h"
+#include "subclass.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -69,6 +70,7 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
               std::optional<at::Generator> generator) {
     TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
+    if (is_subclass(q)) has_rules(q);  // which loads them
     if (!at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
         // inference: no graph node to build
         at::AutoDispatchBelowADInplaceOrView guard;

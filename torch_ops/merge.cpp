@@ -1,4 +1,4 @@
-// volta_fa::merge_attention_states: all its registrations.
+// volta_fa::merge_attention_states and the same in place: all their registrations.
 
 #include "rust.h"
 
@@ -25,11 +25,23 @@ States merge(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out
     return {take_tensor(outputs[0]), take_tensor(outputs[1])};
 }
 
+void merge_(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
+    const c10::DeviceGuard guard(out_a.device());
+    auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
+    args.stream = current_stream(out_a);
+    check(volta_fa_merge_in_place(&args));
+}
+
 States meta(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
     const auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
-    check(volta_fa_check_merge(&args));
+    check(volta_fa_check_merge(&args, /*in_place=*/false));
     return {at::empty_symint(out_a.sym_sizes(), out_a.options()),
             at::empty_symint(softmax_lse_a.sym_sizes(), softmax_lse_a.options())};
+}
+
+void meta_(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
+    const auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
+    check(volta_fa_check_merge(&args, /*in_place=*/true));
 }
 
 }  // namespace
@@ -39,11 +51,29 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
         "merge_attention_states(Tensor out_a, Tensor softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) "
         "-> (Tensor out, Tensor softmax_lse)",
         {at::Tag::pt2_compliant_tag});
+    m.def(
+        "merge_attention_states_(Tensor(a!) out_a, Tensor(b!) softmax_lse_a, Tensor out_b, Tensor softmax_lse_b) -> ()",
+        {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(volta_fa, CPU, m) { m.impl("merge_attention_states", merge); }
-TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) { m.impl("merge_attention_states", merge); }
-TORCH_LIBRARY_IMPL(volta_fa, Meta, m) { m.impl("merge_attention_states", meta); }
-TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) { m.impl("merge_attention_states", torch::autograd::autogradNotImplementedFallback()); }
+TORCH_LIBRARY_IMPL(volta_fa, CPU, m) {
+    m.impl("merge_attention_states", merge);
+    m.impl("merge_attention_states_", merge_);
+}
+
+TORCH_LIBRARY_IMPL(volta_fa, CUDA, m) {
+    m.impl("merge_attention_states", merge);
+    m.impl("merge_attention_states_", merge_);
+}
+
+TORCH_LIBRARY_IMPL(volta_fa, Meta, m) {
+    m.impl("merge_attention_states", meta);
+    m.impl("merge_attention_states_", meta_);
+}
+
+TORCH_LIBRARY_IMPL(volta_fa, Autograd, m) {
+    m.impl("merge_attention_states", torch::autograd::autogradNotImplementedFallback());
+    m.impl("merge_attention_states_", torch::autograd::autogradNotImplementedFallback());
+}
 
 }  // namespace volta_fa

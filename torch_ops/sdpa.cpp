@@ -14,6 +14,7 @@
 
 #include "ops.h"
 #include "rust.h"
+#include "subclass.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/Dict.h>
@@ -211,9 +212,9 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
     if (c.any([&](const Tensor& t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
-    // A subclass such as DTensor has rules for PyTorch's ops and none for ours. A tracer has subclasses of its own, which
+    // A subclass other than DTensor has rules for PyTorch's ops and none for ours. A tracer has subclasses of its own, which
     // cannot be told apart from others.
-    if (!traced() && c.any([](const Tensor& t) { return t.key_set().has(c10::DispatchKey::Python); })) return Decision::subclass;
+    if (!traced() && c.any([](const Tensor& t) { return is_subclass(t) && !has_rules(t); })) return Decision::subclass;
     if (!shape_supported(c) || c.any([&](const Tensor& t) { return t.device() != c.q.device(); })) return Decision::shape;
     if (!mask_supported(c)) return Decision::attn_mask;
     if (!headdim_supported(c.q) || !headdim_supported(c.v)) return Decision::headdim;

@@ -1,6 +1,7 @@
 // Attention over two sets of keys, from the attention over each: src/ops/merge.rs has the rule. For any family.
 //
-// Bound by memory: reads both parts once. A thread takes eight columns of a row at a time.
+// Bound by memory: reads both parts once. A thread takes eight columns of a row at a time. In place out is out_a: the thread that
+// writes an element is the one that read it.
 #include "half.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
@@ -16,13 +17,13 @@ __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
     if (Element == MergeElement::Float) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 w = __ldg(words + half);
+            const uint4 w = words[half];
             const unsigned parts[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) x[4 * half + i] = __uint_as_float(parts[i]);
         }
     } else {
-        const uint4 w = __ldg(words);
+        const uint4 w = *words;
         const unsigned parts[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -66,42 +67,57 @@ __device__ __forceinline__ long long first_element(const Tensor& x, int batch, i
 }
 
 template <MergeElement Element>
+constexpr int kBytes = Element == MergeElement::Float ? 4 : 2;
+
+template <MergeElement Element, MergeElement Part>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
-    constexpr int kBytes = Element == MergeElement::Float ? 4 : 2;
+    __shared__ float weights_a[BLOCK_ROWS], weights_b[BLOCK_ROWS];
     const int head = blockIdx.y, batch = blockIdx.z;
     const int first = blockIdx.x * BLOCK_ROWS, rows = min(BLOCK_ROWS, p.seqlen_q - first);
     const int chunks = p.headdim_v / kColumns;
-    const char* out_a = reinterpret_cast<const char*>(p.out_a.ptr) + first_element(p.out_a, batch, head) * kBytes;
-    const char* out_b = reinterpret_cast<const char*>(p.out_b.ptr) + first_element(p.out_b, batch, head) * kBytes;
-    char* out = reinterpret_cast<char*>(p.out.ptr) + first_element(p.out, batch, head) * kBytes;
-    const long long lse_row = (static_cast<long long>(batch) * p.nheads + head) * p.seqlen_q;
+    const char* out_a = reinterpret_cast<const char*>(p.out_a.ptr) + first_element(p.out_a, batch, head) * kBytes<Element>;
+    const char* out_b = reinterpret_cast<const char*>(p.out_b.ptr) + first_element(p.out_b, batch, head) * kBytes<Part>;
+    char* out = reinterpret_cast<char*>(p.out.ptr) + first_element(p.out, batch, head) * kBytes<Element>;
+    const long long entry = static_cast<long long>(batch) * p.nheads + head;
 
-    for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
-        const int row = first + i / chunks, column = i % chunks * kColumns;
-        const float sum_a = log_sum(p.lse_a[lse_row + row]), sum_b = log_sum(p.lse_b[lse_row + row]);
+    // In place lse is lse_a: one thread reads a row's and writes it, before others need what follows from both.
+    for (int i = threadIdx.x; i < rows; i += THREADS) {
+        const long long at = entry * p.lse_stride + first + i;
+        const float sum_a = log_sum(p.lse_a[at]), sum_b = log_sum(p.lse_b[entry * p.seqlen_q + first + i]);
         const float joint = joint_log_sum(sum_a, sum_b);
         // from the difference: the rounding of joint would be in both weights
-        const float weight_a = sum_a == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_b - sum_a));
-        const float weight_b = sum_b == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_a - sum_b));
+        weights_a[i] = sum_a == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_b - sum_a));
+        weights_b[i] = sum_b == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_a - sum_b));
+        p.lse[at] = joint == negative_infinity() ? positive_infinity() : joint;
+    }
+    __syncthreads();
+
+    for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
+        const int row = i / chunks, column = i % chunks * kColumns;
+        const float weight_a = weights_a[row], weight_b = weights_b[row];
         float a[kColumns], b[kColumns], merged[kColumns];
-        load<Element>(out_a + (row * p.out_a.row_stride + column) * kBytes, a);
-        load<Element>(out_b + (row * p.out_b.row_stride + column) * kBytes, b);
+        load<Element>(out_a + ((first + row) * p.out_a.row_stride + column) * kBytes<Element>, a);
+        load<Part>(out_b + ((first + row) * p.out_b.row_stride + column) * kBytes<Part>, b);
         // not 0 times what may be infinite: a part that counts nothing has no say
 #pragma unroll
         for (int c = 0; c < kColumns; c++)
             merged[c] = (weight_a == 0.f ? 0.f : weight_a * a[c]) + (weight_b == 0.f ? 0.f : weight_b * b[c]);
-        store<Element>(out + (row * p.out.row_stride + column) * kBytes, merged);
-        if (column == 0) p.lse[lse_row + row] = joint == negative_infinity() ? positive_infinity() : joint;
+        store<Element>(out + ((first + row) * p.out.row_stride + column) * kBytes<Element>, merged);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const MergeParams p) {
-    if (p.element == MergeElement::Float)
-        merge_rows<MergeElement::Float>(p);
-    else if (p.element == MergeElement::Bfloat)
-        merge_rows<MergeElement::Bfloat>(p);
+    using E = MergeElement;
+    if (p.element == E::Bfloat)
+        merge_rows<E::Bfloat, E::Bfloat>(p);
+    else if (p.element == E::Half)
+        merge_rows<E::Half, E::Half>(p);
+    else if (p.part == E::Bfloat)
+        merge_rows<E::Float, E::Bfloat>(p);
+    else if (p.part == E::Half)
+        merge_rows<E::Float, E::Half>(p);
     else
-        merge_rows<MergeElement::Half>(p);
+        merge_rows<E::Float, E::Float>(p);
 }
 
 }  // namespace merge

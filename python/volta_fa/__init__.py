@@ -97,6 +97,7 @@ from .library import library_path, load
 from .merge import merge_attention_states
 from .remedies import warn_when_cuda_starts
 from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .subclass import answer_the_library
 from .version import __version__
 
 __all__ = [
@@ -114,6 +115,7 @@ __all__ = [
 __all__ += _flash_attn.__all__
 
 load()
+answer_the_library()
 _follow_the_library()
 warn_when_cuda_starts()
-del load, _follow_the_library, warn_when_cuda_starts
+del answer_the_library, load, _follow_the_library, warn_when_cuda_starts

@@ -16,7 +16,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ except ImportError as error:
         f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`"
     ) from error
 
-__all__ = ["NAME", "MaskRule", "attention", "mask"]
+__all__ = ["NAME", "MaskRule", "attention", "context_parallel", "mask"]
 
 #: The value of `attn_implementation`.
 NAME = "volta_fa"
@@ -165,6 +166,8 @@ def mask(
     visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
     tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
     """
+    if _sharded is not None:
+        return _sharded.mask(_pattern, mask_function, attention_mask)
     if getattr(kwargs.get("config"), "model_type", None) in _CALCULATE_WITH_MASKS:
         return masking_utils.eager_mask(
             batch_size=batch_size,
@@ -381,6 +384,14 @@ def attention(
     Returns (out, None), out (batch, seqlen_q, nheads, headdim of value). Raises, before anything runs,
     NotImplementedError for what is lacking, output_attentions among it, and ValueError for wrong arguments.
     """
+    if _sharded is not None:
+        given = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
+        _refuse(module, query, key, value, None, False, kwargs)
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", False) and type(module).__name__ not in _NOT_CAUSAL
+        return _sharded.attention(
+            query, key, value, given, dropout, scaling, sliding_window, softcap or 0.0, bool(is_causal), s_aux, bool(deterministic)
+        ), None
     packed = cu_seq_lens_q is not None
     _refuse(module, query, key, value, attention_mask, packed, kwargs)
     batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
@@ -495,6 +506,39 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | T
         "max_seqlen_q": int(max_seqlen_q),
         "max_seqlen_k": int(max_seqlen_k),
     }
+
+
+# ---- sequences that are sharded over devices -----------------------------------------------------------------------------
+
+#: What stands in the place of `attention` and `mask` while `context_parallel` is open.
+_sharded: Any = None
+
+
+@contextmanager
+def context_parallel(mesh: Any = None, *, cu_seqlens: Any = None, layout: str = "zigzag") -> Iterator[None]:
+    """Models with `attn_implementation="volta_fa"` attend over sequences that are sharded over `mesh`, in all threads.
+
+        with volta_fa.transformers.context_parallel(mesh):
+            shards = (shard_sequence(t, mesh) for t in (input_ids, position_ids, shift_labels))
+            ...
+            loss.backward()
+
+    Tokens, position ids and labels are made with `volta_fa.distributed.shard_sequence`. A loss shifts labels by one position, which
+    is elsewhere than one place further in a shard: shift them before, and hand them over as `shift_labels`. The backward pass belongs
+    inside too, since activation checkpointing computes forward passes in it.
+
+    Args:
+        mesh, layout: as of `volta_fa.distributed.context_parallel_attention`.
+        cu_seqlens: packed batches of one row: where the sequences begin in it, as of the same function.
+    """
+    global _sharded
+    from .distributed.transformers import Sharded
+
+    before, _sharded = _sharded, Sharded(mesh, cu_seqlens, layout)
+    try:
+        yield
+    finally:
+        _sharded = before
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

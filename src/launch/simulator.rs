@@ -107,7 +107,19 @@ impl Simulator {
 /// # Errors
 /// A variable that cannot be understood.
 pub fn tuning() -> Result<&'static DeviceTuning> {
-    Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed }.tuning()
+    stood_for()?.tuning()
+}
+
+/// What plans of simulated calls rely on, likewise.
+///
+/// # Errors
+/// A variable that cannot be understood.
+pub fn limits() -> Result<DeviceLimits> {
+    stood_for()?.limits()
+}
+
+fn stood_for() -> Result<Simulator> {
+    Ok(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), "")?, mode: Mode::Timed })
 }
 
 fn machine(name: Option<String>, settings: &str) -> Result<Machine> {

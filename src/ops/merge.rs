@@ -1,14 +1,15 @@
-//! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each.
+//! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each; and the same in place, where a
+//! part is added to what others became in fp32.
 //!
 //! A softmax over disjoint sets together is the mean of the softmaxes over each, weighted by their sums of exponentials, whose
 //! logarithms are their softmax_lse. So a shared prefix, a cache in pieces or a ring of devices needs no part's scores again.
 
 use super::{device, Target};
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher};
+use crate::launch::{bytes_of, Launcher, MemoryRange};
 use crate::log;
 use crate::params::{MergeElement, MergeParams};
-use crate::plan;
+use crate::plan::{self, PlannedKernel};
 use crate::problem::{self, Backend, MergedStates};
 use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
 use std::ffi::c_void;
@@ -29,20 +30,66 @@ pub struct States {
 /// Wrong arguments; a device that no kernel runs on.
 pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     let target = Target::of(&describe(&states.outs[0])?, states.stream)?;
-    let m = validate(states, target.backend())?;
+    let m = validate(states, false, target.backend())?;
     match target {
-        Target::Kernels(launcher) if ![m.batch, m.seqlen_q, m.nheads, m.headdim_v].contains(&0) => on_device(states, &m, &*launcher),
+        Target::Kernels(launcher) if !m.is_empty() => on_device(states, &m, &*launcher),
         _ => on_cpu(states),
     }
 }
 
-/// What [`merge`] would refuse of tensors that may have no data, as far as their sizes are known.
-pub fn check(states: &States) -> Result<()> {
-    validate(states, Backend::Meta).map(|_| ())
+/// The first out and softmax_lse become those over the keys of both. The first out may be fp32 beside a part of lower precision: many
+/// parts are then merged as exactly as two.
+///
+/// # Errors
+/// Wrong arguments; a device that no kernel runs on.
+pub fn merge_in_place(states: &States) -> Result<()> {
+    // by the part's dtype: on the CPU fp16 may mean the simulator
+    let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
+    let m = validate(states, true, target.backend())?;
+    let [whole, _] = &states.outs;
+    let [whole_lse, _] = &states.lses;
+    match target {
+        Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => add_on_device(states, &m, &*launcher),
+        // a layout that the kernel cannot write
+        Target::Kernels(launcher) if !m.is_empty() => {
+            let outs = [whole.shallow_clone(), states.outs[1].f_to_kind(whole.kind())?];
+            let lses = states.lses.each_ref().map(Tensor::shallow_clone);
+            let (out, lse) = on_device(&States { outs, lses, stream: states.stream }, &m, &*launcher)?;
+            replace(states, &out, &lse)
+        }
+        _ => {
+            let (out, lse) = on_cpu(states)?;
+            replace(states, &out, &lse)
+        }
+    }
 }
 
-fn validate(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States, backend: Backend) -> Result<MergedStates> {
-    problem::validate_merge([&describe(out_a)?, &describe(out_b)?], [&describe(lse_a)?, &describe(lse_b)?], backend)
+/// Whether the kernel can write into both as they lie.
+fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
+    let headdim = *out.size().last().unwrap_or(&0);
+    // what is not readable as it is comes back as a copy
+    let in_place = tensor::padded_headdim(headdim) == headdim && readable(out)?.data_ptr() == out.data_ptr();
+    let (sizes, strides) = (lse.size(), lse.stride());
+    let rows = sizes.len() - 1;
+    let rows_lie_together = sizes[rows] <= 1 || strides[rows] == 1;
+    // one stride from head to head, entries included
+    let evenly = sizes.len() == 2 || sizes[0] <= 1 || strides[0] == sizes[1] * strides[1];
+    Ok(in_place && rows_lie_together && evenly)
+}
+
+fn replace(states: &States, out: &Tensor, lse: &Tensor) -> Result<()> {
+    states.outs[0].shallow_clone().f_copy_(out)?;
+    states.lses[0].shallow_clone().f_copy_(lse)?;
+    Ok(())
+}
+
+/// What [`merge`] would refuse of tensors that may have no data, as far as their sizes are known.
+pub fn check(states: &States, in_place: bool) -> Result<()> {
+    validate(states, in_place, Backend::Meta).map(|_| ())
+}
+
+fn validate(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States, in_place: bool, backend: Backend) -> Result<MergedStates> {
+    problem::validate_merge([&describe(out_a)?, &describe(out_b)?], [&describe(lse_a)?, &describe(lse_b)?], in_place, backend)
 }
 
 fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
@@ -61,27 +108,64 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
         memory_range("softmax_lse", &lse, true),
     ];
     launcher.begin(&ranges);
+    launch([&a, &b, &out], [&lse_a, &lse_b, &lse], m, &planned, &ranges, launcher)?;
+    Ok((without_padding(out, m.headdim_v)?, lse))
+}
+
+/// `states.outs[0]` and its softmax_lse are [`writable`], and the sizes those of whole groups of columns.
+fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<()> {
+    let planned = plan::merge(m, &launcher.limits()?)?;
+    log::merge(m, &planned)?;
+    let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
+    let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
+    // not begun, which would fill what is written, and is read here, with NaN
+    let ranges = [
+        memory_range("out_a", whole, true),
+        memory_range("softmax_lse_a", whole_lse, true),
+        memory_range("out_b", &part, false),
+        memory_range("softmax_lse_b", &part_lse, false),
+    ];
+    launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &ranges, launcher)
+}
+
+/// Of the first part, the second and both.
+fn launch(
+    [a, b, out]: [&Tensor; 3],
+    [lse_a, lse_b, lse]: [&Tensor; 3],
+    m: &MergedStates,
+    planned: &PlannedKernel,
+    ranges: &[MemoryRange],
+    launcher: &dyn Launcher,
+) -> Result<()> {
+    let heads = lse.dim() - 2;
+    let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads] } else { m.seqlen_q };
     for (first, batches) in plan::batch_chunks(m.batch) {
-        let lse_at = |t: &Tensor| device::at(t, first * m.nheads * m.seqlen_q);
+        let of_first = |t: &Tensor, stride: i64| device::at(t, first * m.nheads * stride);
         let params = MergeParams {
-            out_a: operand(&a, first),
-            out_b: operand(&b, first),
-            out: output(&out, first),
-            lse_a: lse_at(&lse_a),
-            lse_b: lse_at(&lse_b),
-            lse: lse_at(&lse),
+            out_a: operand(a, first),
+            out_b: operand(b, first),
+            out: output(out, first),
+            lse_a: of_first(lse_a, lse_stride),
+            lse_b: of_first(lse_b, m.seqlen_q),
+            lse: of_first(lse, lse_stride),
+            lse_stride,
             nheads: m.nheads as i32,
             seqlen_q: m.seqlen_q as i32,
             headdim_v: tensor::padded_headdim(m.headdim_v) as i32,
-            element: match out.kind() {
-                Kind::Half => MergeElement::Half,
-                Kind::BFloat16 => MergeElement::Bfloat,
-                _ => MergeElement::Float,
-            },
+            element: element(out),
+            part: element(b),
         };
-        device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+        device::run(launcher, planned, batches, bytes_of(&params), ranges)?;
     }
-    Ok((without_padding(out, m.headdim_v)?, lse))
+    Ok(())
+}
+
+fn element(t: &Tensor) -> MergeElement {
+    match t.kind() {
+        Kind::Half => MergeElement::Half,
+        Kind::BFloat16 => MergeElement::Bfloat,
+        _ => MergeElement::Float,
+    }
 }
 
 /// The same by ATen operations, in fp32 or fp64.

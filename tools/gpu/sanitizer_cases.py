@@ -1,13 +1,18 @@
-"""A small set of forward and backward launches for compute-sanitizer: odd sizes, masks, GQA, packed sequences, every
-feature, both backward modes.
+"""Small forward and backward launches for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py
+    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py            as the plan chooses kernels
+    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py --kernels  every kernel, each forced in turn
+    ... --kernels 'turing_bwd_*'                                                     those of such names
 
-Takes the library for this torch from python/volta_fa. Exits non-zero if a result is not finite; the sanitizer finds the rest.
+The first: odd sizes, masks, GQA, packed sequences, every feature, both backward modes. The second: the problems of
+`python -m volta_fa check`. Takes the library for this torch from python/volta_fa. Exits non-zero if a result is not finite, or a kernel
+does not run; the sanitizer finds the rest.
 """
 
+import argparse
 import json
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -15,9 +20,33 @@ import torch
 PACKAGE = Path(__file__).resolve().parents[2] / "python/volta_fa"
 
 
-def main() -> int:
-    library = PACKAGE / f"torch-{'.'.join(torch.__version__.split('.')[:2])}" / "libvolta_fa.so"
-    torch.ops.load_library(library)
+def every_kernel(pattern: str) -> int:
+    sys.path.insert(0, str(PACKAGE.parent))
+    from volta_fa.check.kernels import Target, problems, wanted
+    from volta_fa.check.problems import Inputs
+
+    target = Target.of("cuda:0")
+    chosen = [v for v in wanted(target, json.loads(torch.ops.volta_fa._info())["variants"]) if v["pass"] != "Merge"]
+    chosen = [v for v in chosen if fnmatchcase(v["name"], pattern)]
+    launches = 0
+    for variant in chosen:
+        for problem in problems(variant):
+            if variant["name"] not in target.planned(problem, variant):
+                print(f"the plan takes {', '.join(target.planned(problem, variant))} instead of {variant['name']}: {problem}")
+                return 1
+            inputs = Inputs.draw(problem, 0, target.device)
+            with target.running(variant):
+                out, lse, rng_state = inputs.forward(torch.Generator("cuda").manual_seed(0))
+                found = [out] if variant["pass"] == "Forward" else list(inputs.gradients(out, lse, rng_state).values())
+            if not all(torch.isfinite(x.cpu()).all() for x in found):
+                print(f"not finite: {variant['name']}, {problem}")
+                return 1
+            launches += 1
+    print(f"{len(chosen)} kernels, {launches} problems")
+    return 0 if chosen else 1
+
+
+def cases() -> int:
     variants = json.loads(torch.ops.volta_fa._info())["variants"]
     sizes = sorted({(v["headdim"], v["headdim_v"]) for v in variants if v["pass"] == "Forward"})
 
@@ -75,6 +104,15 @@ def main() -> int:
     torch.cuda.synchronize()
     print(f"{count} backward passes, with their forward ones")
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kernels", nargs="?", const="*", metavar="PATTERN", help="each kernel of such a name in turn (default: all)")
+    arguments = parser.parse_args()
+    library = PACKAGE / f"torch-{'.'.join(torch.__version__.split('.')[:2])}" / "libvolta_fa.so"
+    torch.ops.load_library(library)
+    return cases() if arguments.kernels is None else every_kernel(arguments.kernels)
 
 
 if __name__ == "__main__":

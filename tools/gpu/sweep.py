@@ -3,6 +3,7 @@
     python tools/gpu/sweep.py                             2,000 problems on the GPU, about 8 minutes on an H200
     python tools/gpu/sweep.py --device cpu --count 50     small ones on CPU tensors
     python tools/gpu/sweep.py --backend sim --count 5     tiny ones on the simulated kernels
+    python tools/gpu/sweep.py --skip 700 --time-limit 100 where an earlier run stopped, for so many seconds
 
 The rule is that of the tests (`reference.Budget`): errors of results at most twice, of gradients at most three times
 those of PyTorch's eager attention in the same dtype on the same inputs. Kernels run twice and must agree to the bit.
@@ -10,6 +11,7 @@ Prints one line for each failure that repeats it, then a summary; exits non-zero
 """
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -103,6 +105,8 @@ def features(case: Case) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--skip", type=int, default=0, help="begin after so many problems of these")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="begin no problem after these")
     parser.add_argument("--seed", type=int, default=0, help="changes problems and inputs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", help="a backend of tests/conftest.py instead of fp16 and bf16 (CPU: all dtypes) by turns")
@@ -112,11 +116,17 @@ def main() -> int:
     backends = (arguments.backend,) if arguments.backend else backends
     os.environ["VOLTA_FA_TEST_SEED"] = str(arguments.seed)
     rng = random.Random(arguments.seed)
-    counts, failures, start = Counter(), [], time.monotonic()
+    counts, failures, start, run = Counter(), [], time.monotonic(), 0
     for number in range(arguments.count):
         backend = rng.choice(backends)
         machine = backend.split("-")[0]
         case, deterministic = draw(rng, machine), rng.random() < 0.3
+        if number < arguments.skip:
+            continue
+        if time.monotonic() - start > arguments.time_limit:
+            print(f"the time is up: --skip {number} goes on from here")
+            break
+        run += 1
         counts.update([*features(case), backend, *(["deterministic"] if deterministic else [])])
         try:
             repeat(backend, case, deterministic)
@@ -129,7 +139,7 @@ def main() -> int:
             if len(failures) >= arguments.most_failures or "CUDA" in str(e):
                 print(f"stopped after problem {number + 1}: " + ("too many failures" if "CUDA" not in str(e) else "the device is lost"))
                 break
-    print(f"\n{number + 1} problems, {len(failures)} failed, {time.monotonic() - start:.0f} s, seed {arguments.seed}")
+    print(f"\n{run} problems, {len(failures)} failed, {time.monotonic() - start:.0f} s, seed {arguments.seed}, from {arguments.skip}")
     print("  " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
     print("worst errors, as a share of what is allowed:")
     for (backend, what, kind), (share, _) in sorted(_worst.items()):

@@ -1,36 +1,57 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and a built library: the GPU tests, two bit-identical runs included, 2,000 random problems, the
-# examples, then compute-sanitizer's memcheck, racecheck and initcheck on a small set. Logs go to the given folder.
+# examples, then compute-sanitizer's memcheck, racecheck and initcheck, on a small set and on every kernel. Logs go to the given folder.
 #
-#   tools/gpu/validate.sh OUTPUT
+#   tools/gpu/validate.sh OUTPUT                           all of it, with the families that the GPU prefers, and with Volta's alone
+#   tools/gpu/validate.sh OUTPUT sweep volta-racecheck     some steps: [volta-]{pytest,sweep,memcheck,racecheck,initcheck}, examples
+#
+#   SWEEP="--skip 700 --time-limit 100"   arguments of tools/gpu/sweep.py
+#   KERNELS='turing_fwd_*'                kernels that the sanitizers force in turn (default: all that the GPU runs)
+#   LIMIT=120                             seconds a step may take
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-output=${1:?usage: tools/gpu/validate.sh OUTPUT}
+output=${1:?usage: tools/gpu/validate.sh OUTPUT [STEP...]}
+shift
 mkdir -p "$output"
 failed=0
 
 step() {
-    local name=$1
+    local name=$1 start=$SECONDS
     shift
     echo "== $name: $*"
-    if "$@" >"$output/$name.log" 2>&1; then echo "   passed"; else
-        echo "   FAILED"
+    if timeout "${LIMIT:-3600}" "$@" >"$output/$name.log" 2>&1; then echo "   passed, $((SECONDS - start)) s"; else
+        echo "   FAILED, $((SECONDS - start)) s"
         failed=1
     fi
     tail -n 4 "$output/$name.log"
 }
 
-# with the families that this GPU prefers, and with Volta's alone, which are what a V100 runs
-for family in "" volta; do
-    step "pytest$family" env VOLTA_FA_FAMILY=$family VOLTA_FA_TEST_REQUIRE=cuda python3 -m pytest -q -m cuda tests
-    step "sweep$family" env VOLTA_FA_FAMILY=$family python3 tools/gpu/sweep.py
-done
-step examples python3 -m pytest -q tests/test_examples.py
-for tool in memcheck racecheck initcheck; do
-    for family in "" volta; do
-        # the caching allocator would hide accesses between tensors of one block
-        step "$tool$family" env VOLTA_FA_FAMILY=$family PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" \
-            --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: python3 tools/gpu/sanitizer_cases.py
-    done
+sanitize() {
+    local tool=$1 family=$2
+    shift 2
+    # the caching allocator would hide accesses between tensors of one block
+    step "${family:+$family-}$tool${1:+-kernels}" env VOLTA_FA_FAMILY="$family" PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" \
+        --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: python3 tools/gpu/sanitizer_cases.py "$@"
+}
+
+if [ $# -eq 0 ]; then
+    set -- pytest sweep examples memcheck racecheck initcheck volta-pytest volta-sweep volta-memcheck volta-racecheck volta-initcheck
+fi
+for name in "$@"; do
+    family=""
+    case $name in volta-*) family=volta ;; esac
+    case ${name#volta-} in
+    pytest) step "$name" env VOLTA_FA_FAMILY=$family VOLTA_FA_TEST_REQUIRE=cuda python3 -m pytest -q -m cuda tests ;;
+    sweep) step "$name" env VOLTA_FA_FAMILY=$family python3 tools/gpu/sweep.py ${SWEEP:-} ;;
+    examples) step "$name" python3 -m pytest -q tests/test_examples.py ;;
+    memcheck | racecheck | initcheck)
+        sanitize "${name#volta-}" "$family"
+        [ -n "$family" ] || sanitize "$name" "" --kernels "${KERNELS:-*}"
+        ;;
+    *)
+        echo "$0: no step $name" >&2
+        exit 2
+        ;;
+    esac
 done
 exit $failed

@@ -20,6 +20,7 @@
 #include "backward/memory.cuh"
 #include "backward/score_place.cuh"
 #include "half.cuh"
+#include "score_modifier.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "turing/backward/row_stats.cuh"
@@ -33,6 +34,9 @@ __device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
+// Kernels that do one thing to scores besides: one_feature.cuh.
+constexpr bool kOwnCalls = kOneFeature && kHasDropout;
+
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.
 template <int KeyTiles>
 struct KeysLayout {
@@ -40,11 +44,18 @@ struct KeysLayout {
     using Lane = turing::Lane;
     using Tile = float[4 * KeyTiles];
     static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
-    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return 2 * l.quad; }
+    // Where a lane draws random numbers for itself alone, its two queries are those of one call (philox.cuh).
+    static constexpr int kQueryStride = kOwnCalls ? 4 : 1;
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return kOwnCalls ? l.quad : 2 * l.quad; }
+    // Which query a row of eight of the step's tiles is, and the other way round.
+    __device__ __forceinline__ static constexpr u32 query_of_row(u32 row) { return kOwnCalls ? row / 2 + row % 2 * 4 : row; }
+    __device__ __forceinline__ static constexpr u32 row_of_query(u32 query) {
+        return kOwnCalls ? query % 4 * 2 + query / 4 : query;
+    }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) {
         return KeyTiles == 2 ? 4 * l.group : l.group / 2 * 4 + l.group % 2;
     }
-    __device__ __forceinline__ static constexpr int query_slot(int v) { return v & 1; }
+    __device__ __forceinline__ static constexpr int query_slot(int v) { return (v & 1) * kQueryStride; }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return (v >> 1) * kKeyStride; }
     __device__ __forceinline__ static constexpr int query(int first, int v) { return first + query_slot(v); }
     __device__ __forceinline__ static constexpr int key(int first, int v) { return first + key_slot(v); }
@@ -52,7 +63,7 @@ struct KeysLayout {
     static constexpr bool kKeyRows = true;
     static constexpr int kRows = 2, kKeys = 2 * KeyTiles, kKeyStride = 2 / KeyTiles;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v & 1; }
-    __device__ __forceinline__ static constexpr int row_slot(int r) { return r; }
+    __device__ __forceinline__ static constexpr int row_slot(int r) { return r * kQueryStride; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
     static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)

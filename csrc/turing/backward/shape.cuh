@@ -109,8 +109,8 @@ struct StepStats {
 private:
     __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
         const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
-        const int from = at + 8 * (n % 2) + 2 * lane.quad;
-        return make_float2(__shfl_sync(~0u, mine, from), __shfl_sync(~0u, mine, from + 1));
+        const int from = at + 8 * (n % 2) + KeysLayout<2>::first_query(lane);
+        return make_float2(__shfl_sync(~0u, mine, from), __shfl_sync(~0u, mine, from + KeysLayout<2>::row_slot(1)));
     }
 };
 
@@ -147,7 +147,8 @@ public:
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
         const u32 thread = thread_here();
-        tile += swizzled_here<S::kChunks>(thread / kLanes, thread % kLanes);
+        const u32 row = kOwnCalls ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
+        tile += swizzled_here<S::kChunks>(row, thread % kLanes);
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
             if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);

@@ -5,6 +5,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
+#include "turing/backward/one_feature.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
@@ -16,7 +17,7 @@ struct BackwardSmall {
     static constexpr int kSharedBytes = S::kSharedBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
-    static_assert(!kGeneral, "scores pass through here as they are");
+    static_assert(!kGeneral || kOneFeature, "scores pass through here as they are, but for one thing");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
@@ -59,6 +60,12 @@ struct BackwardSmall {
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
+            InitialScores<Layout, kColumnTiles> initial;
+            const auto load_bias = [&](int row) {
+                if (kHasBias)
+                    initial.load_bias(p, rows.head, row, range.end, block_index_here() * S::kRows + thread_here() / 32 * 32);
+            };
+            load_bias(first);
             __syncthreads();  // the last head's tiles are done with
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
@@ -74,7 +81,12 @@ struct BackwardSmall {
                 if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
-                clear(s);
+                if (kHasAlibi)
+                    initial.alibi(s, p, rows.head, row, block_index_here() * S::kRows + thread_here() / 32 * 32);
+                else if (kHasBias)
+                    initial.bias(s, p, rows.head, row, range.end, block_index_here() * S::kRows + thread_here() / 32 * 32);
+                else
+                    clear(s);
                 clear(dp);
                 {
                     const u32 thread = thread_here(), lane = thread % 32;
@@ -111,20 +123,57 @@ struct BackwardSmall {
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);
+                    const Softcap softcap(p.problem, p.score_options);
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
                         const float2 lse = stats.lse_of(n, place), delta = stats.delta_of(n, place);
+                        // 2^(score + lse), and the factor of its gradient
+                        const auto probability = [&](float s, float lse, float& slope) {
+                            if (!kHasSoftcap) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
+                            const float logistic = softcap.logistic(s);
+                            slope = Softcap::derivative(logistic);
+                            const float x = exp2_approx(fmaf(-2.f * softcap.cap, logistic, softcap.cap + lse));
+                            return s == negative_infinity() ? 0.f : x;
+                        };
+                        KeptOfTile kept;
+                        if constexpr (kHasDropout) {
+                            const int key = block_index_here() * S::kRows + thread / 32 * 32;
+                            kept.draw(Layout(), p, philox_of(p, rows.head), row + 8 * n, key);
+                        }
 #pragma unroll
                         for (int m = 0; m < 2; m++)
 #pragma unroll
                             for (int h = 0; h < 2; h++) {
-                                const float x = exp2_approx(fmaf(s[n][m][2 * h], p.problem.scale_log2, lse.x));
-                                const float y = exp2_approx(fmaf(s[n][m][2 * h + 1], p.problem.scale_log2, lse.y));
+                                float x_slope = 1.f, y_slope = 1.f;
+                                const float x = probability(s[n][m][2 * h], lse.x, x_slope);
+                                const float y = probability(s[n][m][2 * h + 1], lse.y, y_slope);
                                 probabilities[n][m][h] = pack_units(x, y);
-                                ds[n][m][h] = to_half2(score_gradient(x, dp[n][m][2 * h], delta.x),
-                                                       score_gradient(y, dp[n][m][2 * h + 1], delta.y));
+                                float &x_dp = dp[n][m][2 * h], &y_dp = dp[n][m][2 * h + 1];
+                                if (kHasDropout) {
+                                    const u32 halves = kept.kept[2 * m + h];
+                                    probabilities[n][m][h] &= halves;
+                                    x_dp = halves & 0xffff ? x_dp * p.score_options.dropout_scale : 0.f;
+                                    y_dp = halves >> 16 ? y_dp * p.score_options.dropout_scale : 0.f;
+                                }
+                                ds[n][m][h] = to_half2(score_gradient(x, x_dp, delta.x) * x_slope,
+                                                       score_gradient(y, y_dp, delta.y) * y_slope);
                                 if (WithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
                             }
+                    }
+                }
+                if (kHasBias && p.dbias) {
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++) {
+                        Layout::Tile gradient;
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            const float2 both = to_float2(ds[n][i / 2][i % 2]);
+                            gradient[2 * i] = both.x, gradient[2 * i + 1] = both.y;
+                        }
+                        const u32 thread = thread_here();
+                        add_bias_gradient(gradient, p, rows.head,
+                                          ScorePlace<Layout>(Lane(thread % 32), row + 8 * n,
+                                                             block_index_here() * S::kRows + thread / 32 * 32));
                     }
                 }
                 stats.load(p, rows, range.next_step(p, row));
@@ -132,6 +181,8 @@ struct BackwardSmall {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, thread_here() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
+                        // (Not before the loop: too many registers would be in use.)
+                        if (c == 1) load_bias(range.next_step(p, row));
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
                     }
@@ -149,8 +200,8 @@ struct BackwardSmall {
         const int key = block_index_here() * S::kRows + thread_here() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, block_batch_here(), block_head_here(), end.first_k()), p.signed_scale, key,
                        end.stored_k(), p.problem.headdim, Layout::key_of_lane);
-        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), 1.f / kProbabilityUnit,
-                       key, end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
+        const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
+        write_gradient(dv, p, p.dv, rows_of(p.dv, block_batch_here(), block_head_here(), end.first_k()), dv_factor, key, end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

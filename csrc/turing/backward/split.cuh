@@ -9,6 +9,7 @@
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
 #include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/one_feature.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
@@ -34,6 +35,19 @@ struct BackwardSplit {
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
+    // Kernels of one feature do not ask for it. Of ALiBi and a bias scores begin with what is added.
+    static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
+    static __device__ __forceinline__ bool is_capped(const BwdParams& p) {
+        return kHasSoftcap && (kOneFeature || p.score_options.softcap > 0.f);
+    }
+    static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
+        return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
+    }
+    static __device__ __forceinline__ bool has_bias(const BwdParams& p) { return kHasBias && !kInitial && p.score_options.bias; }
+    static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
+    static __device__ __forceinline__ bool has_dropout(const BwdParams& p) {
+        return kHasDropout && (kOneFeature || p.score_options.rng_state);
+    }
 
     // Named barrier of two partners: P is there.
     static __device__ __forceinline__ void wait_partner() {
@@ -82,7 +96,7 @@ struct BackwardSplit {
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
-        if (kGeneral && options.softcap > 0.f) {
+        if (is_capped(p)) {
             const Softcap softcap(p.problem, options);
             PackedScores derivatives;
 #pragma unroll
@@ -100,7 +114,7 @@ struct BackwardSplit {
                     }
             }
             send(slopes, derivatives);
-        } else if (kGeneral) {
+        } else if (kGeneral && !kInitial) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 lse = stats.lse_of(n, lane);
@@ -109,7 +123,7 @@ struct BackwardSplit {
                     tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
             }
         }
-        if (kGeneral && options.alibi_slopes) {
+        if (has_alibi(p)) {
             const int batch = block_batch_here();
             const BlockSequence sequence(p.problem, p.lengths, batch);
             const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
@@ -122,13 +136,13 @@ struct BackwardSplit {
                 for (int v = 0; v < Layout::kElements; v++)
                     tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + place.query_minus_key(v)));
         }
-        if (kGeneral && options.bias) {
+        if (has_bias(p)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, block_batch_here(), head, row_end, ScorePlace<Layout>(lane, row + 8 * n, key));
         }
         if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
-        if (!kGeneral) {
+        if (!kGeneral || kInitial) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
                 const float2 lse = stats.lse_of(n, lane);
@@ -144,6 +158,22 @@ struct BackwardSplit {
                                                 int row) {
         const Lane lane = lane_here();
         const Philox philox = philox_of(p, head);
+        if constexpr (kOwnCalls) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                KeptOfTile kept;
+                kept.draw(Layout(), p, philox, row + 8 * n, key);
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u32 halves = kept.kept[2 * m + h];
+                        sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
+                        x[n][m][h] &= halves;
+                    }
+            }
+            return;
+        }
         u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
@@ -167,7 +197,7 @@ struct BackwardSplit {
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = lane_here();
-        if (kGeneral && options.rng_state) {
+        if (has_dropout(p)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -193,7 +223,7 @@ struct BackwardSplit {
                     second = score_gradient(probability.y, second, delta.y);
                 }
         }
-        if (kGeneral && p.dbias) {
+        if (has_bias_gradient(p)) {
             // Rolled, for the size of the code: the first tile's, and then all move down, the first one to the end.
 #pragma unroll 1
             for (int n = 0; n < kColumnTiles; n++) {
@@ -206,7 +236,7 @@ struct BackwardSplit {
                 for (int v = 0; v < Layout::kElements; v++) tile_of(dp, kColumnTiles - 1)[v] = first[v];
             }
         }
-        if (kGeneral && options.softcap > 0.f) {
+        if (is_capped(p)) {
             receive(slopes, x);
             __syncwarp();  // dS takes their place
 #pragma unroll
@@ -286,6 +316,8 @@ struct BackwardSplit {
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
+            InitialScores<Layout, kColumnTiles> initial;
+            if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, warp_key_here());
             __syncthreads();  // the last head's tiles are done with
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             if (S::kSlots == 2)
@@ -305,7 +337,14 @@ struct BackwardSplit {
                     for (int j = 0; j < Dq::kPairs; j++) add_dq(max(row - S::kStep, first), slot ^ 1, j);
                 }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
-                clear(s);
+                if (kInitial && __any_sync(~0u, is_first_role())) {
+                    if constexpr (kHasAlibi)
+                        initial.alibi(s, p, head, row, warp_key_here());
+                    else if constexpr (kHasBias)
+                        initial.bias(s, p, head, row, range.end, warp_key_here());
+                } else {
+                    clear(s);
+                }
                 {
                     const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
                     const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, thread_here() % 32);
@@ -349,7 +388,7 @@ struct BackwardSplit {
 #pragma unroll
                             for (int h = 0; h < 2; h++)
                                 packed[n][m][h] = pack_units(exp2_approx(s[n][m][2 * h]), exp2_approx(s[n][m][2 * h + 1]));
-                    if (kGeneral && p.score_options.rng_state) {
+                    if (has_dropout(p)) {
                         PackedScores sent;
                         drop(packed, sent, p, head, warp_key_here(), row);
                         send(parcels, sent);
@@ -378,6 +417,8 @@ struct BackwardSplit {
                     }
                 }
                 stats.load(p, rows, range.next_step(p, row));
+                if (kInitial && kHasBias && is_first_role())
+                    initial.load_bias(p, head, range.next_step(p, row), range.end, warp_key_here());
                 load_next(kGeneral);
                 {
                     const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
@@ -417,7 +458,7 @@ struct BackwardSplit {
         const bool is_dk = end_warp >= kPartners;
         const Output& to = is_dk ? p.dk : p.dv;
         float dv_factor = 1.f / kProbabilityUnit;
-        if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
+        if (has_dropout(p)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, block_batch_here(), block_head_here(), end.first_k()),
                        is_dk ? p.signed_scale : dv_factor, block_index_here() * S::kRows + end_warp % kPartners * kKeys,
                        end.stored_k(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);

@@ -8,20 +8,29 @@
 
 namespace turing {
 
-// Scores are C of a product with 16 rows of Q and 8 keys, the output is C of one with 8 columns of V.
+// Scores are C of a product with 16 rows of Q and 8 keys, the output is C of one with 8 columns of V. A step of 16 keys is two such
+// tiles. Which key a row of K in shared memory is, is free, if V's rows are dealt out alike: where scores are modified, a lane has
+// four neighbouring keys in the two tiles, which are one load of a bias and one call of the random numbers.
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
+    static constexpr bool kFourKeys = kGeneral;
     // Two rows, each with two consecutive keys. Rows of Q may be dealt out in any order: with dropout a lane has two that share
     // random numbers (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
         return kHasDropout ? l.group % 4 + l.group / 4 * 8 : l.group;
     }
-    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * l.quad; }
+    __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return (kFourKeys ? 4 : 2) * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return v & 1; }
+    // How much further a lane's keys are in the second tile of a step.
+    static constexpr int kNextTile = kFourKeys ? 2 : kTileKeys;
+    // Which key of a step row `row` of its 16 is.
+    __device__ __forceinline__ static constexpr int key_of_row(int row) {
+        return kFourKeys ? row % 8 / 2 * 4 + row % 2 + row / 8 * 2 : row;
+    }
 
     static constexpr int kRows = 2, kKeys = 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
@@ -29,7 +38,21 @@ struct ForwardLayout {
     static constexpr int kRowMates[2] = {1, 2};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
-static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_layout.cuh");
+// covers_tile() for the two tiles of a step: each lane's element of a tile is that of C, and each query and key there once.
+__device__ constexpr bool covers_step() {
+    bool held[16 * 16] = {};
+    for (int lane = 0; lane < 32; lane++)
+        for (int half = 0; half < 2; half++)
+            for (int v = 0; v < ForwardLayout::kElements; v++) {
+                const Lane l(lane);
+                const int query = ForwardLayout::first_query(l) + ForwardLayout::query_slot(v);
+                const int key = ForwardLayout::first_key(l) + half * ForwardLayout::kNextTile + ForwardLayout::key_slot(v);
+                if (key != ForwardLayout::key_of_row(8 * half + 2 * l.quad + (v & 1)) || held[16 * query + key]) return false;
+                held[16 * query + key] = true;
+            }
+    return true;
+}
+static_assert(covers_step() && has_rows<ForwardLayout>(), "score_layout.cuh");
 
 // Operand A, k = 8 * chunk .. 8 * chunk + 7, of one tile of 16 rows.
 using OperandA = u32[2];

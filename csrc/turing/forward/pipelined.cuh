@@ -13,8 +13,8 @@
 #pragma once
 
 #include "forward/block.cuh"
-#include "turing/forward/carried_alibi.cuh"
 #include "turing/forward/layout.cuh"
+#include "turing/forward/one_feature.cuh"
 #include "turing/forward/stream.cuh"
 
 namespace turing {
@@ -33,21 +33,23 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kSharedBytes = Slots * kSlotBytes;
-    // Kernels of one feature carry along the keys what belongs to it: of ALiBi a
-    // distance, of a bias what the same half of the next step needs, of dropout what the numbers of a head have in common.
-    static constexpr bool kCarriedAlibi = kOneFeature && kHasAlibi;
-    static constexpr bool kCarriedBias = kOneFeature && kHasBias;
+    static constexpr bool kInitialAlibi = kOneFeature && kHasAlibi;
+    static constexpr bool kInitialBias = kOneFeature && kHasBias;
+    static constexpr bool kCapped = kOneFeature && kHasSoftcap;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
-    // With ALiBi scores mostly rise towards the last key, and references with them: so the last keys come first.
-    static constexpr bool kBackwards = kCarriedAlibi;
-    static constexpr int kWalk = kBackwards ? -kStep : kStep;
+    // Whether scores are modified where they are complete, in units of log2.
+    static constexpr bool kModified = kGeneral && !kOneFeature;
+    // With ALiBi scores mostly rise towards a row's own position, and references with them: so that comes first, and the keys
+    // before it backwards, then those behind it, backwards too.
+    static constexpr bool kBackwards = kInitialAlibi;
+    static constexpr int kNextTile = ForwardLayout::kNextTile;
     static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
     static constexpr int kAhead = kEverySecond ? 3 : 2;
     static_assert(Slots == 4 || Slots == 8, "see above");
     static_assert(kSlotBytes % 128 == 0, "at_group");
 
-    using StreamK = RowStream<kChunks, kStep, kThreads>;
-    using StreamV = RowStream<kChunksV, kStep, kThreads>;
+    using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
+    using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
     // A thread moves one chunk of K and of V in each of these, the first in the middle of a step and the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
@@ -94,15 +96,28 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here()));
     }
 
-    __device__ __forceinline__ static void move_references(const Tile& s, Softmax& softmax, float scale, Output& o,
-                                                           Probabilities& p_last) {
-        // 1 / scale again, so that it holds no register in between
-        const float inverse_scale = kGeneral ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
-        const auto rescale = rescale_output<ForwardLayout>(o);
-        s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
-            rescale(mt, r, factor);
+    __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, Softmax& softmax, float scale,
+                                                           Output& o, Probabilities& p_last) {
+        const auto rescale_row = rescale_output<ForwardLayout>(o);
+        const auto rescale = [&](int mt, int r, float factor) {
+            rescale_row(mt, r, factor);
             multiply_halves(p_last[mt][r], factor);
-        });
+        };
+        if (kCapped) {
+            const CappedSoftmax capped(p);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    float m = s.lane_maximum(mt, r);
+                    for (int mate : ForwardLayout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                    rescale(mt, r, capped.move_reference(softmax.row[mt][r], m));
+                }
+            return;
+        }
+        // 1 / scale again, so that it holds no register in between
+        const float inverse_scale = kModified ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
+        s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, rescale);
     }
 
     __device__ __forceinline__ static void run(const FwdParams& p) {
@@ -118,7 +133,10 @@ struct ForwardPipelined {
         int key_first = mask.key_first(block.row);
         if (kGeneral) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         const int key_end = mask.key_end(block.row, kBlockRows);
-        int key = kBackwards ? key_first + (key_end - 1 - key_first) / kStep * kStep : key_first;
+        // Backwards: the step with the position of the block's last row, and the last step.
+        const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
+        const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
+        int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
 
         Softmax softmax;
         Output o;
@@ -145,19 +163,21 @@ struct ForwardPipelined {
             const u32 k_fragment = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
             const u32 v_fragment =
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
-            const int k_row = pinned(StreamK::row_of(thread));
-            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::row_of(thread_v));
-            // (Backwards, what is loaded ahead may lie before the first row.)
-            const auto bounded = [](int first_key) { return kBackwards ? max(first_key, 0) : first_key; };
+            const int k_row = pinned(StreamK::key_of(thread));
+            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::key_of(thread_v));
+            // The step that comes so many later. (Behind the last one, backwards, it may lie before the first row.)
+            const auto key_after = [&](int key, int steps) {
+                if (!kBackwards) return key + steps * kStep;
+                const int after = key - steps * kStep;
+                return max(after < key_first ? after + (key_last - key_first + kStep) : after, 0);
+            };
             const auto load = [&](int pass, int first_key) {
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
-                                          bounded(first_key) + (kPlacesKept ? k_row : StreamK::row_of(thread_index_here())),
-                                          key_end - 1);
+                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(thread_index_here())), key_end - 1);
                 if (pass < StreamV::kPasses)
                     v.template load<false>(v_data, pass, v_stride,
-                                           bounded(first_key) + (kPlacesKept ? v_row : StreamV::row_of(thread_index_here())),
-                                           key_end - 1);
+                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(thread_index_here())), key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
@@ -167,32 +187,43 @@ struct ForwardPipelined {
             };
 
             // Modified scores are in units of log2 already.
-            const float scale = kGeneral ? 1.f : problem.scale_log2;
+            const float scale = kModified ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
-            CarriedAlibi<RowTiles> alibi;
-            if (kCarriedAlibi) alibi.start(p, mask, row, key);
-            ScoreBias<ForwardLayout, RowTiles, 1> bias[2];
-            const Bias bias_source = bias[0].source(p);
-            if (kCarriedBias) {
-                bias[0].load(p, bias_source, row, key);
-                bias[1].load(p, bias_source, row, key + kTileKeys);
+            InitialAlibi<RowTiles> alibi;
+            if (kInitialAlibi) alibi.start(p, mask, row);
+            InitialBias<RowTiles> bias;
+            if (kInitialBias) {
+                bias.start(p, row);
+                bias.load(p, key);
+                bias.advance();
+                bias.load(p, key_after(key, 1));
             }
-            const Philox philox = kCarriedDropout ? KeptProbabilities<ForwardLayout, RowTiles>::numbers_of(p) : Philox();
+            // What the scores of a tile begin with; `first_key` is the first of its step.
+            const auto begin = [&](Tile& s, int half, int first_key) {
+                if (kInitialAlibi)
+                    alibi.to(s, first_key + half * kNextTile);
+                else if (kInitialBias)
+                    bias.to(p, s, half, first_key);
+                else
+                    s.clear();
+            };
+            KeptOfStep<RowTiles> kept;
+            const Philox philox = kCarriedDropout ? kept.numbers_of(p) : Philox();
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
                 v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
 #pragma unroll
             for (int i = 0; i < kAhead * kPasses; i++) {
-                load(i % kPasses, key + i / kPasses * kWalk);
+                load(i % kPasses, key_after(key, i / kPasses));
                 store(i % kPasses, i / kPasses * kSlotBytes);
             }
-            load(0, key + kAhead * kWalk);
+            load(0, key_after(key, kAhead));
             __syncthreads();
 
             // Scores of even and of odd tiles.
             Tile scores[2];
-            scores[0].clear();
+            begin(scores[0], 0, key);
             Fragments fragments;
 #pragma unroll
             for (int c = 0; c < kGroups; c++) {
@@ -207,26 +238,32 @@ struct ForwardPipelined {
             // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next
             // call begins with, at k_ahead and v_ahead. `half`: the step's first or second.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
-                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int first_key,
+                                  Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half) {
-                KeptProbabilities<ForwardLayout, RowTiles> kept;
-                if (kCarriedAlibi) {
-                    alibi.add_to(s, problem.scale_log2);
-                } else if (kGeneral) {
+                const int first_key = step_key + half * kNextTile;
+                const CappedSoftmax capped(p);
+                if (kModified) {
                     s.modify(p, mask, warp_row_here(p), first_key);
                     if (kHasBias && p.score_options.bias) {
-                        if (!kCarriedBias) bias[half].load(p, warp_row_here(p), first_key);
-                        bias[half].add_to(s, p.score_options);
-                        if (kCarriedBias) bias[half].load(p, bias_source, warp_row_here(p), first_key + kStep);
+                        ScoreBias<ForwardLayout, RowTiles, 1> bias;
+                        bias.load(p, warp_row_here(p), first_key);
+                        bias.add_to(s, p.score_options);
                     }
-                    if (kCarriedDropout)
-                        kept.draw(p, philox, warp_row_here(p), first_key);
-                    else if (kHasDropout && p.score_options.rng_state)
-                        kept.draw(p, warp_row_here(p), first_key);
+                }
+                if (kHasDropout && !kCarriedDropout && half == 0) {
+                    if (p.score_options.rng_state)
+                        kept.draw(p, kept.numbers_of(p), warp_row_here(p), step_key);
+                    else
+                        kept.keep_all();
                 }
                 if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
-                if (s.exceed_limit(softmax)) move_references(s, softmax, scale, o, p_last);
-                s_next.clear();
+                if (s.exceed_limit(softmax)) move_references(p, s, softmax, scale, o, p_last);
+                begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
+                if (kCarriedDropout && half == 0) kept.draw(p, philox, warp_row_here(p), step_key);
+                if (kInitialBias && half == 0) {
+                    bias.advance();
+                    bias.load(p, key_after(step_key, 2));
+                }
 #pragma unroll
                 for (int c = 0; c < kMostGroups; c++) {
                     if (!kFragmentsAhead) {
@@ -258,10 +295,14 @@ struct ForwardPipelined {
                                 float x[2];
 #pragma unroll
                                 for (int w = 0; w < 2; w++) {
-                                    x[w] = softmax.row[mt][r].probability(s.tile[mt][0][2 * r + w], scale);
-                                    if (kHasDropout && !kept(mt, 2 * r + w)) x[w] = 0.f;
+                                    const float score = s.tile[mt][0][2 * r + w];
+                                    if (kCapped && may_mask && score == negative_infinity())
+                                        x[w] = 0.f;
+                                    else
+                                        x[w] = softmax.row[mt][r].probability(kCapped ? capped.logistic(score) : score, scale);
                                 }
                                 p_this[mt][r] = pack_probabilities(x[0], x[1]);
+                                if (kHasDropout) p_this[mt][r] &= kept.kept[mt][r][half];
                             }
                     }
                 }
@@ -276,42 +317,49 @@ struct ForwardPipelined {
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = mask_here(p);
 #pragma unroll 1
-                for (; kBackwards ? key >= until : key < until; key += kWalk) {
+                for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) {
                     if (!kEverySecond || slot % (2 * kSlotBytes) == 0) barrier();
                     const u32 next = slot_after(slot, 1);
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
                     tile(may_mask, mask, scores[0], scores[1], probabilities[1], probabilities[0], k_this + kTileBytes,
                          v_last + kTileBytesV, k_next, v_this, key, 0);
-                    if (kCarriedAlibi) alibi.go(-kTileKeys);
                     store(0, slot_after(slot, kAhead));
-                    load(kPasses - 1, key + (kAhead + 2 - kPasses) * kWalk);
+                    load(kPasses - 1, key_after(key, kAhead + 2 - kPasses));
                     tile(may_mask, mask, scores[1], scores[0], probabilities[0], probabilities[1], k_next, v_this,
-                         k_next + kTileBytes, v_this + kTileBytesV, key + kTileKeys, 1);
+                         k_next + kTileBytes, v_this + kTileBytesV, key, 1);
                     if (kPasses == 2) {
                         store(1, slot_after(slot, kAhead));
-                        load(0, key + (kAhead + 1) * kWalk);
+                        load(0, key_after(key, kAhead + 1));
                     }
                     slot = next;
-                    if (kCarriedAlibi) alibi.go(kTileKeys - kWalk);
                 }
             };
             // Masked steps, unmasked ones, masked ones; what these need is derived again between them.
+            const int own_step = key;
+            int first_step = key_first;  // backwards, of this part of the walk
             for (;;) {
                 // (The shuffle tells ptxas that a warp is of one mind.)
                 const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
                 if (kBackwards) {
                     const int none = key + 1;
-                    steps(true, key > last ? max(last + 1, key_first) : key < unmasked.first ? key_first : none);
-                    if (key < key_first) break;
-                    if (key >= unmasked.first && key <= last) steps(false, max(unmasked.first, key_first));
+                    steps(true, key > last ? max(last + 1, first_step) : key < unmasked.first ? first_step : none);
+                    if (key >= first_step && key >= unmasked.first && key <= last) steps(false, max(unmasked.first, first_step));
+                    if (key >= first_step) continue;
+                    if (first_step > key_first || own_step == key_last) break;
+                    key = key_last, first_step = own_step + kStep;
                 } else {
                     steps(true, !kUnmaskedLoop || key > last ? key_end : min(unmasked.first, key_end));
                     if (key >= key_end) break;
                     if (kUnmaskedLoop) steps(false, min(last, key_end - 1) + 1);
                 }
             }
+            if (kCapped)
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].reference -= .5f * scale;
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
 #pragma unroll

@@ -7,14 +7,16 @@ namespace turing {
 
 // Steps of Step rows of K or of V, a chunk of a row at a time. Rows beyond the last are the last one again: their scores are
 // masked, and 0 times a row that is there anyway adds no NaN of its own. Where a step has fewer chunks than there are threads, the
-// last of these take none.
-template <int Chunks, int Step, int Threads>
+// last of these take none. Rows of shared memory are keys in the order of Layout::key_of_row.
+template <class Layout, int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
     static constexpr int kRowsPerPass = Step / kPasses;
     static constexpr bool kAllTakePart = kRowsPerPass * Chunks == Threads;
     static_assert(kRowsPerPass * kPasses == Step && kRowsPerPass * Chunks <= Threads && kRowsPerPass % 8 == 0,
                   "the rows of one thread have the same swizzle");
+    // From a thread's key in one pass to that in the next.
+    static constexpr int kKeysToNextPass = kPasses == 1 ? 0 : Layout::key_of_row(kRowsPerPass);
 
     const unsigned short* column;  // the thread's chunk of row 0; where there is none, the row's last
     bool takes_part, inside;       // whether it moves anything, and whether its chunk is inside the matrix
@@ -25,17 +27,17 @@ struct RowStream {
         takes_part = kAllTakePart || thread / Chunks < kRowsPerPass;
         inside = chunk <= last;
     }
-    // Its first row of a step.
-    __device__ __forceinline__ static int row_of(int thread) { return thread / Chunks; }
+    // Its first key of a step.
+    __device__ __forceinline__ static int key_of(int thread) { return Layout::key_of_row(thread / Chunks); }
     // Where its chunk of slot 0 goes.
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
-    // Loads what pass number `pass` takes of the step in which the thread's first row is number `row`. With OnlyInside, chunks
+    // Loads what pass number `pass` takes of the step in which the thread's first key is number `key`. With OnlyInside, chunks
     // beyond the columns keep what they held.
     template <bool OnlyInside>
-    __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int row, int last) const {
+    __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
         if (!takes_part) return;
-        const unsigned short* from = rows_after(column, min(row + pass * kRowsPerPass, last), row_stride);
+        const unsigned short* from = rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride);
         if (OnlyInside)
             load_global_if(inside, data, from);
         else

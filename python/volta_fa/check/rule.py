@@ -184,15 +184,24 @@ def rms_error(found: Tensor, expected: Tensor) -> float:
     return (found.double() - expected.double()).square().mean().sqrt().nan_to_num(nan=math.inf).item()
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """What a result gets of its probabilities' rounding to the dtype of the inputs, in which tensor cores (and eager attention) take
+    them: hardly more than this, by the largest error and by the root mean square."""
+
+    largest: float = 0.0
+    rms: float = 0.0
+
+
 @dataclass
 class Budget:
     """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same
     dtype on the same inputs, by the largest error and by the root mean square. (One key of a thousand left out
     hides below the largest rounding error of the first rows, not below the mean.)
 
-    Eager's error may be nearly zero by luck (one key: every probability is exactly 1), so no less is allowed than
-    what a perfect implementation has too: the rounding of its result, half a unit in the last place of each
-    element, and of the sums that lead to it, `sums`.
+    Eager's error may be nearly zero by luck (one key: every probability is exactly 1; a result of one or two elements), so
+    no less is allowed than what a perfect implementation has too: the rounding of its result, half a unit in the last place
+    of each element, of the sums that lead to it, `sums`, and of the probabilities in them, `rounded`.
     """
 
     eager_error: float
@@ -202,25 +211,26 @@ class Budget:
     rms: float
     sums: float
     dtype: torch.dtype
+    rounded: Rounded
 
     @classmethod
-    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float) -> Budget:
+    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded | None = None) -> Budget:
         """From eager's result and the reference."""
-        zero = torch.zeros_like(ref)
-        return cls(max_error(eager, ref), rms_error(eager, ref), factor, largest(ref), rms_error(ref, zero), sums, eager.dtype)
+        size = (largest(ref), rms_error(ref, torch.zeros_like(ref)))
+        return cls(max_error(eager, ref), rms_error(eager, ref), factor, *size, sums, eager.dtype, rounded or Rounded())
 
-    def _unavoidable(self, size: float) -> float:
-        return torch.finfo(self.dtype).eps / 2 * size + self.sums
+    def _unavoidable(self, size: float, rounded: float) -> float:
+        return torch.finfo(self.dtype).eps / 2 * size + self.sums + rounded
 
     @property
     def allowed(self) -> float:
         """The largest error."""
-        return max(self.factor * self.eager_error, self._unavoidable(self.largest))
+        return max(self.factor * self.eager_error, self._unavoidable(self.largest, self.rounded.largest))
 
     @property
     def allowed_rms(self) -> float:
         """The root mean square error."""
-        return max(self.factor * self.eager_rms, self._unavoidable(self.rms))
+        return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
 
 
 class Exact(Protocol):
@@ -252,6 +262,28 @@ def forward_sums(ref: Exact, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: 
     """What rounded sums alone may put on out."""
     # An error e of a score is a relative error e of its probability; scores are sums of rounded products.
     return accumulation_eps(q.dtype) * (1 + ref.largest_score) * largest(v) / (1 - dropout_p)
+
+
+#: Standard deviations of a rounding error that "hardly more" means, here and in `delta_noise`.
+_DEVIATIONS = 4
+
+
+def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
+    """Of weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64: probabilities and what they weigh.
+
+    A rounded number is off by an even distribution over a unit in its last place. Relative to it that is at most eps / 2, with a
+    variance of (eps / 2)^2 / 3 over the square of the mantissa, which is anywhere between 1 and 2: on average 3 / (8 ln 2) of it.
+    """
+    if weights.numel() == 0 or values.numel() == 0:
+        return Rounded()
+    half = torch.finfo(dtype).eps / 2
+    variance = half**2 / 3 * 3 / (8 * math.log(2)) * (weights**2 @ values**2)
+    # No sum gets more than all its roundings the same way.
+    error = torch.minimum(_DEVIATIONS * variance.sqrt(), half * (weights.abs() @ values.abs()))
+    # The mean square of few numbers varies, by sqrt(2 / n) of itself. One rounding serves all columns, so rows are counted, by weight.
+    rows = variance.sum(-1)
+    count = (rows.sum() ** 2 / (rows**2).sum()).nan_to_num(nan=1.0).item()
+    return Rounded(largest(error), variance.mean().sqrt().item() * (1 + _DEVIATIONS / math.sqrt(2 * count)))
 
 
 def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
@@ -290,7 +322,7 @@ def delta_noise(ref: Exact, dout: Tensor) -> Tensor:
     sum of dout * out. Backward gets no more than that `out`; eager keeps probabilities instead, so that it is exact where
     one key has all the attention or a bias has one element for all keys of a row."""
     rounding = ref.out.to(dout.dtype).double() - ref.out
-    return 4 * (dout.double() * rounding).norm(dim=-1).transpose(1, 2)[..., None]
+    return _DEVIATIONS * (dout.double() * rounding).norm(dim=-1).transpose(1, 2)[..., None]
 
 
 def lse_tolerance(ref: Exact, dtype: torch.dtype) -> float:

@@ -19,6 +19,9 @@ volta_fa::bwd and once through PyTorch's scaled_dot_product_attention, from the 
 batches. Prints the losses side by side, step time and peak memory, and writes a plot. On a GPU it trains in
 float16 autocast with GradScaler, on a CPU in float32 (about a minute on two cores).
 
+With --ranks 2 volta_fa trains in two processes that share each sequence: ring attention, over NCCL with as many GPUs and
+over gloo on a CPU. Its losses have to agree with PyTorch's of one process just as well.
+
 Exit status: 0 if the two trainings agree to within rounding, 1 if they do not, 2 if the demo cannot run here.
 """
 
@@ -27,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu, cuda or cuda:N")
     parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 150 on a CPU, 300 on a GPU)")
     parser.add_argument("--quick", action="store_true", help="15 steps: does it work at all?")
+    parser.add_argument("--ranks", type=_positive, default=1, help="processes that share volta_fa's sequences (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the plot (default: ./demo-output)")
 
 
@@ -36,6 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = _choose_device(arguments.device)
     settings = settings_for(device, steps=arguments.steps, quick=arguments.quick)
+    if arguments.ranks > 1:
+        from ..demo.ranks import run_on_ranks
+
+        return 0 if run_on_ranks(arguments.ranks, settings, device, arguments.output) else 1
     return 0 if run_demo(settings, device, arguments.output).agree else 1
 
 

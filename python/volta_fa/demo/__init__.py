@@ -5,6 +5,7 @@ model.py      the GPT and the attentions it is trained with
 train.py      the trainings, side by side on the same batches
 agreement.py  do they differ by more than rounding?
 report.py     what the user sees: progress, tables, plot
+ranks.py      volta_fa's training with its sequences sharded over several processes
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from . import data, report, train
 from .agreement import Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
-from .train import Settings
+from .train import Run, Settings
 
 # Sizes: the CPU's finish within two minutes on two cores; the GPU's keep a V100 busy for about a minute.
 _CPU = Settings(layers=4, nheads=4, headdim=32, seqlen=128, batch=8, steps=150)
@@ -32,14 +33,17 @@ def settings_for(device: torch.device, *, steps: int | None = None, quick: bool 
     return Settings(**{**vars(settings), "steps": steps})
 
 
-def run_demo(settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention) -> Comparison:
-    """Train, print, write the plot into `output`, and judge. `attention` is what is put to the test."""
+def run_demo(
+    settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention, kind: type[Run] = Run
+) -> Comparison:
+    """Train, print, write the plot into `output`, and judge. `attention` is what is put to the test, in a run of this kind."""
     text, files = data.read_corpus()
     tokens = data.encode(text)
     runs = reference, candidate, control = train.make_runs(
         settings,
         device,
         {report.REFERENCE: torch_attention, report.CANDIDATE: attention, report.CONTROL: RoundedAttention(settings.seed)},
+        {report.CANDIDATE: kind},
     )
     report.introduce(settings, device, len(tokens), files, runs)
     with report.Progress(settings.steps, runs) as progress:

@@ -81,8 +81,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_initialise)
 
-    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(self.token(tokens) + self.position[: tokens.shape[1]])
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """`positions`: (seqlen), of a shard's tokens; from 0 on unless given."""
+        at = self.position[: tokens.shape[1]] if positions is None else self.position[positions]
+        x = self.blocks(self.token(tokens) + at)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())
 
 

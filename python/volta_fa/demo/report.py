@@ -24,6 +24,15 @@ REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differe
 _console = Console(highlight=False)
 
 
+def silence() -> None:
+    """Of several processes that do the same, one reports."""
+    _console.quiet = True
+
+
+def say(text: str) -> None:
+    _console.print(text)
+
+
 def introduce(settings: Settings, device: torch.device, tokens: int, files: int, runs: Sequence[Run]) -> None:
     """What was found on this machine, and what will be done with it."""
     if device.type == "cuda":

@@ -104,8 +104,10 @@ def cpu_peak(work: Callable[[], object]) -> int:
     return peak
 
 
-def make_runs(settings: Settings, device: torch.device, attentions: Mapping[str, Attention]) -> list[Run]:
-    """One run for each attention, all from the same weights."""
+def make_runs(
+    settings: Settings, device: torch.device, attentions: Mapping[str, Attention], kinds: Mapping[str, type[Run]] | None = None
+) -> list[Run]:
+    """One run for each attention, all from the same weights; of the kind that is given for its name."""
     runs: list[Run] = []
     for name, attention in attentions.items():
         torch.manual_seed(settings.seed)
@@ -120,7 +122,7 @@ def make_runs(settings: Settings, device: torch.device, attentions: Mapping[str,
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
         # A constant scale: a step skipped by one run and not by another would look like a wrong gradient.
         scaler = GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
-        runs.append(Run(name, model, optimizer, scaler, settings.half))
+        runs.append((kinds or {}).get(name, Run)(name, model, optimizer, scaler, settings.half))
     return runs
 
 

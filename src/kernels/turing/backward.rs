@@ -1,6 +1,6 @@
 //! The backward kernels. docs/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Needs, Pass, Variant, TURING};
+use super::{Need, Needs, Pass, Variant, TURING};
 
 /// `turing/backward/small`: 4 warps of 32 keys, two blocks an SM. Shared: K, and two tiles of Q, of dO and of dS.
 const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> Variant {
@@ -130,6 +130,13 @@ const FINISH: Variant =
 const fn keys(main: Variant, name: &'static str, source: &'static str, registers: u32) -> Variant {
     Variant { name, pass: Pass::BackwardKeys, source, registers, ..main }
 }
+/// Ragged kernels that do one thing to scores besides, the one that a problem asks for. (At headdim 64 the plain kernel has room for
+/// that; all else takes `split`.)
+const fn with(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
+    let requires = Needs::of(&[need]);
+    Variant { requires, ..plain }.covering(Needs::RAGGED.union(requires), name, registers)
+}
+
 const SMALL_KEYS: &str = "turing/backward/small_keys.cu";
 const SPLIT_KEYS: &str = "turing/backward/split_keys.cu";
 
@@ -173,6 +180,12 @@ pub const BACKWARD: &[Variant] = &[
     SPLIT[3].covering(Needs::RAGGED, "turing_bwd_ragged_192", 248),
     SPLIT[4].covering(Needs::RAGGED, "turing_bwd_ragged_256", 238),
     FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 49),
+    with(Need::Softcap, "turing_bwd_softcap_64", SMALL[1], 255),
+    with(Need::Softcap, "turing_bwd_softcap_128", SPLIT[2], 252),
+    with(Need::Alibi, "turing_bwd_alibi_64", SMALL[1], 255),
+    with(Need::Bias, "turing_bwd_bias_64", SMALL[1], 255),
+    with(Need::Dropout, "turing_bwd_dropout_64", SMALL[1], 251),
+    with(Need::Dropout, "turing_bwd_dropout_128", SPLIT[2], 250),
     SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
     SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 224),
     SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 247),

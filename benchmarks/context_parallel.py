@@ -1,0 +1,169 @@
+"""Attention over a sequence that is sharded over GPUs: time and memory against one GPU, what travels, and whether it hides.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel [--json FILE] [--trace FILE]
+
+Needs a CUDA device for each rank. Causal, fp16, (batch, heads, headdim) = (1, 16, 128). Each line: a whole sequence on one device
+(rank 0 alone), a ring of all ranks and Ulysses, forward and with backward; peak memory beside inputs; communication alone (the
+ring's messages without kernels) and PyTorch's own all-gather of K and V. --trace writes rank 0's profile and says which share of the
+time of NCCL's kernels attention's kernels run beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import volta_fa
+from volta_fa.distributed import ring_attention, shard_sequence, ulysses_attention
+from volta_fa.distributed.communication import Transfer, messages, room
+from volta_fa.distributed.layout import shard_ranges
+from volta_fa.distributed.plan import Mask, plan
+
+HEADS, HEADDIM = 16, 128
+SEQLENS = (8192, 16384, 32768, 65536, 131072)
+ROUNDS = 5
+
+
+def milliseconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Median of the rounds, each begun by all ranks together; the first two warm up."""
+    times = []
+    for _ in range(rounds + 2):
+        if dist.is_initialized():
+            dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[2:])
+
+
+def tensors(seqlen: int, device: torch.device) -> list[torch.Tensor]:
+    g = torch.Generator(device).manual_seed(0)
+    return [torch.randn(1, seqlen, HEADS, HEADDIM, generator=g, device=device, dtype=torch.float16) for _ in range(4)]
+
+
+def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None]:
+    """What a causal ring sends in its forward pass, without its kernels."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ranges = [shard_ranges(seqlen, size, r, "zigzag") for r in range(size)]
+    mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)
+
+    def send_all() -> None:
+        for t in range(1, size):
+            source, reader = (rank - t) % size, (rank + t) % size
+            theirs, mine = plan(ranges[reader], ranges[rank], mask), plan(ranges[rank], ranges[source], mask)
+            send = [message for x in (k, v) for message in messages(x, theirs.rows)]
+            receive = [part for x in (k, v) for part in room(x, mine.rows)[1]]
+            Transfer("benchmark", dist.group.WORLD, send=send, to=reader, receive=receive, source=source).wait()
+
+    return send_all
+
+
+def peak(call: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def both(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return run
+
+
+def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"seqlen": seqlen}
+    whole = tensors(seqlen, device)
+    shards = [shard_sequence(t).contiguous() for t in whole]
+    one = lambda q, k, v: torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
+    ways: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+        "one": (one, whole),
+        "ring": (lambda q, k, v: ring_attention(q, k, v, is_causal=True), shards),
+        "ulysses": (lambda q, k, v: ulysses_attention(q, k, v, is_causal=True), shards),
+    }
+    for name, (attend, inputs) in ways.items():
+        rounds = 2 if seqlen > 70000 else ROUNDS
+        q, k, v, dout = inputs
+        found[name] = {"forward_ms": milliseconds(lambda: attend(q, k, v), rounds), "both_ms": milliseconds(both(attend, *inputs), rounds)}
+        found[name]["peak_mib"] = peak(both(attend, *inputs)) / 2**20
+    k, v = shards[1:3]
+    found["messages_ms"] = milliseconds(exchange(k, v, seqlen))
+    everyone = [torch.empty(dist.get_world_size() * t.numel(), dtype=t.dtype, device=device) for t in (k, v)]
+    found["all_gather_ms"] = milliseconds(lambda: [dist.all_gather_into_tensor(e, t.flatten()) for e, t in zip(everyone, (k, v))])
+    found["message_mib"] = sum(t.numel() * t.element_size() for t in (k, v)) / 2**20
+    return found
+
+
+def overlap(trace: Path) -> dict[str, float]:
+    """From a profile: of NCCL's kernels, the time during which kernels of ours run."""
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    spans = lambda ours: sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if ours(e["name"]))
+    nccl, ours = spans(lambda n: "nccl" in n.lower()), spans(lambda n: n.startswith(("volta_", "turing_")) and "merge" not in n)
+    beside = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in nccl for b in ours)
+    total = sum(b - a for a, b in nccl)
+    return {"nccl_us": total, "attention_us": sum(b - a for a, b in ours), "beside_us": beside, "share": beside / total if total else 0.0}
+
+
+def profile(seqlen: int, device: torch.device, trace: Path) -> dict[str, float]:
+    shards = [shard_sequence(t).contiguous() for t in tensors(seqlen, device)]
+    call = both(lambda q, k, v: ring_attention(q, k, v, is_causal=True), *shards)
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        found.export_chrome_trace(str(trace))
+        return overlap(trace)
+    return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="a .json.gz file")
+    parser.add_argument("--seqlens", type=int, nargs="*", default=SEQLENS)
+    arguments = parser.parse_args()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    first = dist.get_rank() == 0
+    results: dict[str, Any] = {"ranks": dist.get_world_size(), "device": torch.cuda.get_device_name(device)}
+    results["volta_fa"] = volta_fa.__version__
+    if arguments.trace is not None:
+        results["overlap"] = profile(32768, device, arguments.trace)
+        if first:
+            print("overlap at 32768:", {name: round(value, 3) for name, value in results["overlap"].items()}, flush=True)
+    results["lines"] = []
+    for seqlen in arguments.seqlens:
+        found = measure(seqlen, device)
+        results["lines"].append(found)
+        if first:
+            print({name: {n: round(x, 3) for n, x in v.items()} if isinstance(v, dict) else v for name, v in found.items()}, flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(results, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

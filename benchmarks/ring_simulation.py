@@ -1,0 +1,192 @@
+"""When does ring attention hide what it sends? A discrete simulation of the ring on V100s, from simulated kernel times and published rates.
+
+    python -m benchmarks.ring_simulation [--plot FILE] [--markdown FILE]
+
+Nothing here is measured on a V100. Each rank computes its steps one after the other; step t + 1's keys and values are asked for as
+step t begins, and travel once the sender and the receiver have asked, and the sender's way out and the receiver's way in are free;
+in the backward pass the gradients of step t's keys leave when it ends. What a step computes and sends is what
+volta_fa.distributed plans: causal, zigzag. Kernels run at one rate, whatever the shape, and nothing else takes time.
+
+Two ways over nodes of eight: a ring of all GPUs, and Ulysses inside a node with a ring of nodes. Both send straight from a key's
+rank to the one that reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+#: GPUs of a DGX-1V, which a node here is.
+NODE = 8
+#: GB/s one way between two GPUs of a node: one NVLink of the six that a V100 has. Many pairs of a DGX-1V have two; some none.
+NVLINK = 25.0
+#: GB/s one way of a GPU to other nodes: four EDR InfiniBand ports of 100 Gbit/s for eight GPUs.
+NETWORK = 4 * 12.5 / NODE
+#: TFLOP/s of the simulated V100 at headdim 128 without a mask, at the longest that docs/performance.md has: 4,096 and 2,048 keys.
+FORWARD, BACKWARD = 88.9, 72.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A layer's causal attention over one sequence."""
+
+    seqlen: int
+    gpus: int
+    #: Ulysses inside a node, a ring of nodes
+    mesh: bool = False
+    nheads: int = 32
+    nheads_k: int = 8
+    headdim: int = 128
+    node: int = NODE
+    nvlink: float = NVLINK
+    network: float = NETWORK
+    forward: float = FORWARD
+    backward: float = BACKWARD
+
+    @property
+    def shared(self) -> int:
+        """GPUs that share the heads of one place of the ring."""
+        return min(self.node, self.gpus) if self.mesh else 1
+
+    @property
+    def places(self) -> int:
+        return self.gpus // self.shared
+
+    @property
+    def rows(self) -> float:
+        """Positions of one place."""
+        return self.seqlen / self.places
+
+    def seconds(self, step: int, backward: bool) -> float:
+        """Of a GPU's kernels: half of rows times rows in every step, by the causal mask's zigzag order. Grouped heads that a node has
+        fewer of than GPUs change nothing here."""
+        operations = (10 if backward else 4) * self.rows**2 / 2 * self.headdim * self.nheads / self.shared
+        return operations / ((self.backward if backward else self.forward) * 1e12)
+
+    def message(self, first_half: bool) -> float:
+        """Bytes of keys and values of a step: later places read the first chunk of an earlier one, earlier ones both of a later one."""
+        heads = max(self.nheads_k / self.shared, 1)
+        return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2
+
+
+def rates(setup: Setup, step: int) -> numpy.ndarray:
+    """Bytes a second of the message that each place receives in a step, its sender being `step` places before it."""
+    place = numpy.arange(setup.places)
+    source = (place - step) % setup.places
+    if setup.mesh:
+        same = numpy.zeros(setup.places, dtype=bool)
+    else:
+        same = place // setup.node == source // setup.node
+    return numpy.where(same, setup.nvlink, setup.network) * 1e9
+
+
+def simulate(setup: Setup, backward: bool = False) -> float:
+    """Seconds until the last rank has its result."""
+    n = setup.places
+    place = numpy.arange(n)
+    zeros = lambda: numpy.zeros(n)
+    way_out, way_in, done = zeros(), zeros(), zeros()
+    arrived = zeros()
+    returned = zeros()
+    for step in range(n):
+        begin = numpy.maximum(done, arrived)
+        if step + 1 < n:
+            arrived = _transfer(setup, step + 1, begin, way_out, way_in)
+        done = begin + setup.seconds(step, backward)
+        if backward and step > 0:
+            # gradients of the keys that came from `step` places before go back there, as many as came
+            target = (place - step) % n
+            reader = (place + step) % n
+            seconds = _bytes(setup, step) / rates(setup, step)
+            start = numpy.maximum.reduce([done, way_out, way_in[target]])
+            end = start + seconds
+            way_out[:] = end
+            way_in[:] = end[reader]
+            returned = numpy.maximum(returned, end[reader])
+    return float(numpy.maximum(done, returned).max())
+
+
+def _bytes(setup: Setup, step: int) -> numpy.ndarray:
+    place = numpy.arange(setup.places)
+    return numpy.where((place - step) % setup.places < place, setup.message(True), setup.message(False))
+
+
+def _transfer(setup: Setup, step: int, asked: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:
+    """When each place has the keys from `step` places before it."""
+    place = numpy.arange(setup.places)
+    source, reader = (place - step) % setup.places, (place + step) % setup.places
+    start = numpy.maximum.reduce([asked, asked[source], way_out[source], way_in])
+    end = start + _bytes(setup, step) / rates(setup, step)
+    way_in[:] = end
+    way_out[:] = end[reader]
+    return end
+
+
+def efficiency(setup: Setup, backward: bool = False) -> float:
+    """The kernels' share of the time: 1 where all that is sent is hidden."""
+    return setup.places * setup.seconds(0, backward) / simulate(setup, backward)
+
+
+def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
+    """Positions of a place from which a step's kernels take longer than its messages at `rate` GB/s: a step computes
+    2 * rows^2 * headdim * nheads operations (backward 5) and receives 4 * rows * headdim * nheads_k bytes (backward twice as many, of
+    which half leave); Ulysses divides both by the same."""
+    if backward:
+        return 8 * setup.nheads_k * setup.backward * 1e12 / (5 * setup.nheads * rate * 1e9)
+    return 4 * setup.nheads_k * setup.forward * 1e12 / (2 * setup.nheads * rate * 1e9)
+
+
+SEQLENS = [2**n for n in range(15, 23)]  # 32K to 4M
+GPUS = [8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def share(setup: Setup) -> float:
+    """Of the kernels, of the time of both passes."""
+    kernels = setup.places * (setup.seconds(0, False) + setup.seconds(0, True))
+    return kernels / (simulate(setup, False) + simulate(setup, True))
+
+
+def table() -> str:
+    """Shares of the ring and of the mesh, as Markdown."""
+    lines = ["| tokens | " + " | ".join(f"{n} GPUs" for n in GPUS) + " |", "| ---: |" + " ---: |" * len(GPUS)]
+    for seqlen in SEQLENS:
+        cells = [", ".join(f"{share(Setup(seqlen, gpus, mesh)):.0%}" for mesh in (False, True)) for gpus in GPUS]
+        size = f"{seqlen // 1024}K" if seqlen < 2**20 else f"{seqlen // 2**20}M"
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(path: Path) -> None:
+    from .plots import panels, save
+
+    figure, axes = panels(1, 2, "Ring attention on simulated V100s: the kernels' share of both passes' time", (11, 4.5))
+    for axis, mesh in zip(axes.flat, (False, True)):
+        for gpus in GPUS:
+            shares = [share(Setup(seqlen, gpus, mesh)) for seqlen in SEQLENS]
+            axis.plot([n / 1024 for n in SEQLENS], shares, marker="o", markersize=3, label=f"{gpus} GPUs")
+        axis.set_title("Ulysses inside nodes of 8, a ring of nodes" if mesh else "a ring of all GPUs", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("thousands (1,024) of tokens")
+        axis.set_ylim(0, 1.05)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    found = table()
+    print(found)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(found + "\n")
+    if arguments.plot is not None:
+        draw(arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+// Main kernels that do one thing to scores besides, as those of the forward pass (turing/forward/one_feature.cuh): ALiBi and a bias are
+// what the accumulators of K Q^T begin with, in units of the products.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+// S^T of a step: c[n][m] of 8 queries and 16 keys.
+template <class Layout, int N>
+struct InitialScores {
+    using Scores = Accumulator[N][Layout::kTileKeys / 16];
+    using Tile = typename Layout::Tile;
+    static_assert(!kOneFeature || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four neighbouring keys of two queries");
+    static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
+
+    // `row` and `key` are the warp's first.
+    static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
+        const ScoreOptions& o = p.score_options;
+        const int batch = block_batch_here();
+        const BlockSequence sequence(p.problem, p.lengths, batch);
+        float slope;  // by a volatile load: it takes no register between the steps
+        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(slope) : "l"(o.alibi_slopes + batch * o.alibi_batch_stride + head));
+        slope = __fdividef(-slope, p.problem.scale);
+        const ScorePlace<Layout> place(lane_here(), row, key);
+        const float first = static_cast<float>(place.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - place.key(0));
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int v = 0; v < Layout::kElements; v++)
+                tile_of(s, n)[v] = slope * fabsf(first + static_cast<float>(8 * n + place.query_minus_key(v)));
+    }
+
+    // The fp16 bias of a step, loaded in the one before.
+    uint2 loaded[N][2];
+
+    // Queries from query_end on do not exist, or see none of the keys.
+    static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int query_end, int bytes) {
+        const unsigned row = min(query, query_end - 1);
+        return base + static_cast<unsigned long long>(row) * (static_cast<unsigned>(p.score_options.bias_row_stride) * bytes);
+    }
+    static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
+        const ScoreOptions& o = p.score_options;
+        return reinterpret_cast<const char*>(o.bias) +
+               (block_batch_here() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) * bytes;
+    }
+    __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
+        if (p.score_options.bias_is_fp32) return;
+        const ScorePlace<Layout> place(lane_here(), row, key);
+        const char* base = bias_base(p, head, place.key(0), 2);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
+                asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(loaded[n][r].x), "=r"(loaded[n][r].y) : "l"(from));
+            }
+    }
+    __device__ __forceinline__ void bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) const {
+        const float inverse_scale = __fdividef(kLog2e, p.problem.scale_log2);
+        const ScorePlace<Layout> place(lane_here(), row, key);
+        if (p.score_options.bias_is_fp32) {
+            const char* base = bias_base(p, head, place.key(0), 4);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
+                    float of_keys[4];
+                    Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) tile_of(s, n)[Layout::element(r, j)] = of_keys[j] * inverse_scale;
+                }
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float2 low = to_float2(loaded[n][r].x), high = to_float2(loaded[n][r].y);
+                Tile& x = tile_of(s, n);
+                x[Layout::element(r, 0)] = low.x * inverse_scale, x[Layout::element(r, 1)] = low.y * inverse_scale;
+                x[Layout::element(r, 2)] = high.x * inverse_scale, x[Layout::element(r, 3)] = high.y * inverse_scale;
+            }
+    }
+};
+
+// Dropout: which probabilities of the two queries and four keys that a lane has in a tile are kept.
+struct KeptOfTile {
+    u32 kept[4];  // of each key: 0xffff for each of two queries
+
+    // `row` and `key` are the tile's first.
+    template <class Layout>
+    __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
+        static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "a call has all of them");
+        const DropoutRule rule(p.score_options);
+        const ScorePlace<Layout> place(lane_here(), row, key);
+        const uint4 of = philox.numbers(place.query(0), place.key(0));
+        kept[0] = rule.kept_halves(__byte_perm(of.x, of.z, 0x5410));
+        kept[1] = rule.kept_halves(__byte_perm(of.y, of.w, 0x5410));
+        kept[2] = rule.kept_halves(__byte_perm(of.x, of.z, 0x7632));
+        kept[3] = rule.kept_halves(__byte_perm(of.y, of.w, 0x7632));
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,75 @@
+"""The demo over several processes: PyTorch's training in each as it is, volta_fa's with its sequences sharded over them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from ..distributed import ring_attention, shard_sequence
+from ..errors import CommandError
+from . import report, run_demo
+from .train import Run, Settings
+
+#: What one process may be late by: a busy machine's worst, not a long wait for one that is gone.
+_TIMEOUT = timedelta(minutes=5)
+
+
+class ShardedRun(Run):
+    """Every process has its positions of each window; together they take the step of one with all of them."""
+
+    def _forward_backward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        positions = shard_sequence(torch.arange(tokens.shape[1], device=tokens.device), dim=0)
+        mine, expected = shard_sequence(tokens), shard_sequence(target)
+        with torch.autocast(tokens.device.type, torch.float16, enabled=self.half):
+            # its share of the mean over all positions
+            loss = self.model(mine, expected, positions) * (mine.numel() / tokens.numel())
+        self.scaler.scale(loss).backward()
+        total = loss.detach().clone()
+        for t in (total, *(p.grad for p in self.model.parameters() if p.grad is not None)):
+            dist.all_reduce(t)
+        return total
+
+
+def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return ring_attention(q, k, v, is_causal=True)
+
+
+def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: Path) -> bool:
+    """Whether the trainings agree."""
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        raise CommandError(
+            f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s), and each rank needs one; "
+            "--device cpu works everywhere"
+        )
+    if not dist.is_available():
+        raise CommandError(f"--ranks {ranks}: torch {torch.__version__} was built without torch.distributed")
+    if settings.seqlen < 2 * ranks:
+        raise CommandError(f"--ranks {ranks}: expected at most {settings.seqlen // 2}, of which each has two chunks of a window")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_work, (ranks, settings, device.type, output.absolute(), folder), nprocs=ranks)
+        return (Path(folder) / "agree").exists()
+
+
+def _work(rank: int, ranks: int, settings: Settings, device_type: str, output: Path, folder: str) -> None:
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    if rank > 0:
+        report.silence()
+    report.say(f"{report.CANDIDATE} trains in {ranks} processes over {backend}, each with its share of the positions of every window")
+    comparison = run_demo(settings, device, Path(folder) / str(rank) if rank else output, attention=ring, kind=ShardedRun)
+    if rank == 0 and comparison.agree:
+        (Path(folder) / "agree").touch()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,417 @@
+"""Attention over a sequence that is sharded over ranks: the functions."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import agree
+from .communication import prepare
+from .groups import Grid, Group, check_layout, gather, grid_of, group_of
+from .layout import length, shard_ranges
+from .plan import Mask
+from .ring import Problem, Ring, derived_generator
+from .ulysses import to_heads, to_sequence
+
+
+def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
+    """This rank's part of a whole tensor along the dimension of its sequence: of q, k, v, tokens, labels, position ids.
+
+    Nothing is sent: every rank has the whole tensor and takes its own positions of it, in the order in which the attention
+    functions want them. Lengths that do not divide are fine; shards then differ in length. Differentiable.
+
+    Args:
+        tensor: the same on all ranks.
+        group: a process group, a mesh of one dimension, or of two (ring, Ulysses); all processes unless given.
+        dim: the dimension of the sequence, or, packed, of all tokens.
+        layout: "zigzag" balances the work under a causal mask: each rank holds a chunk from the front and one from the back.
+            "contiguous" gives each rank one chunk.
+    """
+    grid = grid_of("shard_sequence", group)
+    check_layout("shard_sequence", layout)
+    ranges = grid.ranges(tensor.shape[dim], layout)
+    parts = [tensor.narrow(dim, begin, end - begin) for begin, end in ranges]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
+    """The whole tensor on every rank, from what `shard_sequence` made of it. No gradient."""
+    grid = grid_of("unshard_sequence", group)
+    groups = _groups(grid)
+    check_layout("unshard_sequence", layout)
+
+    def words() -> tuple[dict[str, Any], Any]:
+        others = [n for i, n in enumerate(tensor.shape) if i != dim % tensor.dim()]
+        return {"tensor": f"{tensor.dtype}, {others} besides dim {dim}", "layout": layout}, tensor.shape[dim]
+
+    lengths = agree(groups, "unshard_sequence", words, tensor.device)
+    _check_lengths("unshard_sequence", "tensor", grid, lengths, layout)
+    prepare(groups[-1], tensor.device)
+    t = tensor.detach().movedim(dim, 0).contiguous()
+    size = grid.ulysses_size
+    if grid.ulysses is not None:
+        place = lengths[grid.ring_rank * size : (grid.ring_rank + 1) * size]
+        t = torch.cat(gather(t, grid.ulysses, place))
+    places = [sum(lengths[r * size : (r + 1) * size]) for r in range(grid.ring_size)]
+    assert grid.ring is not None
+    whole = t.new_empty((sum(lengths), *t.shape[1:]))
+    for rank, shard in enumerate(gather(t, grid.ring, places)):
+        at = 0
+        for begin, end in shard_ranges(len(whole), grid.ring_size, rank, layout):
+            whole[begin:end] = shard[at : at + end - begin]
+            at += end - begin
+    return whole.movedim(0, dim)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Attention over a whole sequence of which each rank holds a shard: every rank passes its own and gets its own.
+
+    Queries stay; keys and values are sent to the ranks whose queries see them, and nowhere else, while the kernels run. Memory and
+    computation of a rank are those of its share. Differentiable in q, k, v and sinks, with gradients as exact as on one device.
+
+    All options mean what they mean to `volta_fa::fwd` (the package's docstring) for the whole sequence: is_causal and windows are
+    aligned to its end, distances are between positions in it.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), of
+            which `shard_sequence` made the shards; packed, as (total, nheads, headdim), with cu_seqlens.
+        group: a process group or mesh of one dimension; all processes unless given.
+        alibi_slopes: float32, (nheads) or (batch, nheads); the same on all ranks.
+        sinks: (nheads), the same on all ranks. Its gradient is that of this rank's rows: sum it over the group, as those of
+            all weights.
+        dropout_p, generator: ranks draw from generators in the same state, PyTorch's default one (torch.manual_seed) unless given, and
+            derive different numbers from it.
+        cu_seqlens: int32, (sequences + 1), or a sequence of ints: where each packed sequence begins in the whole batch, from 0, and
+            at the end the number of all tokens; for queries and keys alike. The same on all ranks. Read on the host: one on a GPU is
+            waited for.
+        layout: that of the shards.
+
+    Raises, before any tensor is sent and on all ranks alike, ValueError for wrong arguments on any of them and for arguments
+    that have to be the same and are not, NotImplementedError for what is lacking, RuntimeError where a rank does not come within the
+    group's timeout.
+    """
+    ring = group_of("ring_attention", group)
+    grid = Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
+    return _attention("ring_attention", grid, **_all(locals(), ("group", "ring", "grid")))
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The same as `ring_attention` by exchanging heads for positions: one all-to-all gives each rank the whole sequence of its share
+    of the heads, and another brings the result back.
+
+    nheads must be a multiple of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many
+    ranks, but waits for what it sends, and a rank's memory is that of the whole sequence with its share of the heads.
+    """
+    ulysses = group_of("ulysses_attention", group)
+    grid = Grid(None, ulysses, 0, 1, dist.get_rank(ulysses), ulysses.size())
+    return _attention("ulysses_attention", grid, **_all(locals(), ("group", "ulysses", "grid")))
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Group = None,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The same over a mesh of two dimensions: a ring along the first, and in each of its places Ulysses along the second, which best
+    lies inside a machine. A group or a mesh of one dimension is a ring."""
+    grid = grid_of("context_parallel_attention", mesh)
+    return _attention("context_parallel_attention", grid, **_all(locals(), ("mesh", "grid")))
+
+
+def _all(arguments: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in but}
+
+
+def _groups(grid: Grid) -> list[dist.ProcessGroup]:
+    return [group for group in (grid.ulysses, grid.ring) if group is not None]
+
+
+def _attention(
+    op: str,
+    grid: Grid,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    layout: str,
+    deterministic: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    options = {
+        "softmax_scale": softmax_scale,
+        "is_causal": is_causal,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
+    }
+    starts: list[int] | None = None
+
+    def words() -> tuple[dict[str, Any], Any]:
+        nonlocal starts
+        check_layout(op, layout)
+        if cu_seqlens is not None:
+            starts = _starts(op, cu_seqlens)
+        _check_locally(op, q, k, v, starts, options, alibi_slopes, sinks)
+        _check_heads(op, q, k, grid)
+        tensors = [t for t in (q, k, v, sinks) if t is not None]
+        same = {
+            name: f"{str(t.dtype).removeprefix('torch.')} on {t.device.type}, {_without_rows(t)}"
+            for name, t in (("q", q), ("k", k), ("v", v))
+        }
+        same |= {
+            "options": str(options),
+            "layout": layout,
+            "alibi_slopes": "None" if alibi_slopes is None else f"shape {tuple(alibi_slopes.shape)}",
+            "sinks": "None" if sinks is None else str(sinks.dtype),
+            "cu_seqlens": "None" if starts is None else f"{len(starts) - 1} sequences of {starts[-1]} tokens, {_digest(starts)}",
+            "requires_grad": str(torch.is_grad_enabled() and any(t.requires_grad for t in tensors)),
+        }
+        if dropout_p:
+            same["generator"] = f"a state {_state(generator, q.device)}"
+        return same, [q.shape[-3], k.shape[-3]]
+
+    groups = _groups(grid)
+    lengths = agree(groups, op, words, q.device)
+    q_lengths, k_lengths = ([n[i] for n in lengths] for i in (0, 1))
+    seqlen_q = _check_lengths(op, "q", grid, q_lengths, layout)
+    seqlen_k = _check_lengths(op, "k", grid, k_lengths, layout)
+    if starts is not None and (starts[-1] != seqlen_q or starts[-1] != seqlen_k):
+        raise ValueError(
+            f"volta_fa.distributed.{op}: cu_seqlens: got {starts[-1]} tokens, expected the {seqlen_q} queries and {seqlen_k} keys of all ranks"
+        )
+    for group in groups:
+        prepare(group, q.device)
+    seed: tuple[int, ...] = ()
+    if dropout_p:
+        seed = (_state(generator, q.device), grid.ulysses_rank)
+        torch.empty(1, device=q.device).uniform_(generator=generator)  # the next call has other numbers
+
+    packed = starts is not None
+    if packed:
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    heads = _Share(q.shape[2], k.shape[2], grid)
+    if grid.ulysses is not None:
+        place = slice(grid.ring_rank * grid.ulysses_size, (grid.ring_rank + 1) * grid.ulysses_size)
+        order = (grid, layout) if grid.ring is None else None
+        q, k, v = to_heads(op, grid.ulysses, (q, k, v), (q_lengths[place], k_lengths[place]), heads.of_keys, order)
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes[..., heads.queries].contiguous()
+        sinks = None if sinks is None else sinks[heads.queries]
+    bounds = [(a, b) for a, b in zip(starts, starts[1:])] if starts is not None else []
+    mask = Mask(
+        queries=tuple(bounds) or ((0, seqlen_q),),
+        keys=tuple(bounds) or ((0, seqlen_k),),
+        left=window_left if window_left >= 0 else None,
+        right=0 if is_causal else window_right if window_right >= 0 else None,
+        alibi=alibi_slopes is not None,
+    )
+    if grid.ring is None:
+        ring_ranges: list[list[Any]] = [[((0, seqlen_q),)], [((0, seqlen_k),)]]
+    else:
+        ring_ranges = [
+            [shard_ranges(n, grid.ring_size, rank, layout) for rank in range(grid.ring_size)] for n in (seqlen_q, seqlen_k)
+        ]
+    problem = Problem(
+        op=op,
+        group=grid.ring if grid.ring is not None else grid.ulysses,  # type: ignore[arg-type]
+        rank=grid.ring_rank,
+        q_ranges=ring_ranges[0],
+        k_ranges=ring_ranges[1],
+        mask=mask,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=bool(options["deterministic"]),
+        alibi_slopes=alibi_slopes,
+    )
+    out = Ring.apply(problem, q, k, v, sinks)
+    if grid.ulysses is not None:
+        out = to_sequence(op, grid.ulysses, out, q_lengths[place], order)
+    return out.squeeze(0) if packed else out
+
+
+class _Share:
+    """The heads of a rank that shares them by Ulysses."""
+
+    def __init__(self, nheads: int, nheads_k: int, grid: Grid):
+        size = grid.ulysses_size
+        each = nheads // size
+        self.queries = slice(grid.ulysses_rank * each, (grid.ulysses_rank + 1) * each)
+        #: for each rank, the heads of keys that its query heads look at
+        self.of_keys = [(u * each * nheads_k // nheads, -(-(u + 1) * each * nheads_k // nheads)) for u in range(size)]
+
+
+def _without_rows(t: Tensor) -> str:
+    names = ("batch", "nheads", "headdim") if t.dim() == 4 else ("nheads", "headdim")
+    sizes = [n for i, n in enumerate(t.shape) if i != t.dim() - 3]
+    return ", ".join(f"{name} {n}" for name, n in zip(names, sizes))
+
+
+def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
+    starts = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:])):
+        given = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
+        raise ValueError(f"volta_fa.distributed.{op}: cu_seqlens: got {given}, expected at least 2 numbers that begin with 0 and never fall")
+    return starts
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    return f"{zlib.crc32(repr(numbers).encode()):08x}"
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> int:
+    """A number for the state of a generator, known without waiting for a GPU."""
+    if generator is None:
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+        else:
+            generator = torch.default_generator
+    if generator.device.type == "cuda":
+        text = repr((generator.initial_seed(), generator.get_offset())).encode()
+    else:
+        text = bytes(generator.get_state().numpy())
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+
+
+def generator_for(given: torch.Generator | None, device: torch.device, part: tuple[int, ...]) -> torch.Generator:
+    """Whose numbers follow from the state of a generator, which moves on, and from the part that a rank computes."""
+    found = derived_generator(device, (_state(given, device), *part))
+    torch.empty(1, device=device).uniform_(generator=given)
+    return found
+
+
+def _check_locally(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int] | None,
+    options: dict[str, Any],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """What the op itself refuses, by its own checks on tensors without data."""
+    rank, what = (3, "(total, nheads, headdim), since cu_seqlens is given") if starts else (4, "(batch, seqlen, nheads, headdim)")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != rank:
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got a tensor of rank {t.dim()}, expected rank {rank}, {what}")
+        if t.device != q.device:
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {t.device}, expected {q.device}, that of q")
+        if q.device.type == "cuda" and t.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got dtype {t.dtype}, expected torch.float16 or torch.bfloat16")
+    meta: dict[str, Any] = {
+        name: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for name, t in (("alibi_slopes", alibi_slopes), ("sinks", sinks))
+    }
+    for name, t in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {t.device}, expected {q.device}, that of q")
+    if starts is not None:
+        # one row of each sequence is enough to check all but lengths, of which a shard knows nothing
+        count = len(starts) - 1
+        cu = torch.empty(count + 1, dtype=torch.int32, device="meta")
+        meta |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(1, q.shape[0]), max_seqlen_k=max(1, k.shape[0]))
+    try:
+        described = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (q, k, v))
+        torch.ops.volta_fa.fwd(*described, **meta, **options)
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(str(error).replace("volta_fa::fwd", f"volta_fa.distributed.{op}")) from None
+
+
+def _check_heads(op: str, q: Tensor, k: Tensor, grid: Grid) -> None:
+    size, nheads, nheads_k = grid.ulysses_size, q.shape[-2], k.shape[-2]
+    if nheads % size:
+        raise ValueError(
+            f"volta_fa.distributed.{op}: q: got {nheads} heads, expected a multiple of the {size} ranks that share them; "
+            "ring_attention takes any number"
+        )
+    if nheads_k % size and size % nheads_k:
+        raise ValueError(
+            f"volta_fa.distributed.{op}: k: got {nheads_k} heads, expected a multiple or a divisor of the {size} ranks that share them"
+        )
+
+
+def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layout: str) -> int:
+    """The length of the whole sequence."""
+    total = sum(lengths)
+    size = grid.ulysses_size
+    expected = [length(grid.ranges(total, layout, r, u)) for r in range(grid.ring_size) for u in range(size)]
+    if grid.ring is None:
+        expected = [length(shard_ranges(total, size, u, layout)) for u in range(size)]
+    if list(lengths) != expected:
+        raise ValueError(
+            f"volta_fa.distributed.{op}: {name}: got shards of {', '.join(map(str, lengths))} positions, "
+            f"expected {', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}"
+        )
+    return total

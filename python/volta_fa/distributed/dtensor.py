@@ -1,0 +1,283 @@
+"""DTensor's rules for `volta_fa::fwd` and `volta_fa::bwd`.
+
+On each dimension of the mesh one of three things: the batch is sharded, the heads are (those of k and v too, or, if there is but one,
+replicated), or nothing is. What a tensor's placements are decides which, and the others are redistributed to it. Options that have a
+batch or heads follow; plain tensors are taken as replicated.
+
+Inside PyTorch's `context_parallel` the sequence is sharded, and the same ops run as a ring.
+
+They are handlers, as PyTorch's own context parallelism has them, and not strategies of the sharding propagator: that looks neither at
+tensors among keyword arguments nor at which of them are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from . import ring
+from .agreement import agree
+from .attention import generator_for
+from .communication import prepare
+from .layout import shard_ranges
+from .plan import Mask
+
+_BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
+#: Dimensions of batch and heads in a dense tensor and in a packed one; None: it has none.
+_DIMENSIONS = {
+    "operand": ({_BATCH: 0, _HEADS: 2}, {_BATCH: None, _HEADS: 1}),
+    "softmax_lse": ({_BATCH: 0, _HEADS: 1}, {_BATCH: None, _HEADS: 0}),
+}
+
+
+def register() -> None:
+    """From now on; and while `context_parallel` is open, which has a table of handlers of its own."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    table.setdefault(torch.ops.volta_fa.fwd.default, _fwd)
+    table.setdefault(torch.ops.volta_fa.bwd.default, _bwd)
+
+
+def _fwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        if _is_context_parallel(args[0]):
+            return _ring_fwd(*args, **kwargs)
+        q, k, v = args
+        call = _Sharding(q, (k, v))
+        generator = call.generator(q, kwargs.get("dropout_p", 0.0), kwargs.get("generator"))
+        local = call.operands(q, k, v)
+        out, lse, rng_state = torch.ops.volta_fa.fwd(*local, **call.options(kwargs) | {"generator": generator})
+        shape = (*q.shape[:-1], v.shape[-1])
+        return (
+            call.wrap(out, shape, call.operand),
+            call.wrap(lse, _lse_shape(q), call.softmax_lse),
+            call.wrap(rng_state, rng_state.shape, call.replicated),
+        )
+
+
+def _bwd(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        if _is_context_parallel(args[1]):
+            return _ring_bwd(*args, **kwargs)
+        dout, q, k, v, out, lse = args
+        call = _Sharding(q, (k, v, dout))
+        local = call.operands(q, k, v)
+        bias, sinks = (kwargs.get(name) for name in ("attn_bias", "sinks"))
+        dq, dk, dv, dbias, dsinks = torch.ops.volta_fa.bwd(
+            call.local(dout, call.operand), *local, call.local(out, call.operand), call.local(lse, call.softmax_lse), **call.options(kwargs)
+        )
+        asked = bias is not None and kwargs.get("attn_bias_requires_grad", False)
+        return (
+            call.wrap(dq, q.shape, call.operand),
+            call.wrap(dk, k.shape, call.summed(call.keys)),
+            call.wrap(dv, v.shape, call.summed(call.keys)),
+            call.wrap(dbias, bias.shape if asked else (0,), call.summed(call.bias(bias)) if asked else call.replicated),
+            call.wrap(dsinks, sinks.shape if sinks is not None else (0,), call.summed(call.sinks) if sinks is not None else call.replicated),
+        )
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+class _Sharding:
+    """What one call shards on each dimension of its mesh."""
+
+    def __init__(self, q: Any, others: Sequence[Any]):
+        self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))
+        self._packed = q.dim() == 3
+        k = others[0] if others else q
+        self._one_head = k.shape[-2] == 1
+        operand = _DIMENSIONS["operand"][self._packed]
+        self._sharded = [_NOTHING] * self.mesh.ndim
+        ranks = 1
+        for i in range(self.mesh.ndim):
+            for t in (q, *others):
+                placement = t.placements[i] if isinstance(t, DTensor) else Replicate()
+                if not isinstance(placement, Shard) or self._sharded[i] != _NOTHING:
+                    continue
+                dim = placement.dim % t.dim()
+                if dim == operand[_BATCH]:
+                    self._sharded[i] = _BATCH
+                elif dim == operand[_HEADS]:
+                    size = ranks * self.mesh.size(i)
+                    if q.shape[-2] % size == 0 and (self._one_head or k.shape[-2] % size == 0):
+                        self._sharded[i], ranks = _HEADS, size
+
+    def _placements(self, batch: int | None, heads: int | None) -> list[Placement]:
+        where = {_BATCH: batch, _HEADS: heads, _NOTHING: None}
+        dims = [where[what] for what in self._sharded]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    @property
+    def operand(self) -> list[Placement]:
+        dims = _DIMENSIONS["operand"][self._packed]
+        return self._placements(dims[_BATCH], dims[_HEADS])
+
+    @property
+    def keys(self) -> list[Placement]:
+        """Of k and v; where queries' heads are sharded and there is one head of keys, that is everywhere."""
+        dims = _DIMENSIONS["operand"][self._packed]
+        return self._placements(dims[_BATCH], None if self._one_head else dims[_HEADS])
+
+    @property
+    def softmax_lse(self) -> list[Placement]:
+        dims = _DIMENSIONS["softmax_lse"][self._packed]
+        return self._placements(dims[_BATCH], dims[_HEADS])
+
+    @property
+    def replicated(self) -> list[Placement]:
+        return [Replicate()] * self.mesh.ndim
+
+    @property
+    def sinks(self) -> list[Placement]:
+        return self._placements(None, 0)
+
+    def bias(self, t: Tensor) -> list[Placement]:
+        """Broadcast dimensions stay whole."""
+        return self._placements(0 if t.shape[0] > 1 else None, 1 if t.shape[1] > 1 else None)
+
+    def slopes(self, t: Tensor) -> list[Placement]:
+        return self._placements(0 if t.dim() == 2 and not self._packed else None, t.dim() - 1)
+
+    def summed(self, placements: list[Placement]) -> list[Placement]:
+        """Of the gradient of what has these: sums over what is sharded where it is not."""
+        parts: list[Placement] = [
+            Partial() if what != _NOTHING and isinstance(placement, Replicate) else placement
+            for what, placement in zip(self._sharded, placements)
+        ]
+        return parts
+
+    def local(self, t: Any, placements: list[Placement]) -> Tensor:
+        if isinstance(t, DTensor):
+            mine, spec = t._local_tensor, t._spec
+        else:
+            mine, spec = t, _spec(self.mesh, self.replicated, t, t.shape)
+        if list(spec.placements) == placements:
+            return mine
+        return redistribute_local_tensor(mine, spec, _spec(self.mesh, placements, t, t.shape)).contiguous()
+
+    def operands(self, q: Any, k: Any, v: Any) -> list[Tensor]:
+        return [self.local(q, self.operand), self.local(k, self.keys), self.local(v, self.keys)]
+
+    def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """With the local part of each tensor."""
+        placements: dict[str, Callable[[Tensor], list[Placement]]] = {
+            "alibi_slopes": self.slopes,
+            "attn_bias": self.bias,
+            "sinks": lambda t: self.sinks,
+            "seqused_k": lambda t: self._placements(None if self._packed else 0, None),
+        }
+        return {
+            name: self.local(value, placements[name](value) if name in placements else self.replicated)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in kwargs.items()
+        }
+
+    def generator(self, q: Tensor, dropout_p: float, given: torch.Generator | None) -> torch.Generator | None:
+        """Ranks that hold different parts draw different numbers, others the same; their generators are in one state."""
+        if not dropout_p:
+            return given
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        part = tuple(i for i, what in zip(coordinate, self._sharded) if what != _NOTHING)
+        return generator_for(given, q.device, part)
+
+    def wrap(self, t: Tensor, shape: Sequence[int], placements: list[Placement]) -> Tensor:
+        return _wrap(t, self.mesh, shape, placements)
+
+
+def _spec(mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, shape: Sequence[int]) -> DTensorSpec:
+    """Of a whole tensor of this shape, contiguous."""
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, like.dtype))
+
+
+def _wrap(t: Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
+    """A DTensor of local parts. Below autograd: the functions for users would record themselves."""
+    return DTensor._op_dispatcher.wrap(t, _spec(mesh, placements, t, shape))
+
+
+# ---- inside context_parallel ------------------------------------------------------------------------------------------
+
+
+def _is_context_parallel(q: Any) -> bool:
+    """`context_parallel` has its handlers in the table, and q is sharded as it shards: (batch, seqlen, nheads, headdim) along seqlen."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    return (
+        isinstance(q, DTensor)
+        and torch.ops.aten._scaled_dot_product_efficient_attention.default in table
+        and q.device_mesh.ndim == 1
+        and q.dim() == 4
+        and q.placements[0] == Shard(1)
+    )
+
+
+def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Problem:
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    lacking = {"attn_bias", "alibi_slopes", "seqused_k", "cu_seqlens_q", "sinks"} & {name for name, t in options.items() if t is not None}
+    if lacking or options.get("dropout_p"):
+        raise NotImplementedError(f"volta_fa: context_parallel: got {', '.join(sorted(lacking)) or 'dropout_p'}, expected none")
+    group = q.device_mesh.get_group()
+    size, rank = group.size(), dist.get_rank(group)
+    layout = "zigzag" if _cp_options.enable_load_balance else "contiguous"
+    chunks = 2 * size if layout == "zigzag" else size
+    for name, t in (("q", q), ("k", k)):
+        if t.shape[1] % chunks:
+            raise NotImplementedError(f"volta_fa: context_parallel: {name}: got seqlen {t.shape[1]}, expected a multiple of {chunks}")
+    local = q._local_tensor
+    agree([group], f"context_parallel, {op}", lambda: ({"q": str(local.dtype), "shapes": str((q.shape, k.shape))}, None), local.device)
+    prepare(group, local.device)
+    left, right = options.get("window_left", -1), options.get("window_right", -1)
+    return ring.Problem(
+        op="context_parallel",
+        group=group,
+        rank=rank,
+        q_ranges=[shard_ranges(q.shape[1], size, r, layout) for r in range(size)],
+        k_ranges=[shard_ranges(k.shape[1], size, r, layout) for r in range(size)],
+        mask=Mask(
+            ((0, q.shape[1]),),
+            ((0, k.shape[1]),),
+            left if left >= 0 else None,
+            0 if options.get("is_causal") else right if right >= 0 else None,
+        ),
+        softmax_scale=q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else options["softmax_scale"],
+        softcap=options.get("softcap", 0.0),
+        dropout_p=0.0,
+        seed=(),
+        deterministic=bool(options.get("deterministic")),
+        alibi_slopes=None,
+    )
+
+
+def _ring_fwd(q: Any, k: Any, v: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
+    problem = _ring_problem("forward", q, k, options)
+    out, lse, _ = ring.forward(problem, q._local_tensor, k._local_tensor, v._local_tensor, None)
+    mesh, rng_state = q.device_mesh, out.new_empty(0, dtype=torch.int64)
+    return (
+        _wrap(out, mesh, (*q.shape[:-1], v.shape[-1]), [Shard(1)]),
+        _wrap(lse, mesh, _lse_shape(q), [Shard(2)]),
+        _wrap(rng_state, mesh, (0,), [Replicate()]),
+    )
+
+
+def _ring_bwd(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng_state: Any = None, attn_bias_requires_grad: bool = False, **options: Any
+) -> Any:
+    problem = _ring_problem("backward", q, k, options)
+    mesh = q.device_mesh
+    call = _Sharding(q, ())
+    dout, out, lse = (call.local(t, [Shard(dim)]) for t, dim in ((dout, 1), (out, 1), (lse, 2)))
+    found = ring.backward(problem, dout, q._local_tensor, k._local_tensor, v._local_tensor, out, lse, None, ())
+    nothing = _wrap(dout.new_empty(0), mesh, (0,), [Replicate()])
+    return *(_wrap(gradient, mesh, t.shape, [Shard(1)]) for t, gradient in zip((q, k, v), found)), nothing, nothing

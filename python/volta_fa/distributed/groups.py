@@ -1,0 +1,84 @@
+"""Process groups and meshes, as arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .layout import LAYOUTS, Range, shard_ranges
+
+#: What a sequence is sharded over: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks in a ring of places, in each of which Ulysses' ranks share the heads."""
+
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+    #: who they all are, for agreements and for gathering
+    ring_rank: int
+    ring_size: int
+    ulysses_rank: int
+    ulysses_size: int
+
+    def ranges(self, seqlen: int, layout: str, ring_rank: int | None = None, ulysses_rank: int | None = None) -> tuple[Range, ...]:
+        """What a rank holds: this one by default."""
+        r = self.ring_rank if ring_rank is None else ring_rank
+        u = self.ulysses_rank if ulysses_rank is None else ulysses_rank
+        return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
+
+
+def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup:
+    """The process group that an argument names. Raises where this rank is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"volta_fa.distributed.{op}: {name}: got a mesh of {group.ndim} dimensions, expected one dimension of it, as mesh['ring'], "
+                "or context_parallel_attention, which takes two"
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(f"volta_fa.distributed.{op}: {name}: got a mesh without rank {dist.get_rank()}, expected one with it")
+        return group.get_group()
+    found: Any = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
+        raise ValueError(f"volta_fa.distributed.{op}: {name}: got {given}, expected a process group or mesh that rank {dist.get_rank()} is in")
+    if dist.get_rank(found) < 0:
+        raise ValueError(f"volta_fa.distributed.{op}: {name}: got a group without rank {dist.get_rank()}, expected one with it")
+    return found
+
+
+def grid_of(op: str, group: Group) -> Grid:
+    """A group or a mesh of one dimension is a ring; of two dimensions the first is the ring and the second Ulysses."""
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        if group.get_coordinate() is None:
+            raise ValueError(f"volta_fa.distributed.{op}: mesh: got one without rank {dist.get_rank()}, expected one with it")
+        ring, ulysses = group.get_group(0), group.get_group(1)
+        return Grid(ring, ulysses, dist.get_rank(ring), ring.size(), dist.get_rank(ulysses), ulysses.size())
+    if isinstance(group, DeviceMesh) and group.ndim > 2:
+        raise ValueError(f"volta_fa.distributed.{op}: mesh: got {group.ndim} dimensions, expected 1 (a ring) or 2 (ring, Ulysses)")
+    ring = group_of(op, group)
+    return Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
+
+
+def check_layout(op: str, layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"volta_fa.distributed.{op}: layout: got {layout!r}, expected {' or '.join(map(repr, LAYOUTS))}")
+
+
+def gather(t: Tensor, group: dist.ProcessGroup, lengths: list[int]) -> list[Tensor]:
+    """All ranks' tensors, which differ in the length of their first dimension."""
+    longest = max(lengths)
+    padded = t.new_zeros((longest, *t.shape[1:]))
+    padded[: t.shape[0]] = t
+    everyone = [t.new_empty(padded.shape) for _ in lengths]
+    dist.all_gather(everyone, padded, group=group)
+    return [whole[:n] for whole, n in zip(everyone, lengths)]

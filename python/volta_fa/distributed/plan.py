@@ -1,0 +1,289 @@
+"""What a rank computes of the scores between its queries and another rank's keys: calls of `volta_fa::fwd`.
+
+Pure: ranges of positions and a mask's rule go in, calls come out. A shard is one or two ranges of positions
+(layout.py), and a call covers a rectangle of rows and keys whose positions both run without a gap. In it the mask is again a window
+of the op, which aligns it to the last row and the last key. For row i and key j, at positions `q + i` and `k + j`, of a sequence
+whose keys end `shift` positions later than its queries,
+
+    q + i + shift - left <= k + j <= q + i + shift + right
+
+is the op's own rule of a rectangle of `rows` x `keys` with
+
+    op_right = right + (q + rows + shift) - (k + keys)        op_left = left - (q + rows + shift) + (k + keys)
+
+Neither may be negative. Where op_right is, the last keys are seen by nobody and are cut off until it is 0; where op_left is, the last
+rows see nothing and are cut off. So the first rows and keys are, which costs no correctness.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .layout import Range, length
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, by positions in the whole sequences."""
+
+    #: (first, last) positions of each sequence's queries and of its keys; a dense problem has one
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+    #: None: no bound
+    left: int | None = None
+    right: int | None = None
+    #: whether scores depend on distances, so that calls may not cross a gap between positions
+    alibi: bool = False
+
+
+class Distance(enum.Enum):
+    """How a call adds ALiBi."""
+
+    #: not at all, or by the op: its own distances are the true ones
+    OWN = "own"
+    #: all keys lie before all rows, or at them: -slope * (i - j) is linear in j, up to a term of each row
+    BEFORE = "before"
+    #: all keys lie after all rows, or at them
+    AFTER = "after"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rectangle of rows of the queries' shard and rows of the keys' shard, and the op's window in it."""
+
+    q: Range
+    k: Range
+    left: int | None
+    right: int | None
+    distance: Distance = Distance.OWN
+    #: position of the first row (with the shift of its sequence) less that of the first key; what Distance.BEFORE and AFTER need
+    offset: int = 0
+    #: number of the sequence
+    sequence: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.q[1] - self.q[0]
+
+    @property
+    def keys(self) -> int:
+        return self.k[1] - self.k[0]
+
+    @property
+    def sees_to_the_left(self) -> bool:
+        """No row is bounded on the left: the last one's bound is at or before the first key."""
+        return self.left is None or self.left >= self.keys - 1
+
+    @property
+    def sees_to_the_right(self) -> bool:
+        """No row is bounded on the right: the first one's bound is at or behind the last key."""
+        return self.right is None or self.right >= self.rows - 1
+
+    @property
+    def sees_all(self) -> bool:
+        return self.sees_to_the_left and self.sees_to_the_right
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of the op: a rectangle, or several, packed, that follow each other in rows and in keys."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def q(self) -> Range:
+        return (self.calls[0].q[0], self.calls[-1].q[1])
+
+    @property
+    def k(self) -> Range:
+        return (self.calls[0].k[0], self.calls[-1].k[1])
+
+    @property
+    def left(self) -> int | None:
+        return None if all(c.sees_to_the_left for c in self.calls) else self.calls[0].left
+
+    @property
+    def right(self) -> int | None:
+        return None if all(c.sees_to_the_right for c in self.calls) else self.calls[0].right
+
+
+@dataclass(frozen=True)
+class Step:
+    """All between one rank's queries and one rank's keys."""
+
+    #: rows of the keys' shard that any launch reads, in order; they travel one after the other
+    rows: tuple[Range, ...]
+    #: with keys counted among those rows
+    launches: tuple[Launch, ...]
+
+    @property
+    def count(self) -> int:
+        """Rows that travel."""
+        return length(self.rows)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether a key belongs to more than one launch, whose gradients are then added."""
+        ranges = sorted(launch.k for launch in self.launches)
+        return any(a[1] > b[0] for a, b in zip(ranges, ranges[1:]))
+
+
+@lru_cache(maxsize=4096)
+def plan(q_ranges: tuple[Range, ...], k_ranges: tuple[Range, ...], mask: Mask) -> Step:
+    """Every visible pair of a row and a key is in exactly one call."""
+    calls = list(_rectangles(q_ranges, k_ranges, mask))
+    if not mask.alibi:
+        calls = _fewer(calls)
+    rows = _union(call.k for call in calls)
+    calls = [replace(call, k=_among(rows, call.k)) for call in calls]
+    return Step(rows, tuple(_pack(calls, len(mask.queries) > 1)))
+
+
+def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask) -> Iterable[Call]:
+    q_at = 0
+    for q_begin, q_end in q_ranges:
+        k_at = 0
+        for k_begin, k_end in k_ranges:
+            # sequences are in order: those before this one end before the first row
+            first = max(bisect_right(mask.queries, (q_begin, q_begin)) - 1, 0)
+            for number in range(first, len(mask.queries)):
+                (sq0, sq1), (sk0, sk1) = mask.queries[number], mask.keys[number]
+                if sq0 >= q_end:
+                    break
+                q, k = (max(q_begin, sq0), min(q_end, sq1)), (max(k_begin, sk0), min(k_end, sk1))
+                for q, k, distance in _by_distance(q, k, sk1 - sq1, mask):
+                    cut = _cut(q, k, sk1 - sq1, mask)
+                    if cut is not None:
+                        (q0, q1), (k0, k1), left, right = cut
+                        rows, keys = (q0 - q_begin + q_at, q1 - q_begin + q_at), (k0 - k_begin + k_at, k1 - k_begin + k_at)
+                        yield Call(rows, keys, left, right, distance, q0 + sk1 - sq1 - k0, number)
+            k_at += k_end - k_begin
+        q_at += q_end - q_begin
+
+
+def _by_distance(q: Range, k: Range, shift: int, mask: Mask) -> Iterable[tuple[Range, Range, Distance]]:
+    """With ALiBi, parts in which the op's distances are the true ones, or none changes its sign: the op measures from the last row
+    and the last key, so these have to be at the same position."""
+    (q0, q1), (k0, k1) = q, k
+    if q0 >= q1 or k0 >= k1:
+        return
+    if not mask.alibi:
+        yield q, k, Distance.OWN
+    elif k1 <= q0 + shift + 1:
+        yield q, k, Distance.BEFORE
+    elif k0 >= q1 + shift - 1:
+        yield q, k, Distance.AFTER
+    elif k1 > q1 + shift:
+        yield q, (k0, q1 + shift), Distance.OWN
+        yield q, (q1 + shift, k1), Distance.AFTER
+    else:
+        yield (q0, k1 - shift), k, Distance.OWN
+        if k1 - shift < q1:
+            yield (k1 - shift, q1), k, Distance.BEFORE
+
+
+def _cut(q: Range, k: Range, shift: int, mask: Mask) -> tuple[Range, Range, int | None, int | None] | None:
+    """Without rows that see none of the keys, and keys that none of the rows sees, and the op's window in the rest."""
+    (q0, q1), (k0, k1) = q, k
+    while True:
+        before = (q0, q1, k0, k1)
+        if mask.right is not None:
+            k1 = min(k1, q1 + shift + mask.right)
+            q0 = max(q0, k0 - shift - mask.right)
+        if mask.left is not None:
+            k0 = max(k0, q0 + shift - mask.left)
+            q1 = min(q1, k1 - shift + mask.left)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        if (q0, q1, k0, k1) == before:
+            break
+    ahead = (q1 + shift) - k1
+    return (q0, q1), (k0, k1), None if mask.left is None else mask.left - ahead, None if mask.right is None else mask.right + ahead
+
+
+def _fewer(calls: list[Call]) -> list[Call]:
+    """The same pairs in fewer rectangles. Ranges that are not adjacent in the sequence are so in a shard, and where no bound lies
+    between them the op need not know."""
+    open_left = [call for call in calls if call.sees_to_the_left]
+    others = [call for call in calls if not call.sees_to_the_left]
+    merged = True
+    while merged:
+        merged = False
+        # keys before the first of another call of the same rows, all of them seen: bounds are counted from the last key
+        by_first_key = {(call.q, call.k[0]): call for call in open_left}
+        for call in open_left:
+            after = by_first_key.get((call.q, call.k[1]))
+            if call.sees_all and after is not None:
+                both = replace(after, k=(call.k[0], after.k[1]), left=None)
+                open_left = [c for c in open_left if c not in (call, after)] + [both]
+                merged = True
+                break
+        if merged:
+            continue
+        by_first_row = {(call.k[0], call.q[0]): call for call in open_left}
+        for call in open_left:
+            below = by_first_row.get((call.k[0], call.q[1]))
+            if below is None:
+                continue
+            if call.k == below.k and call.sees_all and below.sees_all:
+                both = replace(below, q=(call.q[0], below.q[1]), left=None, right=None)
+            # one bound through both: each last row sees as far as its call's last key
+            elif call.right == 0 and below.right == 0 and call.k[1] - call.q[1] == below.k[1] - below.q[1]:
+                both = replace(below, q=(call.q[0], below.q[1]), left=None)
+            else:
+                continue
+            open_left = [c for c in open_left if c not in (call, below)] + [both]
+            merged = True
+            break
+    return open_left + others
+
+
+def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def at_most_two(ranges: Iterable[Range]) -> bool:
+    """Whether no position is in more than two of them."""
+    depth = 0
+    # an end before a beginning at the same position
+    for _, change in sorted((at, change) for begin, end in ranges for at, change in ((begin, 1), (end, -1))):
+        depth += change
+        if depth > 2:
+            return False
+    return True
+
+
+def _among(rows: Sequence[Range], part: Range) -> Range:
+    """`part`, which lies in one of `rows`, counted in all of them."""
+    at = 0
+    for begin, end in rows:
+        if begin <= part[0] and part[1] <= end:
+            return (part[0] - begin + at, part[1] - begin + at)
+        at += end - begin
+    raise AssertionError((rows, part))
+
+
+def _pack(calls: Sequence[Call], packed: bool) -> Iterable[Launch]:
+    """Packed: calls of one window that follow each other in rows and in keys are one launch with cu_seqlens."""
+    chains: list[list[Call]] = []
+    ends: dict[object, list[Call]] = {}
+    for call in sorted(calls, key=lambda call: (call.q, call.k)):
+        window = (call.left, call.right)
+        chain = ends.pop((call.q[0], call.k[0], window), None) if packed and call.distance is Distance.OWN else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(call)
+        if call.distance is Distance.OWN:
+            ends[(call.q[1], call.k[1], window)] = chain
+    return [Launch(tuple(chain)) for chain in chains]

@@ -1,0 +1,332 @@
+"""Ring attention: queries stay where they are, keys and values come by.
+
+At step t a rank computes with the keys of the rank t places before it. What one step gives, `volta_fa::fwd` over those keys, is
+merged with what earlier ones gave by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). The gradient is exact for the
+same reason: a probability is exp(score - softmax_lse), and with the softmax_lse and the out of all keys `volta_fa::bwd` computes any
+part of them alone. Gradients of keys and values go back to their rank, which adds them up in fp32.
+
+Messages go straight from a key's rank to the one that needs it, and consist of the rows that it reads: nobody receives for others.
+The next step's are under way while this one computes, so that a rank holds its own shard, two messages and no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import agree
+from .communication import Transfer, messages, room, select
+from .layout import Range
+from .plan import Distance, Launch, Mask, Step, at_most_two, plan
+
+
+@dataclass
+class Problem:
+    """What all ranks agreed upon, as one of them sees it."""
+
+    op: str
+    group: dist.ProcessGroup
+    rank: int
+    #: of each rank, the positions of its queries and of its keys
+    q_ranges: Sequence[tuple[Range, ...]]
+    k_ranges: Sequence[tuple[Range, ...]]
+    mask: Mask
+    softmax_scale: float
+    softcap: float
+    dropout_p: float
+    #: what the random numbers of this rank's launches derive from
+    seed: tuple[int, ...]
+    deterministic: bool
+    #: (nheads) or (sequences or batch, nheads), fp32
+    alibi_slopes: Tensor | None
+    #: (cu_seqlens_q, cu_seqlens_k) of packed launches, made once
+    _lengths: dict[Launch, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.q_ranges)
+
+    def step(self, queries: int, keys: int) -> Step:
+        """All between one rank's queries and another's keys."""
+        return plan(self.q_ranges[queries], self.k_ranges[keys], self.mask)
+
+    def lengths(self, launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]:
+        if launch not in self._lengths:
+            q = [launch.q[0], *(call.q[1] for call in launch.calls)]
+            k = [launch.k[0], *(call.k[1] for call in launch.calls)]
+            cu_seqlens = torch.tensor([[n - q[0] for n in q], [n - k[0] for n in k]], dtype=torch.int32)
+            q_lengths, k_lengths = cu_seqlens.to(device, non_blocking=True).unbind()
+            self._lengths[launch] = (q_lengths, k_lengths)
+        return self._lengths[launch]
+
+    def generator(self, number: int, device: torch.device) -> torch.Generator | None:
+        """Of a launch's random numbers. All ranks draw from generators in one state; rank and number make them different."""
+        if not self.dropout_p:
+            return None
+        return derived_generator(device, (*self.seed, self.rank, number))
+
+
+def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.Generator:
+    """Whose state follows from these numbers, and is another one for others."""
+    text = repr(numbers).encode()
+    return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+
+
+@dataclass
+class _Arguments:
+    """Of `volta_fa::fwd` and `bwd` for one launch."""
+
+    packed: bool
+    options: dict[str, Any]
+    #: (batch, nheads, rows): what true scores are more than those that the call computes, of each row; None: nothing
+    row_scores: Tensor | None
+
+    def operand(self, t: Tensor) -> Tensor:
+        return t[0] if self.packed else t
+
+
+def _arguments(p: Problem, launch: Launch, q: Tensor) -> _Arguments:
+    options: dict[str, Any] = {
+        "softmax_scale": p.softmax_scale,
+        "softcap": p.softcap,
+        "dropout_p": p.dropout_p,
+        "window_left": -1 if launch.left is None else launch.left,
+        "window_right": -1 if launch.right is None else launch.right,
+    }
+    call, packed, row_scores = launch.calls[0], len(launch.calls) > 1, None
+    if packed:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = p.lengths(launch, q.device)
+        options["max_seqlen_q"] = max(call.rows for call in launch.calls)
+        options["max_seqlen_k"] = max(call.keys for call in launch.calls)
+    if p.alibi_slopes is not None:
+        slopes = p.alibi_slopes
+        if slopes.dim() == 2 and len(p.mask.queries) > 1:
+            slopes = slopes[[call.sequence for call in launch.calls]]
+        if call.distance is Distance.OWN:
+            options["alibi_slopes"] = slopes
+        else:
+            options["attn_bias"], row_scores = _far_away(call.rows, call.keys, call.offset, call.distance, slopes)
+    return _Arguments(packed, options, row_scores)
+
+
+def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """ALiBi where no distance changes its sign. `-slope * (offset + i - j)` is a bias of key j, here from the nearest key on so that
+    it is small where it counts, and a score for all of row i, which changes no probability among these keys."""
+    slopes = slopes.view(-1, slopes.shape[-1], 1)
+    i, j = (torch.arange(n, device=slopes.device, dtype=torch.float32) for n in (rows, keys))
+    if distance is Distance.BEFORE:
+        bias, of_rows = slopes * (j - (keys - 1)), -slopes * (i + (offset - (keys - 1)))
+    else:
+        bias, of_rows = -slopes * j, slopes * (i + offset)
+    return bias.unsqueeze(2), of_rows
+
+
+def _rows(t: Tensor, rows: Range) -> Tensor:
+    """(batch, seqlen, ...)"""
+    return t[:, rows[0] : rows[1]]
+
+
+def _lse_rows(t: Tensor, rows: Range) -> Tensor:
+    """(batch, nheads, seqlen)"""
+    return t[:, :, rows[0] : rows[1]]
+
+
+def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
+    batch, rows, nheads, _ = q.shape
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(batch, rows, nheads, v.shape[-1], dtype=kind, device=q.device)
+    lse = torch.full((batch, nheads, rows), math.inf, dtype=torch.float32, device=q.device)
+    states: list[Tensor] = []
+    for step, keys, values in _come_by(p, k, v):
+        for launch in step.launches:
+            a = _arguments(p, launch, q)
+            generator = p.generator(len(states), q.device)
+            part, part_lse, rng_state = torch.ops.volta_fa.fwd(
+                a.operand(_rows(q, launch.q)),
+                a.operand(_rows(keys, launch.k)),
+                a.operand(_rows(values, launch.k)),
+                generator=generator,
+                **a.options,
+            )
+            states.append(rng_state)
+            if a.packed:
+                part, part_lse = part.unsqueeze(0), part_lse.unsqueeze(0)
+            if a.row_scores is not None:
+                part_lse = part_lse + a.row_scores
+            torch.ops.volta_fa.merge_attention_states_(_rows(out, launch.q), _lse_rows(lse, launch.q), part, part_lse)
+    if sinks is not None and rows:
+        # keys more, one for each head, whose value is 0
+        of_sinks = sinks.float().masked_fill(sinks.float() == -math.inf, math.inf).view(1, -1, 1).expand_as(lse).contiguous()
+        torch.ops.volta_fa.merge_attention_states_(out, lse, torch.zeros_like(out), of_sinks)
+    return out.to(q.dtype), lse, states
+
+
+def backward(
+    p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, states: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and sinks; those of sinks from this rank's rows alone."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    of_rows, of_keys = _parts(p)
+    dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
+    dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
+    back: _Returning | None = None
+    number = 0
+    for t, (step, keys, values) in enumerate(_come_by(p, k, v)):
+        if own := t == 0 and step.rows == ((0, k.shape[1]),):
+            dkeys, dvalues = dk, dv
+        else:
+            dkeys, dvalues = (_Sum(x, wide if step.adds_up else x.dtype) for x in (keys, values))
+        for launch in step.launches:
+            a = _arguments(p, launch, q)
+            rows_lse = _lse_rows(lse, launch.q)
+            if a.row_scores is not None:
+                rows_lse = rows_lse - a.row_scores
+            found = torch.ops.volta_fa.bwd(
+                a.operand(_rows(dout, launch.q)),
+                a.operand(_rows(q, launch.q)),
+                a.operand(_rows(keys, launch.k)),
+                a.operand(_rows(values, launch.k)),
+                a.operand(_rows(out, launch.q)),
+                a.operand(rows_lse.contiguous()),
+                rng_state=states[number] if p.dropout_p else None,
+                deterministic=p.deterministic,
+                **a.options,
+            )
+            number += 1
+            for total, rows, part in zip((dq, dkeys, dvalues), (launch.q, launch.k, launch.k), found[:3]):
+                total.add(rows, part.unsqueeze(0) if a.packed else part)
+            del found, part
+        del keys, values
+        if back is not None:
+            back.add_to(dk, dv)
+        if t > 0:
+            back = _Returning(p, t, dkeys, dvalues, k, v)
+        elif not own:
+            _add(dk, dv, step.rows, dkeys.total(), dvalues.total())
+        del dkeys, dvalues
+    if back is not None:
+        back.add_to(dk, dv)
+    dsinks = None
+    if sinks is not None:
+        delta = (dout.to(wide) * out.to(wide)).sum(-1)
+        probability = torch.exp(sinks.to(wide).view(1, 1, -1) - lse.to(wide).transpose(1, 2))
+        dsinks = -(probability * delta).sum((0, 1)).to(sinks.dtype)
+    return dq.total().to(q.dtype), dk.total().to(k.dtype), dv.total().to(v.dtype), dsinks
+
+
+def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
+    """Which of this rank's rows, and of its keys, each part of their gradients is of."""
+    of_rows, of_keys = [], []
+    for rank in range(p.size):
+        of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
+        of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
+    own = p.step(p.rank, p.rank)
+    # counted among the rows that the step reads, of which there are none between if it reads all
+    of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
+    return of_rows, of_keys
+
+
+class _Sum:
+    """The sum of what launches give for rows of a tensor: in fp32; or where no row gets more than two parts in their own
+    dtype, in which one addition rounds the exact sum once, as the conversion from fp32 would."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype):
+        self._like, self._dtype = like, dtype
+        self._total: Tensor | None = None
+
+    def add(self, rows: Range, part: Tensor) -> None:
+        if self._total is None and rows == (0, self._like.shape[1]) and part.dtype == self._dtype:
+            self._total = part
+        else:
+            _rows(self.total(), rows).add_(part)
+
+    def total(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._dtype, device=self._like.device)
+        return self._total
+
+
+def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
+    """`rows` are those of the keys; the gradients are of these alone."""
+    at = 0
+    for begin, end in rows:
+        for total, part in ((dk, dkeys), (dv, dvalues)):
+            total.add((begin, end), part[:, at : at + end - begin])
+        at += end - begin
+
+
+class _Returning:
+    """Gradients of other ranks' keys on their way to them, and of this rank's keys on their way here, of one step."""
+
+    def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
+        owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
+        theirs, mine = p.step(reader, p.rank), p.step(p.rank, owner)
+        self._rows = theirs.rows
+        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        self._received = [
+            x.new_empty((x.shape[0], theirs.count, *x.shape[2:]), dtype=wide if theirs.adds_up else x.dtype) for x in (k, v)
+        ]
+        send = [dkeys.total().contiguous(), dvalues.total().contiguous()] if mine.count else []
+        self._transfer = Transfer(p.op, p.group, send=send, to=owner, receive=self._received, source=reader)
+
+    def add_to(self, dk: _Sum, dv: _Sum) -> None:
+        self._transfer.wait()
+        _add(dk, dv, self._rows, *self._received)
+
+
+def _come_by(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    """(step, keys, values) of each step, those of the next on their way."""
+
+    def ask(t: int) -> tuple[Transfer, Step, list[Tensor]] | None:
+        if t == p.size:
+            return None
+        source, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
+        theirs, mine = p.step(reader, p.rank), p.step(p.rank, source)
+        rooms = [room(x, mine.rows) for x in (k, v)]
+        transfer = Transfer(
+            p.op,
+            p.group,
+            send=[message for x in (k, v) for message in messages(x, theirs.rows)],
+            to=reader,
+            receive=[part for _, parts in rooms for part in parts],
+            source=source,
+        )
+        return transfer, mine, [whole for whole, _ in rooms]
+
+    own = p.step(p.rank, p.rank)
+    following = ask(1)
+    yield own, select(k, own.rows), select(v, own.rows)
+    for t in range(1, p.size):
+        assert following is not None
+        transfer, step, (keys, values) = following
+        transfer.wait()
+        following = None
+        following = ask(t + 1)
+        yield step, keys, values
+        del keys, values
+
+
+class Ring(torch.autograd.Function):
+    """`forward` and `backward` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: D102
+        out, lse, states = forward(p, q, k, v, sinks)
+        ctx.problem = p
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *states)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:  # noqa: D102
+        q, k, v, sinks, out, lse, *states = ctx.saved_tensors
+        # a rank may have ended or gone elsewhere since the forward pass
+        agree([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
+        return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)

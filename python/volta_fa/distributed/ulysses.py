@@ -1,0 +1,126 @@
+"""Ulysses: every rank exchanges its positions of all heads for all positions of its heads, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Grid
+from .layout import shard_ranges
+
+#: How the positions of a whole sequence lie in the ranks' shards one after the other; None: as they are wanted.
+Order = tuple[Grid, str] | None
+
+
+def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """`parts[r]` goes to rank r; `sizes[r]` is the shape of what rank r sends here. As bytes, which every backend can send."""
+    like = parts[0]
+    width = like.element_size()
+    send = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+    counts = [width * _product(shape) for shape in sizes]
+    received = send.new_empty(sum(counts))
+    try:
+        dist.all_to_all_single(received, send, counts, [width * part.numel() for part in parts], group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"volta_fa.distributed.{op}: the exchange of heads and positions failed: a rank is late or has ended ({str(error).splitlines()[0]})"
+        ) from error
+    return [part.view(like.dtype).view(*shape) for part, shape in zip(received.split(counts), sizes)]
+
+
+def _product(shape: Sequence[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None:
+    """Where each row of the shards, one after the other, belongs."""
+    return None if order is None else _places(order[0].ulysses_size, order[1], seqlen, device)
+
+
+@lru_cache(maxsize=16)
+def _places(size: int, layout: str, seqlen: int, device: torch.device) -> Tensor | None:
+    ranges = [r for rank in range(size) for r in shard_ranges(seqlen, size, rank, layout)]
+    if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])):
+        return None
+    return torch.cat([torch.arange(*r) for r in ranges]).to(device, non_blocking=True)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], heads: list[tuple[int, int]], order: Order) -> Tensor:
+        ctx.arguments = (op, group, lengths, heads, order, t.shape[2])
+        mine = heads[dist.get_rank(group)]
+        sizes = [(t.shape[0], n, mine[1] - mine[0], t.shape[3]) for n in lengths]
+        parts = _all_to_all(op, group, [t[:, :, first:last] for first, last in heads], sizes)
+        whole = torch.cat(parts, 1)
+        where = _positions(order, whole.shape[1], whole.device)
+        return whole if where is None else torch.empty_like(whole).index_copy_(1, where, whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        op, group, lengths, heads, order, nheads = ctx.arguments
+        where = _positions(order, gradient.shape[1], gradient.device)
+        if where is not None:
+            gradient = gradient.index_select(1, where)
+        rows = lengths[dist.get_rank(group)]
+        sizes = [(gradient.shape[0], rows, last - first, gradient.shape[3]) for first, last in heads]
+        parts = _all_to_all(op, group, gradient.split(lengths, 1), sizes)
+        if sum(last - first for first, last in heads) == nheads:
+            return None, None, torch.cat(parts, 2), None, None, None
+        # heads of keys that several ranks look at
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        total = torch.zeros(gradient.shape[0], rows, nheads, gradient.shape[3], dtype=wide, device=gradient.device)
+        for (first, last), part in zip(heads, parts):
+            total[:, :, first:last].add_(part)
+        return None, None, total.to(gradient.dtype), None, None, None
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, group: dist.ProcessGroup, t: Tensor, lengths: list[int], order: Order) -> Tensor:
+        ctx.arguments = (op, group, lengths, order)
+        where = _positions(order, t.shape[1], t.device)
+        if where is not None:
+            t = t.index_select(1, where)
+        rows = lengths[dist.get_rank(group)]
+        sizes = [(t.shape[0], rows, t.shape[2], t.shape[3])] * len(lengths)
+        return torch.cat(_all_to_all(op, group, t.split(lengths, 1), sizes), 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        op, group, lengths, order = ctx.arguments
+        size = len(lengths)
+        nheads = gradient.shape[2] // size
+        sizes = [(gradient.shape[0], n, nheads, gradient.shape[3]) for n in lengths]
+        whole = torch.cat(_all_to_all(op, group, gradient.split(nheads, 2), sizes), 1)
+        where = _positions(order, whole.shape[1], whole.device)
+        if where is not None:
+            whole = torch.empty_like(whole).index_copy_(1, where, whole)
+        return None, None, whole, None, None
+
+
+def to_heads(
+    op: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], lengths: Sequence[list[int]], heads: list[tuple[int, int]], order: Order
+) -> list[Tensor]:
+    """q, k and v of all positions in `group`, in order, with this rank's heads. `lengths`: of the ranks' queries, and of their
+    keys. `heads`: of each rank's keys."""
+    q, k, v = tensors
+    each = q.shape[2] // group.size()
+    of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]
+    return [
+        _ToHeads.apply(op, group, t, lengths[i], which, order)
+        for t, i, which in ((q, 0, of_queries), (k, 1, heads), (v, 1, heads))
+    ]
+
+
+def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
+    """This rank's positions of all heads."""
+    return _ToSequence.apply(op, group, out, lengths, order)

@@ -1,0 +1,693 @@
+"""What the ranks of tests/test_distributed.py do: every case of a world size in one process each.
+
+    python tests/distributed_worker.py RANK WORLD FOLDER [CASE ...]
+
+Not a test file: a process of it imports no pytest. Each case is a function of a `World`; what it raises is written to
+FOLDER/RANK.json with its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+import reference
+import volta_fa  # registers the ops
+from volta_fa.distributed import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence
+from volta_fa.distributed import attention as attention_module
+from volta_fa.distributed import ring as ring_module
+
+assert volta_fa.__version__
+CASES = {}
+
+
+#: With VOLTA_FA_TEST_NCCL=1 each rank has a GPU.
+NCCL = os.environ.get("VOLTA_FA_TEST_NCCL") == "1"
+
+
+def case(*worlds: int, cpu: bool = True, gpu: bool = False):
+    """Runs with these numbers of ranks, over gloo and over NCCL."""
+
+    def register(function):
+        if gpu if NCCL else cpu:
+            CASES[function.__name__] = (worlds, function)
+        return function
+
+    return register
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device = torch.device("cpu")
+    folder: Path = Path()
+    meshes: dict = field(default_factory=dict)
+
+    def finish(self, failures):
+        (self.folder / f"{self.rank}.json").write_text(json.dumps(failures))
+
+    def mesh(self, ring: int, ulysses: int):
+        if (ring, ulysses) not in self.meshes:
+            shape = (ring, ulysses)
+            self.meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=("ring", "ulysses"))
+        return self.meshes[ring, ulysses]
+
+
+def inputs(dtype, device, *, seqlen=37, seqlen_k=None, nheads=4, nheads_k=2, headdim=16, headdim_v=None, batch=2, packed=False, seed=0):
+    """The same on all ranks: q, k, v, dout of the whole problem."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [
+        (seqlen, nheads, headdim),
+        (seqlen_k or seqlen, nheads_k, headdim),
+        (seqlen_k or seqlen, nheads_k, headdim_v or headdim),
+        (seqlen, nheads, headdim_v or headdim),
+    ]
+    return [torch.randn(*(shape if packed else (batch, *shape)), generator=g).to(dtype).to(device) for shape in shapes]
+
+
+def whole_of(q, k, v, dout, sinks=None, cu_seqlens=None, **options):
+    """What one process has: out and the gradients of q, k, v and sinks."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+    if cu_seqlens is not None:
+        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+        options |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=q.shape[0], max_seqlen_k=q.shape[0])
+    out = torch.ops.volta_fa.fwd(*leaves[:3], sinks=leaves[3] if len(leaves) > 3 else None, **options)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def sharded(attend, group, q, k, v, dout, sinks=None, layout="zigzag", cu_seqlens=None, **options):
+    """The same from the ranks' shards, put together."""
+    dim = 0 if cu_seqlens is not None else 1
+    leaves = [shard_sequence(t, group, dim, layout).detach().clone().requires_grad_() for t in (q, k, v)]
+    if sinks is not None:
+        leaves.append(sinks.detach().clone().requires_grad_())
+    out = attend(
+        *leaves[:3], group, sinks=leaves[3] if sinks is not None else None, layout=layout, cu_seqlens=cu_seqlens, **options
+    )
+    assert out.dtype == q.dtype and out.shape == (*leaves[0].shape[:-1], v.shape[-1])
+    grads = torch.autograd.grad(out, leaves, shard_sequence(dout, group, dim, layout))
+    found = [unshard_sequence(t, group, dim, layout) for t in (out, *grads[:3])]
+    if sinks is not None:
+        total = grads[3].clone()
+        dist.all_reduce(total)
+        found.append(total)
+    return found
+
+
+#: Of cases for which any will do.
+DTYPE, OTHER = (torch.float16, torch.bfloat16) if NCCL else (torch.float64, torch.float32)
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
+#: softmax_lse is fp32, whatever q is
+CLOSE = {torch.float64: 2e-6, torch.float32: 2e-5}
+
+
+def compare(found, expected, dtype, what=""):
+    for name, f, e in zip(NAMES, found, expected, strict=False):
+        assert f.shape == e.shape, f"{what} {name}: {tuple(f.shape)}, expected {tuple(e.shape)}"
+        if not e.numel():
+            continue
+        limit = CLOSE[dtype] * max(1.0, e.abs().max().item())
+        error = (f - e).abs().max().item()
+        assert error <= limit, f"{what} {name}: off by {error:.2e}, expected at most {limit:.2e}"
+    assert len(found) == len(expected)
+
+
+PROBLEMS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(window_left=5, window_right=3),
+    "causal window": dict(is_causal=True, window_left=9),
+    "odd causal": dict(is_causal=True, seqlen=41),
+    "shorter than the chunks": dict(is_causal=True, seqlen=5),
+    "one position": dict(is_causal=True, seqlen=1),
+    "no position": dict(seqlen=0),
+    "cross": dict(seqlen=19, seqlen_k=30),
+    "cross causal": dict(seqlen=19, seqlen_k=30, is_causal=True),
+    "more queries than keys": dict(seqlen=30, seqlen_k=19, is_causal=True),
+    "softcap": dict(softcap=3.0, is_causal=True),
+    "scale": dict(softmax_scale=0.4, headdim_v=24),
+    "alibi": dict(alibi="h"),
+    "alibi causal": dict(alibi="bh", is_causal=True),
+    "alibi window": dict(alibi="h", window_left=6, window_right=4),
+    "alibi cross": dict(alibi="h", seqlen=19, seqlen_k=30),
+    "sinks": dict(sinks=True, is_causal=True),
+    "sinks alone": dict(sinks=True, seqlen=30, seqlen_k=19, is_causal=True),
+    "packed": dict(lengths=(7, 1, 12, 0, 17)),
+    "packed causal": dict(lengths=(7, 1, 12, 0, 17), is_causal=True),
+    "packed, one long": dict(lengths=(2, 60, 3), is_causal=True),
+    "packed, many short": dict(lengths=(3, 2, 4, 1, 5, 2, 2, 3, 4, 6, 1, 2), is_causal=True),
+    "packed window": dict(lengths=(20, 3, 18), window_left=4, window_right=1),
+    "packed alibi sinks": dict(lengths=(20, 3, 18), alibi="bh", sinks=True, is_causal=True),
+}
+
+
+def problem(name, dtype, device, stretch=1):
+    """`stretch` makes all lengths so many times longer."""
+    options = {"seqlen": 37} | PROBLEMS[name]
+    for key in ("seqlen", "seqlen_k", "window_left", "window_right"):
+        options |= {key: options[key] * stretch} if key in options else {}
+    if "lengths" in options:
+        options["lengths"] = tuple(n * stretch for n in options["lengths"])
+    lengths, alibi, sinks = options.pop("lengths", None), options.pop("alibi", None), options.pop("sinks", False)
+    sizes = {key: options.pop(key) for key in ("seqlen", "seqlen_k", "headdim_v") if key in options}
+    if lengths is not None:
+        sizes |= dict(seqlen=sum(lengths), packed=True)
+        options["cu_seqlens"] = torch.tensor((0, *lengths)).cumsum(0).tolist()
+    tensors = inputs(dtype, device, **sizes)
+    nheads = tensors[0].shape[-2]
+    if alibi:
+        slopes = torch.tensor([0.5, 0.25, 0.11, 0.02], device=device)[:nheads]
+        entries = len(lengths) if lengths is not None else tensors[0].shape[0]
+        options["alibi_slopes"] = slopes if alibi == "h" else torch.stack([slopes * (i + 1) for i in range(entries)])
+    if sinks:
+        options["sinks"] = torch.tensor([0.3, -1.0, 2.0, -float("inf")], dtype=dtype, device=device)[:nheads]
+    return tensors, options
+
+
+@case(1, 2, 3, 4)
+def ring(world):
+    for name in PROBLEMS:
+        tensors, options = problem(name, torch.float64, world.device)
+        expected = whole_of(*tensors, **options)
+        for layout in ("zigzag", "contiguous"):
+            compare(sharded(ring_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+
+
+@case(1, 2, 4)
+def ulysses(world):
+    for name in PROBLEMS:
+        tensors, options = problem(name, torch.float64, world.device)
+        expected = whole_of(*tensors, **options)
+        for layout in ("zigzag", "contiguous"):
+            compare(sharded(ulysses_attention, None, *tensors, layout=layout, **options), expected, torch.float64, f"{name}, {layout}:")
+
+
+@case(2, 4)
+def mesh(world):
+    for shape in [(world.size, 1), (1, world.size), (world.size // 2, 2)]:
+        grid = world.mesh(*shape)
+        for name in PROBLEMS:
+            tensors, options = problem(name, torch.float64, world.device)
+            expected = whole_of(*tensors, **options)
+            found = sharded(context_parallel_attention, grid, *tensors, **options)
+            compare(found, expected, torch.float64, f"{name}, {shape}:")
+
+
+@case(2, 3)
+def fp32(world):
+    tensors, options = problem("packed causal", torch.float32, world.device)
+    compare(sharded(ring_attention, None, *tensors, **options), whole_of(*tensors, **options), torch.float32)
+
+
+def within_the_rule(world, dtype, attend=ring_attention, seqlen=93, headdim=32, **options):
+    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention in this dtype."""
+    q, k, v, dout = inputs(dtype, world.device, seqlen=seqlen, headdim=headdim, batch=1)
+    found = sharded(attend, None, q, k, v, dout, **options)
+    exact = reference.forward(q, k, v, **options)
+    gradients = reference.backward(dout, q, k, v, **options)
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    eager = reference.eager(*leaves, **options)
+    theirs = [eager.detach(), *torch.autograd.grad(eager, leaves, dout)]
+    for name, f, e, t in zip(NAMES, found, [exact.out, *gradients], theirs):
+        factor = 2 if name == "out" else 3
+        for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
+            error, allowed = measure(f.double() - e).item(), factor * measure(t.double() - e).item()
+            assert error <= allowed, f"{dtype} {options} {name}: off by {error:.2e}, expected at most {allowed:.2e}"
+
+
+@case(2, 4)
+def low_precision(world):
+    for dtype in (torch.float16, torch.bfloat16):
+        for options in ({}, dict(is_causal=True)):
+            within_the_rule(world, dtype, **options)
+    within_the_rule(world, torch.bfloat16, ulysses_attention, is_causal=True)
+
+
+@case(2)
+def simulated(world):
+    """The kernels' machine code: attention, and the merge of fp32 with fp16 parts."""
+    os.environ["VOLTA_FA_SIMULATE"] = "1"
+    try:
+        within_the_rule(world, torch.float16, is_causal=True)
+        within_the_rule(world, torch.bfloat16, window_left=20, window_right=9)
+    finally:
+        del os.environ["VOLTA_FA_SIMULATE"]
+
+
+@case(1, 3)
+def dropout(world):
+    """Each rank's launches have numbers of their own; with the masks that they give, the result is that of one process."""
+    p, seqlen = 0.3, 48
+    q, k, v, dout = inputs(torch.float64, world.device, seqlen=seqlen, batch=1)
+    for t in (q, k, v):
+        t.mul_(0.3)
+    states = []
+    inner = ring_module.forward
+
+    def remember(problem, *arguments):
+        result = inner(problem, *arguments)
+        states.append((problem, result[2]))
+        return result
+
+    ring_module.forward = remember
+    try:
+        torch.manual_seed(7)
+        found = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+        again = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+        torch.manual_seed(7)
+        repeated = sharded(ring_attention, None, q, k, v, dout, is_causal=True, dropout_p=p)
+    finally:
+        ring_module.forward = inner
+    assert all(torch.equal(a, b) for a, b in zip(found, repeated)), "the same seed gives other numbers"
+    assert not torch.equal(found[0], again[0]), "a second call has the numbers of the first"
+    # this rank's part of the whole mask
+    kept = torch.zeros(1, 4, seqlen, seqlen, dtype=torch.uint8)
+    prob, rng_states = states[0]
+    number = 0
+    positions = [i for b, e in prob.q_ranges[prob.rank] for i in range(b, e)]
+    for t in range(prob.size):
+        source = (prob.rank - t) % prob.size
+        step = prob.step(prob.rank, source)
+        theirs = [i for b, e in prob.k_ranges[source] for i in range(b, e)]
+        keys = [theirs[i] for b, e in step.rows for i in range(b, e)]
+        for launch in step.launches:
+            call = launch.calls[0]
+            mask = torch.ops.volta_fa._dropout_mask(rng_states[number], 1, 4, call.rows, call.keys, p)
+            number += 1
+            for row in range(call.rows):
+                kept[:, :, positions[call.q[0] + row], keys[call.k[0] : call.k[1]]] = mask[:, :, row].to(torch.uint8)
+    dist.all_reduce(kept, op=dist.ReduceOp.MAX)
+    seen = torch.ones(seqlen, seqlen, dtype=torch.bool).tril()
+    share = kept[:, :, seen].double().mean().item()
+    assert abs(share - (1 - p)) < 0.03, share
+    heads = kept[:, :, seen].flatten(0, 1).double()
+    correlation = torch.corrcoef(heads).fill_diagonal_(0).abs().max().item()
+    assert correlation < 0.15, correlation
+    if world.size > 1:  # equal rows of different ranks would be the same numbers
+        rows = kept[0, 0, :, :4].tolist()
+        assert len({tuple(row) for row in rows[8:]}) > 8
+    options = dict(is_causal=True, dropout_p=p, kept=kept.bool())
+    expected = [reference.forward(q, k, v, **options).out, *reference.backward(dout, q, k, v, **options)]
+    compare(found, expected, torch.float64, "dropout:")
+
+
+@case(4)
+def ulysses_dropout(world):
+    """Heads of different ranks are dropped differently, though their generators agree."""
+    torch.manual_seed(3)
+    q, k, v, _ = inputs(torch.float64, world.device, seqlen=40, batch=1)
+    q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.ones_like(v)
+    out = ulysses_attention(*(shard_sequence(t, None) for t in (q, k, v)), None, dropout_p=0.5)
+    out = unshard_sequence(out, None)[0, :, :, 0]
+    assert len({tuple(column) for column in out.T.tolist()}) == 4
+    assert abs(out.mean().item() - 1) < 0.05
+
+
+@case(2, gpu=True)
+def many_problems(world):
+    """The largest and the root-mean-square error at most 2 times (gradients: 3 times) that of eager attention on one device."""
+    for name in PROBLEMS:
+        for dtype in (torch.float16, torch.bfloat16)[: 2 if NCCL else 1]:
+            tensors, options = problem(name, dtype, world.device, stretch=23 if NCCL else 4)
+            exact = whole_of(*as_fp64(tensors), **as_fp64(options))
+            one = eager_of(*tensors, **options)
+            ways = [(ring_attention, None, "zigzag"), (ring_attention, None, "contiguous"), (ulysses_attention, None, "zigzag")]
+            ways += [(context_parallel_attention, world.mesh(*shape), "zigzag") for shape in ((2, 1), (1, 2))]
+            for attend, group, layout in ways if NCCL else ways[:1]:
+                found = sharded(attend, group, *tensors, layout=layout, **options)
+                for what, f, o, e in zip(NAMES, found, one, exact):
+                    if not e.numel():
+                        continue
+                    for measure in (lambda x: x.abs().max(), lambda x: x.pow(2).mean().sqrt()):
+                        error = measure(f.double().cpu() - e).item()
+                        allowed = (2 if what == "out" else 3) * measure(o.double().cpu() - e).item() + 1e-7
+                        assert error <= allowed, f"{name}, {dtype}, {attend.__name__}, {layout}: {what}: {error:.2e} > {allowed:.2e}"
+
+
+def eager_of(q, k, v, dout, sinks=None, cu_seqlens=None, alibi_slopes=None, **options):
+    """What eager attention gives, each packed sequence by itself."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+    extra = {} if sinks is None else {"sinks": leaves[3]}
+    if cu_seqlens is None:
+        out = reference.eager(*leaves[:3], alibi_slopes=alibi_slopes, **extra, **options)
+    else:
+        parts = []
+        for i, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
+            slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[i]
+            parts.append(reference.eager(*(t[None, a:b] for t in leaves[:3]), alibi_slopes=slopes, **extra, **options)[0])
+        out = torch.cat(parts)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+def as_fp64(values):
+    """On the CPU, whose backend takes it."""
+    if isinstance(values, dict):
+        keep = ("alibi_slopes",)
+        return {
+            name: (v.cpu() if name in keep else v.double().cpu()) if torch.is_tensor(v) else v for name, v in values.items()
+        }
+    return [t.double().cpu() for t in values]
+
+
+@case(2, gpu=True)
+def bit_equal(world):
+    """Two runs of a deterministic call."""
+    tensors = inputs(torch.float16, world.device, seqlen=2000 if NCCL else 80)
+    first, second = (sharded(ring_attention, None, *tensors, is_causal=True, deterministic=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@case(2, 3)
+def no_gradient(world):
+    """Under no_grad, and for some of the inputs alone."""
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float64, world.device))
+    with torch.no_grad():
+        out = ring_attention(q, k, v, is_causal=True)
+    assert not out.requires_grad
+    k.requires_grad_()
+    other = ring_attention(q, k, v, is_causal=True)
+    assert torch.equal(other, out)
+    other.sum().backward()
+    assert k.grad is not None and q.grad is None
+
+
+@case(2)
+def autocast(world):
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(torch.float32, world.device))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_attention(q.requires_grad_(), k, v)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@case(3)
+def shards(world):
+    """Tokens, labels and positions too; whole again afterwards."""
+    for seqlen in (0, 2, 11, 48):
+        for layout in ("zigzag", "contiguous"):
+            positions = torch.arange(seqlen)
+            mine = shard_sequence(positions, None, 0, layout)
+            assert torch.equal(unshard_sequence(mine, None, 0, layout), positions)
+            labels = torch.randn(2, 3, seqlen, 2, generator=torch.Generator().manual_seed(1))
+            shard = shard_sequence(labels, None, -2, layout)
+            assert torch.equal(shard, labels[:, :, mine])
+            assert torch.equal(unshard_sequence(shard, None, -2, layout), labels)
+
+
+@case(2, 4)
+def dtensor(world):
+    """Batch, heads or nothing sharded; options too; forward, backward, compiled."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    flat, grid = world.mesh(1, world.size)["ulysses"], world.mesh(world.size // 2, 2)
+    batch, heads, both, neither = [Shard(0)], [Shard(2)], [Shard(0), Shard(2)], [Replicate()]
+    cases = [(flat, p, {}) for p in (batch, heads, neither, [Shard(1)])] + [(grid, both, {}), (flat, heads, dict(nheads_k=1))]
+    cases += [(flat, batch, dict(batch=3)), (flat, heads, dict(nheads=3, nheads_k=3))]
+    for mesh, placements, sizes in cases:
+        q, k, v, dout = inputs(torch.float64, world.device, **{"nheads_k": 4, "batch": 4} | sizes)
+        options = dict(is_causal=True, alibi_slopes=torch.rand(q.shape[0], q.shape[2]), window_left=20)
+        bias = torch.randn(1, q.shape[2], q.shape[1], 1, dtype=torch.float64)
+        sinks = torch.randn(q.shape[2], dtype=torch.float64)
+
+        def run(q, k, v, bias, sinks, dout, **options):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, bias, sinks)]
+            out, lse, _ = torch.ops.volta_fa.fwd(*leaves[:3], attn_bias=leaves[3], sinks=leaves[4], **options)
+            return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+
+        whole = [t.contiguous() for t in (q, k, v, bias, sinks, dout)]
+        for t in whole:
+            dist.broadcast(t, 0)
+        dist.broadcast(options["alibi_slopes"], 0)
+        spread = lambda t, p=None: distribute_tensor(t, mesh, p or [Replicate()] * mesh.ndim)
+        mine = [spread(t, placements) for t in whole[:3]] + [spread(t) for t in whole[3:]]
+        expected, found = run(*whole, **options), run(*mine, **options)
+        assert all(isinstance(t, DTensor) for t in found)
+        if placements in (batch, heads, both) and sizes.get("nheads") != 3:
+            assert list(found[0].placements) == placements, (found[0].placements, placements)
+        for name, f, e in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), found, expected):
+            assert f.shape == e.shape
+            error = (f.full_tensor() - e).abs().max().item()
+            assert error < 2e-6, (name, placements, sizes, error)
+
+
+@case(2, gpu=True)
+def dtensor_model(world):
+    """A tensor-parallel layer over PyTorch's own attention: eager and compiled, losses and gradients those of one process."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.o(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(5)
+    dtype = torch.float16 if NCCL else torch.float32
+    one = Layer().to(world.device, dtype)
+    x = torch.randn(2, 11, 32, device=world.device, dtype=dtype)
+    expected = one(x)
+    expected.pow(2).sum().backward()
+    mesh = world.mesh(1, world.size)["ulysses"]
+    local = dict(use_local_output=False)
+    plan = {n: ColwiseParallel(**local) for n in "qkv"} | {"o": RowwiseParallel()}
+    for compiled in (False, True):
+        layer = Layer().to(world.device, dtype)
+        layer.load_state_dict(one.state_dict())
+        layer = parallelize_module(layer, mesh, plan)
+        volta_fa.enable_sdpa(world.device, force=True)
+        volta_fa.sdpa_stats(reset=True)
+        try:
+            out = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(x)
+            out.pow(2).sum().backward()
+        finally:
+            volta_fa.disable_sdpa()
+        assert volta_fa.sdpa_stats()["traced" if compiled else "ran"] >= 1 and not volta_fa.sdpa_stats()["fell_back"], volta_fa.sdpa_stats()
+        assert (out - expected).abs().max() < (1e-2 if NCCL else 1e-5)
+        for name, p in layer.named_parameters():
+            assert isinstance(p.grad, DTensor)
+            assert (p.grad.full_tensor() - one.get_parameter(name).grad).abs().max() < (1e-1 if NCCL else 1e-4), name
+
+
+@case(2, 4)
+def dtensor_dropout(world):
+    """Shards of heads have other numbers, replicas the same."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = world.mesh(1, world.size)["ulysses"]
+    zeros, ones = torch.zeros(1, 32, 4, 8), torch.ones(1, 32, 4, 8)
+    for placement in (Shard(2), Replicate()):
+        torch.manual_seed(1)
+        q, k, v = (distribute_tensor(t, mesh, [placement]) for t in (zeros, zeros, ones))
+        out = torch.ops.volta_fa.fwd(q, k, v, dropout_p=0.5)[0]
+        first = out.to_local().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, out.to_local()) == (placement == Replicate() or world.rank == 0)
+
+
+@case(2, 3, 4, gpu=True)
+def pytorch_context_parallel(world):
+    """PyTorch's context_parallel with enable_sdpa(): our ring under its hooks."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mesh = world.mesh(world.size, 1)["ring"]
+    seqlen = 4 * world.size * (50 if NCCL else 1)
+    whole = [t.transpose(1, 2).contiguous() for t in inputs(DTYPE, world.device, seqlen=seqlen, nheads_k=4)]
+    for is_causal, balanced in ((True, True), (True, False), (False, False)):
+        leaves = [t.clone().requires_grad_() for t in whole[:3]]
+        out = attend(*leaves, is_causal=is_causal)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
+        _cp_options.enable_load_balance = balanced
+        q, k, v, dout = (t.clone() for t in whole)
+        volta_fa.enable_sdpa(world.device, force=True)
+        volta_fa.sdpa_stats(reset=True)
+        try:
+            with context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+                leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+                out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+                assert out.shape[2] == seqlen // world.size
+                found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+                found = context_parallel_unshard(mesh, found, [2] * 4)
+        finally:
+            volta_fa.disable_sdpa()
+            _cp_options.enable_load_balance = True
+        assert volta_fa.sdpa_stats() == {"ran": 1, "traced": 0, "fell_back": {}}
+        for name, f, e in zip(NAMES, found, expected):
+            assert (f - e).abs().max() < (2e-2 if NCCL else 2e-6) * max(1.0, e.abs().max()), (name, is_causal, balanced)
+
+
+@case(2, 4)
+def transformers_llama(world):
+    """A Llama of transformers (with a window: Mistral) over a mesh: losses and gradients are those of one process; packed too."""
+    try:
+        import transformers
+
+        import volta_fa.transformers as on_transformers
+    except ImportError:
+        return
+    sizes = dict(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    for kind, mesh, packed in (
+        ("Llama", None, False),
+        ("Llama", world.mesh(world.size // 2, 2), False),
+        ("Mistral", None, False),
+        ("Llama", None, True),
+    ):
+        options = sizes | (dict(sliding_window=6) if kind == "Mistral" else {})
+        config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="volta_fa", use_cache=False)
+        torch.manual_seed(2)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+        lengths = (9, 4, 10)
+        tokens = torch.randint(50, (1 if packed else 2, sum(lengths)))
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        cu_seqlens = [0, 9, 13, 23] if packed else None
+        positions = torch.arange(23)[None] if not packed else torch.cat([torch.arange(n) for n in lengths])[None]
+        if packed:
+            labels[:, [8, 12]] = -100
+        positions = positions.expand(tokens.shape)
+        count = int((labels != -100).sum())
+        for checkpointed in (False, True):
+            if checkpointed:
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable(dict(use_reentrant=False))
+            model.train()
+            loss = model(input_ids=tokens, position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
+            loss.backward()
+            expected = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            with on_transformers.context_parallel(mesh, cu_seqlens=cu_seqlens):
+                mine = [shard_sequence(t, mesh) for t in (tokens, positions, labels)]
+                part = model(
+                    input_ids=mine[0], position_ids=mine[1], labels=mine[2], shift_labels=mine[2], num_items_in_batch=count
+                ).loss
+                part.backward()
+            total = part.detach().clone()
+            dist.all_reduce(total)
+            assert abs(total - loss) < 1e-6, (kind, total, loss)
+            for (name, p), e in zip(model.named_parameters(), expected):
+                dist.all_reduce(p.grad)
+                assert (p.grad - e).abs().max() < 1e-6, (kind, packed, name)
+            model.zero_grad()
+
+
+def refused(kind, action, *words):
+    try:
+        action()
+    except kind as error:
+        assert all(word in str(error) for word in words), (words, str(error))
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+@case(2, 3, gpu=True)
+def errors(world):
+    """Each on every rank, before anything is sent: the next one finds all ranks in step."""
+    last = world.rank == world.size - 1
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
+    prefix = "volta_fa.distributed.ring_attention: "
+    each = lambda t: t.to(OTHER) if last else t
+    refused(ValueError, lambda: ring_attention(each(q), each(k), each(v)), prefix + "q: got ", f"on rank {world.size - 1}", "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(q.to(OTHER) if last else q, k, v), prefix, f"k: got dtype {DTYPE}", f"(on rank {world.size - 1} of the group)")
+    refused(ValueError, lambda: ring_attention(q, k[..., :8] if last else k, v), "k: got", "(on rank")
+    refused(ValueError, lambda: ring_attention(q, k, v, softcap=-1.0), prefix + "softcap")
+    refused(ValueError, lambda: ring_attention(q, k, v, is_causal=last), "options: got", "the same on all ranks")
+    refused(ValueError, lambda: ring_attention(q, k, v, layout="zagzig"), "layout: got 'zagzig', expected 'zigzag' or 'contiguous'")
+    refused(ValueError, lambda: ring_attention(q, k, v, layout="contiguous" if last else "zigzag"), "layout: got zigzag on rank")
+    refused(ValueError, lambda: ring_attention(q[:, 1:] if last else q, k, v), "q: got shards of", "as shard_sequence makes them")
+    refused(ValueError, lambda: ring_attention(q[:, :, :3], k, v), "nheads")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5]), "cu_seqlens: got 5 tokens, expected the 37")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[1, 37]), "cu_seqlens: got [1, 37]", "begin with 0")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0], cu_seqlens=[0, 5 + last, 37]), "cu_seqlens: got 2 sequences of 37 tokens")
+    refused(ValueError, lambda: ring_attention(q[0], k[0], v[0]), "q: got a tensor of rank 3, expected rank 4")
+    refused(ValueError, lambda: ring_attention(q.detach().requires_grad_(last), k, v), "requires_grad: got False on rank")
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    refused(ValueError, lambda: ring_attention(q, k, v, dropout_p=0.1, generator=generator), "generator: got a state")
+    refused(ValueError, lambda: (context_parallel_attention if last else ring_attention)(q, k, v), "call: got ")
+    heads = world.size + 1
+    q1, k1, v1, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device, nheads=heads, nheads_k=1))
+    refused(ValueError, lambda: ulysses_attention(q1, k1, v1), f"q: got {heads} heads", f"multiple of the {world.size} ranks")
+    refused(ValueError, lambda: unshard_sequence(q[..., :3] if last else q), "tensor: got")
+    # a group without this rank
+    pair = dist.new_group([0])
+    if world.rank:
+        refused(ValueError, lambda: ring_attention(q, k, v, pair), "group: got", f"that rank {world.rank} is in")
+    else:
+        assert ring_attention(q, q[:, :, :2], q[:, :, :2], pair).shape == q.shape
+    refused(ValueError, lambda: ring_attention(q, k, v, world.mesh(world.size, 1)), "group: got a mesh of 2 dimensions")
+    # still in step
+    ring_attention(q, k, v, is_causal=True)
+
+
+@case(2, gpu=True)
+def late(world):
+    """A rank that does not come: within the group's timeout the others say who is missing."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
+    if world.rank == 0:
+        refused(RuntimeError, lambda: ring_attention(q, k, v, group), "ring_attention: rank 1 of the group did not make this call", "timeout of 2 s")
+    dist.barrier()
+
+
+@case(2, 3, gpu=True)
+def dying(world):
+    """The last case: a rank ends without a word between forward and backward. The others say so within the timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    q, k, v, _ = (shard_sequence(t, None) for t in inputs(DTYPE, world.device))
+    out = ring_attention(q.requires_grad_(), k, v, group, is_causal=True)
+    if world.rank == world.size - 1:
+        world.finish({})
+        os._exit(0)
+    begin = time.monotonic()
+    refused(RuntimeError, out.sum().backward, "ring_attention, backward: rank", f"{world.size - 1} of the group did not make this call")
+    assert time.monotonic() - begin < 10
+    world.finish({})
+    os._exit(0)  # with a member gone, a group cannot be taken down in order
+
+
+def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.FileStore(str(folder / "store"), size)
+    device = torch.device("cuda", rank) if NCCL else torch.device("cpu")
+    if NCCL:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if NCCL else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    world = World(rank, size, device, folder)
+    failures = {}
+    for name, (worlds, function) in CASES.items():
+        if size not in worlds or (names and name not in names):
+            continue
+        try:
+            function(world)
+        except Exception:
+            failures[name] = traceback.format_exc()
+            break  # the other ranks may be elsewhere
+    world.finish(failures)
+    if not failures:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

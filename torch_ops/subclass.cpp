@@ -1,0 +1,25 @@
+// Tensor subclasses that the ops have rules for: DTensor, whose rules are in Python (python/volta_fa/distributed/dtensor.py) and are
+// loaded when its first tensor comes. Programs without Python have no such tensors.
+
+#include "subclass.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+namespace volta_fa {
+
+bool is_subclass(const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); }
+
+bool has_rules(const Tensor& t) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_has_rules", "").typed<bool(const Tensor&)>();
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+    // the question is about the tensor, not one for it
+    const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+    return op.call(t);
+}
+
+}  // namespace volta_fa
+
+// Implemented by the Python package.
+TORCH_LIBRARY_FRAGMENT(volta_fa, m) { m.def("_has_rules(Tensor t) -> bool"); }
