@@ -3,6 +3,22 @@
 
 #include "volta_fa_params.h"
 
+constexpr int kPhiloxRounds = 7;
+constexpr unsigned kPhiloxSteps[2] = {0x9E3779B9u, 0xBB67AE85u};  // what a round adds to the key
+
+// The two products of a round.
+struct PhiloxWide {
+    unsigned low, high;
+    __device__ __forceinline__ explicit PhiloxWide(unsigned long long x)
+        : low(static_cast<unsigned>(x)), high(static_cast<unsigned>(x >> 32)) {}
+};
+__device__ __forceinline__ PhiloxWide philox_first(unsigned x) { return PhiloxWide(0xD2511F53ull * x); }
+__device__ __forceinline__ PhiloxWide philox_second(unsigned z) { return PhiloxWide(0xCD9E8D57ull * z); }
+__device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1) {
+    const PhiloxWide first = philox_first(c.x), second = philox_second(c.z);
+    c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
+}
+
 struct Philox {
     unsigned key[2], head, offset;
 
@@ -19,40 +35,27 @@ struct Philox {
     // the four has row r and columns c and c + 2.
     __device__ __forceinline__ uint4 numbers(int row, int column) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
-        unsigned k0 = key[0], k1 = key[1];
 #pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            c = round(c, k0, k1);
-            k0 += kKeySteps[0];
-            k1 += kKeySteps[1];
-        }
+        for (int round = 0; round < kPhiloxRounds; round++)
+            philox_round(c, key[0] + round * kPhiloxSteps[0], key[1] + round * kPhiloxSteps[1]);
         return c;
     }
 
     // For a kernel with registers to spare: the keys of all rounds, and the numbers by them.
-    static constexpr int kRounds = 7;
     struct RoundKeys {
-        unsigned key[kRounds][2];
+        unsigned key[kPhiloxRounds][2];
     };
     __device__ __forceinline__ RoundKeys round_keys() const {
         RoundKeys of;
 #pragma unroll
-        for (int i = 0; i < 2 * kRounds; i++) of.key[i / 2][i % 2] = key[i % 2] + i / 2 * kKeySteps[i % 2];
+        for (int i = 0; i < 2 * kPhiloxRounds; i++) of.key[i / 2][i % 2] = key[i % 2] + i / 2 * kPhiloxSteps[i % 2];
         return of;
     }
     __device__ __forceinline__ uint4 numbers(int row, int column, const RoundKeys& of) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
 #pragma unroll
-        for (int i = 0; i < kRounds; i++) c = round(c, of.key[i][0], of.key[i][1]);
+        for (int i = 0; i < kPhiloxRounds; i++) philox_round(c, of.key[i][0], of.key[i][1]);
         return c;
-    }
-
-private:
-    static constexpr unsigned kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u};
-    __device__ __forceinline__ static uint4 round(const uint4& c, unsigned k0, unsigned k1) {
-        const unsigned long long low = 0xD2511F53ull * c.x, high = 0xCD9E8D57ull * c.z;
-        return make_uint4(static_cast<unsigned>(high >> 32) ^ c.y ^ k0, static_cast<unsigned>(high),
-                          static_cast<unsigned>(low >> 32) ^ c.w ^ k1, static_cast<unsigned>(low));
     }
 };
 

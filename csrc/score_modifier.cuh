@@ -18,6 +18,14 @@ constexpr bool kHasSoftcap = NEEDS & kNeedSoftcap;
 constexpr bool kHasAlibi = NEEDS & kNeedAlibi;
 constexpr bool kHasBias = NEEDS & kNeedBias;
 constexpr bool kHasDropout = NEEDS & kNeedDropout;
+// Such kernels require what they have one of: they run only what asks for it (plan::holds).
+constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
+
+// Whether the problem asks for it.
+__device__ __forceinline__ bool asks_for_softcap(const ScoreOptions& o) { return kHasSoftcap && (kOneFeature || o.softcap > 0.f); }
+__device__ __forceinline__ bool asks_for_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
+__device__ __forceinline__ bool asks_for_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
+__device__ __forceinline__ bool asks_for_dropout(const ScoreOptions& o) { return kHasDropout && (kOneFeature || o.rng_state); }
 
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
@@ -39,6 +47,11 @@ struct Softcap {
     }
     // The capped score, in units of log2, of a product q.k.
     __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
+    // The product that has this logistic; infinite where none has.
+    __device__ __forceinline__ float product(float logistic) const {
+        if (logistic <= 0.f) return positive_infinity();
+        return __fdividef(log2_approx(fmaxf(__fdividef(1.f, logistic) - 1.f, 0.f)), to_exponent);
+    }
     // The derivative there, 1 - tanh(x)^2.
     __device__ __forceinline__ static float derivative(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
 };

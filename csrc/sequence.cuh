@@ -79,9 +79,9 @@ public:
     __device__ __forceinline__ int seqlen_q() const { return is_mine_ ? CachedSequence::seqlen_q() : 0; }
 };
 
-// What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of a group has the code of all of it.
+// What this kernel is prepared for: NEEDS is its row's in src/kernels, and whoever has one of ragged kernels' has the code of all.
 constexpr bool kGeneral = NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
-constexpr bool kRagged = kGeneral || NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
+constexpr bool kRagged = NEEDS & (kNeedLengths | kNeedSinks | kNeedBf16Gradients);
 constexpr bool kPaged = NEEDS & kNeedPages;
 using BlockSequence = Sequence<kRagged, kPaged>;
 

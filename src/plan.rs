@@ -55,6 +55,8 @@ pub enum Reason {
     NoMoreBlocks,
     /// it has smaller blocks than the cheapest, and an SM gets so many fewer rows by them that it pays
     FewerRows,
+    /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
+    ShorterLongest,
     /// the card's tuning says so
     Tuned,
     /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
@@ -71,6 +73,7 @@ impl fmt::Display for Reason {
             Reason::Resident => "smaller blocks, since all run at once",
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
+            Reason::ShorterLongest => "smaller blocks, since the longest one decides",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -273,10 +276,11 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
         Rows::PackedQueries => unreachable!("decode kernels have a planner of their own"),
     };
     let mut planned = on_grid((variant, reason), rows, heads);
-    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, these
-    // come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed an H200's cache.)
+    // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
+    // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
+    // an H200's cache.)
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_Z);
-    if variant.family.either_order && variant.pass == Pass::Forward && a.window.right.is_some() && fits {
+    if variant.family.either_order.contains(&variant.pass) && a.window.right.is_some() && fits {
         planned.blocks.reverse();
     }
     planned
@@ -294,7 +298,9 @@ fn scratch(variant: &Variant) -> Scratch {
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
 /// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding;
-/// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes.
+/// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
+/// - or would, under a causal mask, be resident in large blocks, of which the longest then decides, while more warps share a row of the
+///   small ones: these end sooner.
 ///
 /// Figures: `docs/forward-kernel.md`, `docs/turing-kernels.md`.
 fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
@@ -321,6 +327,8 @@ fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceL
                 Some(Reason::NoMoreBlocks)
             } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
                 Some(Reason::FewerRows)
+            } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
+                Some(Reason::ShorterLongest)
             } else {
                 None
             };

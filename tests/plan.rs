@@ -26,7 +26,7 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 9] {
+fn wishes() -> [(Features, Option<Packed>, Needs); 11] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     let features = Features::default();
     [
@@ -36,6 +36,8 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 9] {
         (Features { sinks: true, ..features }, None, Needs::of(&[Need::Sinks])),
         (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
+        (Features { attn_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
+        (Features { dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Dropout])),
         (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
         (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
         (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
@@ -106,7 +108,30 @@ fn the_order_of_a_grid() {
         assert_eq!((plan.variant.block_rows, plan.blocks), (256, expected));
     }
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
-    assert_eq!((volta.variant.block_rows, volta.blocks), (128, [16, 3]));
+    assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
+    let a = Attention { nheads: 6, nheads_k: 3, ..a };
+    for (right, expected) in [(None, [16, 3]), (Some(0), [3, 16])] {
+        let a = Attention { window: Window { left: None, right }, ..a };
+        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        assert_eq!((plan.prepare.blocks[1], plan.main.blocks, plan.finish.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
+    }
+}
+
+/// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
+#[test]
+fn causal_grids_that_run_at_once_get_small_blocks() {
+    let rows = |nheads, headdim, right| {
+        let window = Window { left: None, right };
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, 512, headdim, headdim) };
+        let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
+        (plan.variant.block_rows, plan.reason)
+    };
+    // four blocks of 128 rows a head, on 160 places
+    for headdim in [64, 128] {
+        assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
+        assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
+    }
+    assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
 }
 
 /// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
@@ -342,7 +367,7 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
 // ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
 const TURING: Family =
-    Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: false };
+    Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: &[] };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
@@ -449,17 +474,19 @@ fn the_environment_may_restrict_the_choice() {
 /// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
 #[test]
 fn the_kernel_with_the_fewest_needs_wins() {
-    let alibi = Variant { name: "alibi", needs: Needs::of(&[Need::Alibi]), ..like("volta_fwd_general_64x64", VOLTA) };
-    let kernels = volta_and(&[&[alibi]]);
+    let needs = Needs::of(&[Need::Alibi, Need::Sinks]);
+    let two = Variant { name: "two", needs, ..like("volta_fwd_general_64x64", VOLTA) };
+    let kernels = volta_and(&[&[two]]);
     let name = |features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
     };
     let alibi = Features { alibi: true, ..Features::default() };
-    assert_eq!(name(alibi), "alibi");
+    assert_eq!(name(Features { sinks: true, ..alibi }), "two");
+    assert_eq!(name(alibi), "volta_fwd_alibi_64x64");
     assert_eq!(name(Features::default()), "volta_fwd_64x64");
-    assert_eq!(name(Features { sinks: true, ..Features::default() }), "volta_fwd_ragged_64x64");
-    for both in [Features { sinks: true, ..alibi }, Features { dropout_p: 0.5, ..alibi }, Features { seqused_k: true, ..alibi }] {
+    assert_eq!(name(Features { sinks: true, ..Features::default() }), "two", "as good as ragged, and earlier in the tables");
+    for both in [Features { dropout_p: 0.5, ..alibi }, Features { seqused_k: true, ..alibi }] {
         assert_eq!(name(both), "volta_fwd_general_64x64");
     }
 }

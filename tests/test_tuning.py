@@ -313,17 +313,17 @@ def test_each_plan_is_logged_once():
     shape = "batch 2, seqlen 50 x 50, 2 heads on 2, headdim 64 / 64"
     plain = "(the cheapest that covers it)"
     kernels = {
-        f"forward, {shape}, causal": "volta_fwd_64x64_small on 1 x 2 x 2 blocks (smaller blocks, since all run at once)",
-        f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64 on 1 x 2 x 2",
-        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64 on ",
-        f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_general_64x64 on 1 x 2 x 2 blocks {plain}",
+        f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 1 x 2 blocks (smaller blocks, since all run at once)",
+        f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64 on 2 x 1 x 2",
+        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64 on 2 x 1 x 2",
+        f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
     }
     *logged, tuned = lines
     assert len(logged) == len(kernels)
     for line, (problem, kernel) in zip(logged, kernels.items()):
         assert line.startswith(f"volta_fa: {problem}: {kernel}"), line
-    assert tuned == f"volta_fa: forward, {shape}, causal: volta_fwd_128x128 on 1 x 2 x 2 blocks (tuned)"
+    assert tuned == f"volta_fa: forward, {shape}, causal: volta_fwd_128x128 on 2 x 1 x 2 blocks (tuned)"
 
 
 @needs_simulator

@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
                                                    const ScorePlace<Layout>& place) {
     const ScoreOptions& options = p.score_options;
     const int batch = block_batch_here();
-    if (options.alibi_slopes) {
+    if (asks_for_alibi(options)) {
         const BlockSequence sequence(p.problem, p.lengths, batch);
         const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
         // one conversion, by the XU pipe, for all elements
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
         for (int v = 0; v < Layout::kElements; v++)
             s[v] = alibi(s[v], first + static_cast<float>(ScorePlace<Layout>::query_minus_key(v)));
     }
-    if (options.bias) add_bias(s, p, batch, head, query_end, place);
+    if (asks_for_bias(options)) add_bias(s, p, batch, head, query_end, place);
 }
 
 // Adds the gradient of a tile's scores to that of the bias.

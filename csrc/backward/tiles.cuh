@@ -11,13 +11,12 @@
 // The block's own rows of both operands, once, padded with zeros in both directions. Of `rows` rows those
 // from first_row are the block's; the sequence begins at row `origin` of the tensors.
 template <class S>
-__device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, unsigned shared, int origin,
-                                         int first_row, int rows) {
+__device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
+                                         int origin, int first_row, int rows) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
     using Loader = TileLoader<S::kChunks, kRowsAtOnce, S::kThreads>;
-    Loader x(threadIdx.x, head_base(s, blockIdx.z, blockIdx.y) + (origin + first_row) * s.row_stride, s.row_stride,
-             p.problem.headdim);
-    Loader y(threadIdx.x, head_base(dp, blockIdx.z, blockIdx.y) + (origin + first_row) * dp.row_stride, dp.row_stride,
+    Loader x(threadIdx.x, head_base(s, blockIdx.z, head) + (origin + first_row) * s.row_stride, s.row_stride, p.problem.headdim);
+    Loader y(threadIdx.x, head_base(dp, blockIdx.z, head) + (origin + first_row) * dp.row_stride, dp.row_stride,
              p.problem.headdim_v);
     const unsigned to = shared + swizzled<S::kChunks>(x.row, x.chunk);
 #pragma unroll 1
@@ -104,10 +103,10 @@ public:
 
 // The block's rows of a gradient from shared memory to the output, whole chunks of the rows and columns that exist.
 template <class S>
-__device__ __forceinline__ void shared_to_output(const Output& out, unsigned tile, int origin, int first_row, int all_rows,
-                                                 int headdim) {
+__device__ __forceinline__ void shared_to_output(const Output& out, int head, unsigned tile, int origin, int first_row,
+                                                 int all_rows, int headdim) {
     constexpr int kLanes = 8;
-    unsigned short* base = head_base(out, blockIdx.z, blockIdx.y);
+    unsigned short* base = head_base(out, blockIdx.z, head);
     const int rows = min(S::kRows, all_rows - first_row);
     for (int row = threadIdx.x / kLanes; row < rows; row += S::kThreads / kLanes)
         for (int chunk = threadIdx.x % kLanes; chunk < headdim / kChunk; chunk += kLanes)

@@ -18,9 +18,9 @@ struct QueryRange {
         unmasked.span = pinned(unmasked.span);
     }
     // First row of the first step: once a head, so it is not kept.
-    static __device__ __forceinline__ int first(const Mask& mask) {
-        return mask.row_first(block_index_here() * Keys) / Step * Step;
-    }
+    static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, block_index_here()); }
+    // ... of a block of keys that is not its blockIdx.x.
+    static __device__ __forceinline__ int first(const Mask& mask, int block) { return mask.row_first(block * Keys) / Step * Step; }
     // Rows of Q and dO, for loads. Ragged kernels have no register for seqlen_q: rows behind `end`, which the mask hides,
     // may as well not exist.
     __device__ __forceinline__ int rows(const BwdParams& p) const { return kRagged ? end : p.problem.seqlen_q; }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float row_sum(float x) {
 // Joins the sink to a finished row's sum. Returns the factor for its output, with dropout's.
 __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head, float& reference, float& sum) {
     float factor = 1.f;
-    if (options.sinks) {
+    if (kRagged && options.sinks) {
         SoftmaxRow row;
         row.reference = reference;
         row.sum = sum;
@@ -34,7 +34,7 @@ __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head
         reference = row.reference;
         sum = row.sum;
     }
-    return kGeneral && options.rng_state ? factor * options.dropout_scale : factor;
+    return kHasDropout && options.rng_state ? factor * options.dropout_scale : factor;
 }
 
 // Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
@@ -45,9 +45,10 @@ __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeque
                                             float* lse) {
     const SoftmaxRow& state = softmax.row[mt][r];
     float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
-    if (kRagged) factor = join_sink(p.score_options, head, reference, sum);
+    constexpr bool kHasFactor = kRagged || kHasDropout;
+    if (kHasFactor) factor = join_sink(p.score_options, head, reference, sum);
     const SoftmaxResult result(reference, sum);
-    const float scale = kRagged ? result.output_scale * factor : result.output_scale;
+    const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;
     const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);
     if (Layout::leads_row(lane) && i < sequence.seqlen_q()) lse[i] = result.lse;
     return scale;

@@ -87,6 +87,13 @@ struct Scores {
     template <MovedRows Rows, class Rescale>
     __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
                                                     float inverse_scale_log2, Rescale rescale) const {
+        move_references(softmax, rescale, [&](SoftmaxRow& row, float m) {
+            return row.template move_reference<Rows>(m, scale_log2, inverse_scale_log2);
+        });
+    }
+    // move(row, its maximum) moves one, and returns the factor.
+    template <class Rescale, class Move>
+    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -94,7 +101,7 @@ struct Scores {
                 float m = lane_maximum(mt, r);
 #pragma unroll
                 for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
-                rescale(mt, r, softmax.row[mt][r].template move_reference<Rows>(m, scale_log2, inverse_scale_log2));
+                rescale(mt, r, move(softmax.row[mt][r], m));
             }
     }
 
@@ -162,7 +169,9 @@ struct ScoreBias {
                                                                  key + Layout::kTileKeys * nt + Layout::first_key(lane));
                 }
     }
-    __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options) const {
+    // To scores in units of log2, or in others, of which `factor` make one of the bias.
+    __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options,
+                                           float factor = kLog2e) const {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -173,7 +182,7 @@ struct ScoreBias {
                     Bias::to_float(options, loaded[mt][nt][r], bias);
 #pragma unroll
                     for (int v = 0; v < Layout::kElements; v++)
-                        if (Layout::row_of(v) == r) s.tile[mt][nt][v] = fmaf(bias[Layout::key_slot(v)], kLog2e, s.tile[mt][nt][v]);
+                        if (Layout::row_of(v) == r) s.tile[mt][nt][v] = fmaf(bias[Layout::key_slot(v)], factor, s.tile[mt][nt][v]);
                 }
     }
 };

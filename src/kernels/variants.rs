@@ -257,8 +257,8 @@ pub struct Family {
     pub threads: u32,
     /// how its backward kernels lay out their scratch memory; None: it has none of them
     pub scratch: Option<Scratch>,
-    /// whether its forward kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
-    pub either_order: bool,
+    /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
+    pub either_order: &'static [Pass],
 }
 
 /// What the backward kernels of a family keep of query rows between their launches, as far as others need to know it.

@@ -35,7 +35,6 @@ __device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Kernels that do one thing to scores besides: one_feature.cuh.
-constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
 constexpr bool kOwnCalls = kOneFeature && kHasDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.

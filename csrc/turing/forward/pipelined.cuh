@@ -34,8 +34,6 @@ struct ForwardPipelined {
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr u32 kSharedBytes = Slots * kSlotBytes;
-    // Kernels of one feature run only what asks for it (plan::cost).
-    static constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
     static constexpr bool kInitialAlibi = kOneFeature && kHasAlibi;
     static constexpr bool kInitialBias = kOneFeature && kHasBias;
     static constexpr bool kCapped = kOneFeature && kHasSoftcap;
@@ -68,7 +66,8 @@ struct ForwardPipelined {
     static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept = !(kFull && (kPaged || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
+    static constexpr bool kPlacesKept =
+        !(kFull && (kPaged || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
     static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
     static constexpr bool kPagesAhead = !(kFull && RowTiles > 1);    // else a page's number is loaded when it is used
     static constexpr bool kMaskKept =
@@ -287,7 +286,7 @@ struct ForwardPipelined {
             if (kCarriedDropout && kKeysKept) {
                 round_keys = philox.round_keys();
 #pragma unroll
-                for (int i = 0; i < 2 * Philox::kRounds; i++)
+                for (int i = 0; i < 2 * kPhiloxRounds; i++)
                     round_keys.key[i / 2][i % 2] = pinned(static_cast<int>(round_keys.key[i / 2][i % 2]));
             }
 

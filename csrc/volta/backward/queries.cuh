@@ -73,7 +73,7 @@ struct BackwardQueries {
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];
             };
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            if (options.softcap > 0.f) {
+            if (asks_for_softcap(options)) {
                 const Softcap softcap(p.problem, options);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
@@ -87,7 +87,7 @@ struct BackwardQueries {
             }
             add_position_terms(x, p, block_head_here(), p.problem.seqlen_q, place);
             if (masked) mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place);
-            if (options.rng_state) {
+            if (asks_for_dropout(options)) {
                 const u32 bits = kept_of_rows(philox_of(p, block_head_here()), DropoutRule(options), place);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
@@ -122,7 +122,7 @@ struct BackwardQueries {
 
         StepTiles<S> tiles(p, p.k, p.v, key_head, sequence.first_k() + range.first);
         tiles.load(p.k, p.v, sequence.seqlen_k() - range.first);
-        load_own<S>(p, p.q, p.dout, shared, sequence.first_q(), first_row, sequence.seqlen_q());
+        load_own<S>(p, p.q, p.dout, blockIdx.y, shared, sequence.first_q(), first_row, sequence.seqlen_q());
 
         const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
         const u32 step_address = step_operand<S>(shared + S::kStepS, lane, score_key);
@@ -205,7 +205,8 @@ struct BackwardQueries {
         // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
         to_shared<S, kColumnSharers>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
         __syncthreads();
-        shared_to_output<S>(p.dq, shared + S::kOwnS, sequence.first_q(), first_row, sequence.seqlen_q(), p.problem.headdim);
+        shared_to_output<S>(p.dq, blockIdx.y, shared + S::kOwnS, sequence.first_q(), first_row, sequence.seqlen_q(),
+                            p.problem.headdim);
     }
 };
 

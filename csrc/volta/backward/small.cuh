@@ -8,6 +8,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/products.cuh"
 
@@ -29,12 +30,12 @@ struct BackwardSmall {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32;
-        const int first_key = blockIdx.x * S::kRows, warp_key = 32 * warp;
+        const int first_key = KeysBlock::number(p) * S::kRows, warp_key = 32 * warp;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
         if (kRagged && first_key >= sequence.stored_k()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
         const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
@@ -53,9 +54,9 @@ struct BackwardSmall {
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
-        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        for (int head = KeysBlock::head(p) * group; head < (KeysBlock::head(p) + 1) * group; head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries::first(mask_of(p.problem, sequence));
+            const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats = pinned(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
@@ -88,7 +89,7 @@ struct BackwardSmall {
                 if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.
                     const int thread = thread_index_here();
-                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, block_index_here() * S::kRows + thread / 32 * 32);
+                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeysBlock::number(p) * S::kRows + thread / 32 * 32);
                 }
 
                 const u32 packed = packed_addresses.second();
@@ -130,13 +131,15 @@ struct BackwardSmall {
 
         // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
         __syncthreads();
-        const int end_key = block_index_here() * S::kRows, end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
+        const int end_key = KeysBlock::number(p) * S::kRows,
+                  end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
         to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
         to_shared<S, 1>(dv, p, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(), p.problem.headdim);
-        shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), end_key, end_sequence.stored_k(),
+        shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(),
+                            p.problem.headdim);
+        shared_to_output<S>(p.dv, KeysBlock::head(p), shared + S::kOwnDp, end_sequence.first_k(), end_key, end_sequence.stored_k(),
                             p.problem.headdim_v);
     }
 };

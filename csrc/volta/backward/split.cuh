@@ -13,6 +13,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/dropped_keys.cuh"
 #include "volta/backward/products.cuh"
@@ -67,7 +68,7 @@ struct BackwardSplit {
             const int tile_key = key + 16 * m, tile_row = row + 16 * n;
             const Place place(lane, tile_row, tile_key);
             Accumulator& x = s[0][0];
-            if (options.softcap > 0.f) {
+            if (asks_for_softcap(options)) {
                 Accumulator minus_lse[1][1], slopes;
                 load_stats(minus_lse, stats + 16 * n * RowStats::kRowFloats);
                 const Softcap softcap(p.problem, options);
@@ -83,7 +84,7 @@ struct BackwardSplit {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
             PackedTile probabilities = pack_probability_tile(x);
-            if (options.rng_state) {
+            if (asks_for_dropout(options)) {
                 const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place);
                 PackedTile signs = probabilities;
 #pragma unroll
@@ -106,7 +107,7 @@ struct BackwardSplit {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
             Accumulator& x = dp[0][0];
             PackedTile probabilities;
-            if (options.rng_state) {
+            if (asks_for_dropout(options)) {
                 probabilities = load_packed(packed + S::kScoreTile, m, n);
                 Accumulator minus_delta[1][1];
                 load_stats(minus_delta, stats + 16 * n * RowStats::kRowFloats);
@@ -123,8 +124,9 @@ struct BackwardSplit {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
             multiply(x, probabilities);
-            if (p.dbias) add_bias_gradient(x, p, head, Place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m));
-            if (options.softcap > 0.f) multiply(x, load_packed(packed + S::kScoreTile, m, n));
+            if (kHasBias && p.dbias)
+                add_bias_gradient(x, p, head, Place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m));
+            if (asks_for_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
             // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
@@ -137,7 +139,7 @@ struct BackwardSplit {
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
         const int key_group = warp % 4 / kSharers, share = warp % kSharers;
-        const int first_key = blockIdx.x * S::kRows;
+        const int first_key = KeysBlock::number(p) * S::kRows;
         const int gradient_key = 32 * key_group;
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
@@ -145,7 +147,7 @@ struct BackwardSplit {
         if (kRagged && first_key >= sequence.stored_k()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
         const int keys_left = pinned(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) {
             clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
@@ -170,9 +172,9 @@ struct BackwardSplit {
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
-        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        for (int head = KeysBlock::head(p) * group; head < (KeysBlock::head(p) + 1) * group; head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries::first(mask_of(p.problem, sequence));
+            const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats =
@@ -262,14 +264,15 @@ struct BackwardSplit {
         // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
         __syncthreads();
         float dv_factor = 1.f / kProbabilityUnit;
-        if (kGeneral && p.score_options.rng_state) dv_factor *= p.score_options.dropout_scale;
+        if (asks_for_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         to_shared<S, kSharers>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key,
                                share);
         __syncthreads();
         const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, shared + S::kOwnS, end_sequence.first_k(), first_key, end_sequence.stored_k(), p.problem.headdim);
-        shared_to_output<S>(p.dv, shared + S::kOwnDp, end_sequence.first_k(), first_key, end_sequence.stored_k(),
-                            p.problem.headdim_v);
+        shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.first_k(), first_key, end_sequence.stored_k(),
+                            p.problem.headdim);
+        shared_to_output<S>(p.dv, KeysBlock::head(p), shared + S::kOwnDp, end_sequence.first_k(), first_key,
+                            end_sequence.stored_k(), p.problem.headdim_v);
     }
 };
 

@@ -34,7 +34,7 @@ struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
-    static constexpr bool kEitherOrder = false;
+    static constexpr bool kEitherOrder = true;
     // Two rows, each with four consecutive keys.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.qm + 2 * (l.t & 1) + 8 * l.half; }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * (l.t & 2) + 8 * l.qn; }
@@ -73,8 +73,14 @@ struct Probabilities {
 
     // From element 4u .. 4u+3 of the scores, which are probabilities by now.
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
-        part[mt][0][u] =
-            to_operand_rows(lane, pack_probabilities(p[4 * u], p[4 * u + 1]), pack_probabilities(p[4 * u + 2], p[4 * u + 3]));
+        pack_own(lane, mt, u, p, [](u32&, u32&) {});
+    }
+    // drop(x, y) is shown the words before they go to other lanes: two keys of either row.
+    template <class Drop>
+    __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p, Drop drop) {
+        u32 x = pack_probabilities(p[4 * u], p[4 * u + 1]), y = pack_probabilities(p[4 * u + 2], p[4 * u + 3]);
+        drop(x, y);
+        part[mt][0][u] = to_operand_rows(lane, x, y);
     }
     __device__ __forceinline__ void exchange() {
 #pragma unroll

@@ -8,7 +8,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/layout.cuh"
+#include "volta/forward/features.cuh"
 
 namespace volta {
 
@@ -31,6 +31,9 @@ struct ForwardRegisterQ {
     static constexpr int kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr int kSharedBytes = kSlots * kSlotBytes;
 
+    // Three blocks an SM leave ragged kernels no registers for the mask, which is made again in masked tiles.
+    static constexpr bool kMaskKept = !(kRagged && Headdim == 32);
+
     // Loads run this many fragments ahead of the products that use them.
     static constexpr int kAhead = 2;
 
@@ -38,6 +41,8 @@ struct ForwardRegisterQ {
     static_assert(kThreadsK == kStep * kChunksV && (kThreadsK == kThreads || 2 * kThreadsK == kThreads),
                   "a thread loads one chunk of K and one of V, or one of either");
     static constexpr bool kSplitLoads = kThreadsK < kThreads;
+
+    using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
 
     // K and V on their way from global memory to the ring.
     struct KeyLoader {
@@ -48,8 +53,7 @@ struct ForwardRegisterQ {
         u32 k_store, v_store;
         uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
 
-        __device__ __forceinline__ KeyLoader(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row, int key,
-                                             int key_end, u32 ring)
+        __device__ __forceinline__ KeyLoader(const FwdParams& p, const Block& block, int first_row, int key, int key_end, u32 ring)
             : k(stream(p, block, first_row, key, key_end, loads_v())), v(stream(p, block, first_row, key, key_end, true)),
               k_stride(loads_v() ? p.v.row_stride : p.k.row_stride), v_stride(p.v.row_stride) {
             const int row = Stream::row_of(thread()), chunk = Stream::chunk_of(thread());
@@ -65,8 +69,8 @@ struct ForwardRegisterQ {
         }
         // Whether this thread's k is a part of V. The vote tells ptxas that a warp is of one mind.
         __device__ __forceinline__ static bool loads_v() { return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK); }
-        __device__ __forceinline__ static Stream stream(const FwdParams& p, const ForwardBlock<kBlockRows>& block, int first_row,
-                                                        int key, int key_end, bool of_v) {
+        __device__ __forceinline__ static Stream stream(const FwdParams& p, const Block& block, int first_row, int key, int key_end,
+                                                        bool of_v) {
             const Operand& x = of_v ? p.v : p.k;
             return Stream(thread(), rows_of(x, block.batch, block.head_k, first_row), x.row_stride,
                           of_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
@@ -92,7 +96,7 @@ struct ForwardRegisterQ {
         u32 k_store, v_store;
         uint4 k_data[1][1] = {}, v_data[1][1] = {};
 
-        __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const ForwardBlock<kBlockRows>& block, int first_row,
+        __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row,
                                                   int key, int key_end, u32 ring)
             : p(params), tiles(threadIdx.x, params, block, first_row, key, key_end) {
             static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader has what else there is");
@@ -127,7 +131,7 @@ struct ForwardRegisterQ {
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
         const ForwardLane lane;
-        const ForwardBlock<kBlockRows> block(problem);
+        const Block block(problem);
         const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
@@ -147,7 +151,7 @@ struct ForwardRegisterQ {
         }
 
         int key = mask.key_first(block.row);
-        if (kPaged) key &= ~(kPageGroup - 1);
+        if (kRoundedKeys) key &= ~15;
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -157,11 +161,13 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
+        Features<kRowTiles, 1> features(p, mask, unmasked, row, key);
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
-        const float scale = problem.scale_log2, inverse_scale = 1.f / scale;
+        const float scale = features.scale(p), inverse_scale = 1.f / scale;
 
         SoftmaxState<kRowTiles> softmax;
+        features.seed(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), row);
         Accumulator o[kRowTiles][kOutputTiles];
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++)
@@ -177,7 +183,9 @@ struct ForwardRegisterQ {
         __syncthreads();
 
         Tile s;
-        s.clear();
+        features.load(p, row, key);
+        features.start(p, s, row, key);
+        features.load(p, row, key + kStep);
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
             const uint4 k = load_shared(k_lane + c * kChunkBytes);
@@ -201,8 +209,17 @@ struct ForwardRegisterQ {
         for (; key < key_end; key += kStep) {
             loader.store(slot_after(2));
             loader.load(key + 3 * kStep);
-            if (!unmasked.contain(key)) s.apply(mask, row, key);
-            if (exceeds) s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            const bool masked = !unmasked.contain(key);
+            if (masked) {
+                features.correct(s, softmax, unmasked, p, mask, row, key);
+                if (kMaskKept)
+                    s.apply(mask, row, key);
+                else
+                    s.apply(mask_of(problem, BlockSequence(p, block_batch_here())),
+                            Block::row_here(problem) + thread_index_here() / 32 * kWarpRows, key);
+            }
+            if (exceeds) features.move_references(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            features.set_masked(masked, s);
 
             // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
             // their own: four short chains instead of two long ones.
@@ -210,8 +227,10 @@ struct ForwardRegisterQ {
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
             uint4 k[kChunks];
-            even.clear();
+            features.start(p, even, row, key + kStep);
             odd.clear();
+            typename Features<kRowTiles, 1>::Numbers numbers;
+            features.draw(numbers, p, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
             constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores that a lane holds
@@ -226,13 +245,23 @@ struct ForwardRegisterQ {
                     const int u = pair / 4, mt = pair / 2 % 2, v = 4 * u + 2 * (pair % 2);
 #pragma unroll
                     for (int w = v; w < v + 2; w++)
-                        s.tile[mt][0][w] = softmax.row[mt][ForwardLayout::row_of(w)].probability(s.tile[mt][0][w], scale);
+                        s.tile[mt][0][w] =
+                            softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
                 }
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++) mma_row_col(odd.tile[mt][0], q[mt][c].z, q[mt][c].w, k[c].z, k[c].w);
 #pragma unroll
                 for (int pair = c * kPairsPerChunk; pair < (c + 1) * kPairsPerChunk; pair++)
-                    if (pair % 2) probabilities.pack_own(lane, pair / 2 % 2, pair / 4, s.tile[pair / 2 % 2][0]);
+                    if (pair % 2) {
+                        const int u = pair / 4, mt = pair / 2 % 2;
+                        probabilities.pack_own(lane, mt, u, s.tile[mt][0],
+                                               [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
+                    }
+            }
+            if (kFeature == kNeedBias) {  // behind the product, before the barrier: ptxas would move it
+                __syncwarp();
+                features.load(p, row, key + 2 * kStep);
+                __syncwarp();
             }
 
             // O += P V
@@ -270,7 +299,9 @@ struct ForwardRegisterQ {
                 if (i == kLoads / 2 - 1) exceeds = s.exceed_limit(softmax);
             }
         }
-        write_output<kRowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);
+        features.finish(softmax, scale);
+        write_output<kRowTiles, kOutputTiles>(p, lane, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), row,
+                                              softmax, o);
     }
 };
 

@@ -10,7 +10,7 @@
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
-#include "volta/forward/layout.cuh"
+#include "volta/forward/features.cuh"
 
 namespace volta {
 
@@ -38,7 +38,7 @@ struct ForwardSharedQ {
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
-    static constexpr bool kBiasAhead = kHasBias && BlocksPerSm == 1;
+    static constexpr bool kBiasAhead = kModified && kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -53,9 +53,8 @@ struct ForwardSharedQ {
     using Tile = Scores<ForwardLayout, RowTiles, kKeyTiles>;
     using Accumulators = Accumulator[RowTiles][kOutputTiles];
 
-    // S = Q K^T for the warp's rows and the Step keys in shared memory. q and k are the lane's addresses.
-    __device__ __forceinline__ static void scores(Tile& s, u32 q, u32 k) {
-        s.clear();
+    // S += Q K^T for the warp's rows and the Step keys in shared memory. q and k are the lane's addresses.
+    __device__ __forceinline__ static void add_scores(Tile& s, u32 q, u32 k) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kPitch; chunk += kChunkUnroll * kChunkBytes) {
             const u32 q_base = at_chunk(q, chunk), k_base = at_chunk(k, chunk);
@@ -173,7 +172,7 @@ struct ForwardSharedQ {
         const u32 base = shared_address(shared);
         const Problem& problem = p.problem;
         const ForwardLane lane;
-        const ForwardBlock<kBlockRows> block(problem);
+        const ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder> block(problem);
         const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
@@ -196,7 +195,7 @@ struct ForwardSharedQ {
         }
 
         int key = mask.key_first(block.row);
-        if (kGeneral || kPaged) key &= ~15;  // bias and random numbers come in groups of 4 keys, pages in groups of 16
+        if (kRoundedKeys) key &= ~15;
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
@@ -216,12 +215,17 @@ struct ForwardSharedQ {
         const u32 v_store = pinned(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
         // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
-        unmasked.first = pinned(unmasked.first);
-        unmasked.span = pinned(unmasked.span);
+        static_assert(!kFeature || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
+        Features<RowTiles, kKeyTiles> features(p, mask, unmasked, row, key);
+        if (kFeature != kNeedBias) {  // for which there are no registers there
+            unmasked.first = pinned(unmasked.first);
+            unmasked.span = pinned(unmasked.span);
+        }
 
-        // Modified scores are in units of log2 already.
-        const float scale = kGeneral ? 1.f : problem.scale_log2, inverse_scale = 1.f / scale;
+        const float scale = features.scale(p), inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
+        features.seed(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.first_q()),
+                      rows_of(p.k, block.batch, block.head_k, sequence.first_k()), row);
         Accumulators o;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -237,8 +241,11 @@ struct ForwardSharedQ {
             Tile s;
             ScoreBias<ForwardLayout, RowTiles, kKeyTiles> bias;
             if (kBiasAhead && p.score_options.bias) bias.load(p, row, key + group_key);
-            scores(s, q_lane, k_lane);
-            if (kGeneral) {
+            features.start(p, s, row, key + group_key);
+            features.load(p, row, key + group_key);
+            add_scores(s, q_lane, k_lane);
+            features.add_to(p, s);
+            if (kModified) {
                 s.modify(p, mask, row, key + group_key);
                 if (kHasBias && p.score_options.bias) {
                     if (!kBiasAhead) bias.load(p, row, key + group_key);
@@ -246,7 +253,9 @@ struct ForwardSharedQ {
                 }
             }
             // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
-            if (!unmasked.contain(key + group_key)) {
+            const bool masked = !unmasked.contain(key + group_key);
+            if (masked) {
+                features.correct(s, softmax, unmasked, p, mask, row, key + group_key);
                 s.apply(mask, row, key + group_key);
                 if (KeyGroups == 1) v.clear_beyond(staging, key);
             }
@@ -255,24 +264,29 @@ struct ForwardSharedQ {
             tiles.load_k(staging, p, key + kTileKeys);
             __syncthreads();
             if (s.exceed_limit(softmax))
-                s.move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+                features.move_references(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            features.set_masked(masked, s);
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
             u32 v_offset = 0;
 #pragma unroll 1
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
-                if (kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
+                if (kModified && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
+                typename Features<RowTiles, kKeyTiles>::Numbers numbers;
+                features.draw(numbers, p, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
 #pragma unroll
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
-                            s.tile[mt][0][w] = softmax.row[mt][ForwardLayout::row_of(w)].probability(s.tile[mt][0][w], scale);
-                            if (kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
+                            s.tile[mt][0][w] =
+                                softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
+                            if (kModified && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
                         }
-                        probabilities.pack_own(lane, mt, u, s.tile[mt][0]);
+                        probabilities.pack_own(lane, mt, u, s.tile[mt][0],
+                                               [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
                 probabilities.exchange();
                 accumulate(o, probabilities, v_own + v_offset, v_other + v_offset);
@@ -287,8 +301,10 @@ struct ForwardSharedQ {
             tiles.load_v(staging, p, key + kTileKeys);
             __syncthreads();
         }
+        features.finish(softmax, scale);
         if (KeyGroups > 1 && !merge(base, thread, group, softmax, o)) return;
-        write_output<RowTiles, kOutputTiles>(p, lane, block.batch, block.head, row, softmax, o);
+        write_output<RowTiles, kOutputTiles>(p, lane, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), row,
+                                             softmax, o);
     }
 };
 

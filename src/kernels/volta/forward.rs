@@ -1,7 +1,7 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
 //! `docs/forward-kernel.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{Needs, Pass, Variant, VOLTA};
+use super::{Need, Needs, Pass, Variant, VOLTA};
 
 /// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
 /// padded by 8 elements.
@@ -68,16 +68,23 @@ const fn general(plain: Variant, name: &'static str, registers: u32) -> Variant 
     shared_q(name, headdims, tile, 256, blocks_per_sm, registers).covering(Needs::GENERAL, name, registers)
 }
 
+/// The plain kernel and one thing that it does to scores, which a problem has to ask for (`volta/forward/features.cuh`). No registers are left
+/// for lengths from memory besides: with them, the general kernel.
+const fn with(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
+    let requires = Needs::of(&[need]);
+    Variant { requires, ..plain }.covering(requires, name, registers)
+}
+
 const PLAIN_LARGE: [Variant; 7] = [
     register_q("volta_fwd_32x32", 32, 32, 3, 168),
     // 64 registers of Q and 64 of output: two blocks.
-    register_q("volta_fwd_64x64", 64, 64, 2, 245),
+    register_q("volta_fwd_64x64", 64, 64, 2, 246),
     // 32 rows a warp: 96 and 128 registers of output; 36 and 48 KB: two blocks.
     shared_q("volta_fwd_96x96", (96, 96), LARGE, 128, 2, 213),
     shared_q("volta_fwd_128x128", (128, 128), LARGE, 128, 2, 248),
     // 32 rows of output or of Q would not leave room for two blocks, so 16 rows a warp and 8 warps: the
     // same two warps a scheduler, in one block that shares each tile of K and V: 68 and 72 KB.
-    shared_q("volta_fwd_192x128", (192, 128), LARGE, 256, 1, 163),
+    shared_q("volta_fwd_192x128", (192, 128), LARGE, 256, 1, 162),
     shared_q("volta_fwd_192x192", (192, 192), LARGE, 256, 1, 184),
     // 128 registers of output; exactly the 96 KB that a block can have.
     shared_q("volta_fwd_256x256", (256, 256), LARGE, 256, 1, 222),
@@ -87,10 +94,10 @@ pub const FORWARD: &[Variant] = &[
     PLAIN_LARGE[0],
     PLAIN_LARGE[1],
     // 24 KB: two blocks.
-    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2, 120),
+    shared_q("volta_fwd_64x64_small", (64, 64), SMALL, 256, 2, 119),
     PLAIN_LARGE[2],
     // As at 128, in 36 KB.
-    shared_q("volta_fwd_96x96_small", (96, 96), SMALL, 256, 1, 152),
+    shared_q("volta_fwd_96x96_small", (96, 96), SMALL, 256, 1, 154),
     PLAIN_LARGE[3],
     // Too many registers for two blocks of 256 threads; 48 KB.
     shared_q("volta_fwd_128x128_small", (128, 128), SMALL, 256, 1, 168),
@@ -104,11 +111,19 @@ pub const FORWARD: &[Variant] = &[
     PLAIN_LARGE[4].covering(Needs::RAGGED, "volta_fwd_ragged_192x128", 163),
     PLAIN_LARGE[5].covering(Needs::RAGGED, "volta_fwd_ragged_192x192", 186),
     PLAIN_LARGE[6].covering(Needs::RAGGED, "volta_fwd_ragged_256x256", 222),
+    with(Need::Softcap, "volta_fwd_softcap_64x64", PLAIN_LARGE[1], 254),
+    with(Need::Softcap, "volta_fwd_softcap_128x128", PLAIN_LARGE[3], 250),
+    with(Need::Alibi, "volta_fwd_alibi_64x64", PLAIN_LARGE[1], 253),
+    with(Need::Alibi, "volta_fwd_alibi_128x128", PLAIN_LARGE[3], 255),
+    with(Need::Bias, "volta_fwd_bias_64x64", PLAIN_LARGE[1], 255),
+    // (Of a bias at 128 the loop is past the instruction cache: 45 TFLOP/s where the general kernel has 51.)
+    with(Need::Dropout, "volta_fwd_dropout_64x64", PLAIN_LARGE[1], 255),
+    with(Need::Dropout, "volta_fwd_dropout_128x128", PLAIN_LARGE[3], 254),
     general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 120),
     general(PLAIN_LARGE[2], "volta_fwd_general_96x96", 200),
     general(PLAIN_LARGE[3], "volta_fwd_general_128x128", 174),
-    general(PLAIN_LARGE[4], "volta_fwd_general_192x128", 179),
-    general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 208),
+    general(PLAIN_LARGE[4], "volta_fwd_general_192x128", 180),
+    general(PLAIN_LARGE[5], "volta_fwd_general_192x192", 206),
     general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 244),
 ];
 

@@ -12,7 +12,7 @@ pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
 
-use super::variants::{Family, Needs, Pass, Scratch, Variant};
+use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {
@@ -30,5 +30,5 @@ pub const VOLTA: Family = Family {
         minus_lse_at: &[0, 1, 4, 5],
         minus_delta_at: &[8, 9, 12, 13],
     }),
-    either_order: false,
+    either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardKeys],
 };

@@ -1,0 +1,22 @@
+// Which keys and which key head a block of a main kernel has.
+#pragma once
+
+#include "tile.cuh"
+#include "volta_fa_params.h"
+
+namespace volta {
+
+// The grid's first axis counts blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
+// in the order of blockIdx, the first axis first, and under a causal mask the first keys are seen by the most queries. All of it is
+// made anew from special registers: it holds no register in between.
+struct KeysBlock {
+    __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
+    __device__ __forceinline__ static int number(const BwdParams& p) {
+        return heads_first(p) ? block_head_here() : block_index_here();
+    }
+    __device__ __forceinline__ static int head(const BwdParams& p) {
+        return heads_first(p) ? block_index_here() : block_head_here();
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,379 @@
+// Kernels of one feature (kOneFeature): what they do to scores and probabilities, at the price of its arithmetic. What general
+// kernels ask at every step is known here, terms that are added to scores are what the first product begins with, and lanes carry
+// along the keys what they would derive again.
+#pragma once
+
+#include "volta/forward/layout.cuh"
+
+namespace volta {
+
+// The need of such a kernel; 0 in others.
+constexpr unsigned kFeature = kOneFeature ? NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout) : 0;
+// Other kernels' scores leave the first product unscaled, and get what the parameters ask for behind it.
+constexpr bool kModified = kGeneral && !kOneFeature;
+// Whether first keys are rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
+constexpr bool kRoundedKeys = kPaged || kModified || kFeature & (kNeedBias | kNeedDropout);
+
+// What a kernel's main loop calls, in this order; where a feature has nothing to do. `row` and `key` are the first of the warp's.
+template <int RowTiles, int KeyTiles, unsigned Feature>
+class FeatureOf {
+public:
+    using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
+    using Unmasked = UnmaskedKeys<16 * KeyTiles>;
+    struct Numbers {};
+
+    // It may shorten the interval of tiles that need no mask.
+    __device__ __forceinline__ FeatureOf(const FwdParams&, const Mask&, Unmasked&, int, int) {}
+    // What the softmax multiplies scores by.
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return kModified ? 1.f : p.problem.scale_log2; }
+    // Where references begin. `q` and `k` are the sequences' first rows.
+    __device__ __forceinline__ void seed(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,
+                                         const unsigned short*, int) const {}
+    // Loads what a tile needs.
+    __device__ __forceinline__ void load(const FwdParams&, int, int) {}
+    // What the products of a tile begin with, and then what is still to be added to them.
+    __device__ __forceinline__ void start(const FwdParams&, Tile& s, int, int) { s.clear(); }
+    __device__ __forceinline__ void add_to(const FwdParams&, Tile&) const {}
+    // For a tile that needs a mask, before it.
+    __device__ __forceinline__ void correct(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&, int, int) {}
+    template <class Rescale>
+    __device__ __forceinline__ void move_references(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale,
+                                                    float inverse_scale, Rescale rescale) const {
+        s.template move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale);
+    }
+    // Behind mask and references.
+    __device__ __forceinline__ void set_masked(bool, Tile&) {}
+    // What the softmax takes for a score.
+    __device__ __forceinline__ float score(float x) const { return x; }
+    // Random numbers of the 16 keys from `key` on, and what they leave of words x and y of packed probabilities, elements 4u .. 4u
+    // + 3 of row tile mt.
+    __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int) const {}
+    __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
+    // References are those of true scores from here on.
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
+};
+
+// ---- softcap --------------------------------------------------------------------------------------
+
+// The softmax takes logistics for scores, so that the capped score is never made: it is cap - 2 * cap * logistic. References are
+// less by the cap until finish().
+template <int RowTiles, int KeyTiles>
+class FeatureOf<RowTiles, KeyTiles, kNeedSoftcap> : public FeatureOf<RowTiles, KeyTiles, 0> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+    Softcap softcap_;
+    float one_ = 1.f;
+
+public:
+    using typename Base::Tile;
+    using typename Base::Unmasked;
+
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, Unmasked& unmasked, int row, int key)
+        : Base(p, mask, unmasked, row, key), softcap_(p.problem, p.score_options) {}
+    __device__ __forceinline__ float scale(const FwdParams&) const { return -2.f * softcap_.cap; }
+    __device__ __forceinline__ float score(float x) const {
+        return reciprocal_approx(exp2_approx(x * softcap_.to_exponent) + one_);
+    }
+    template <class Rescale>
+    __device__ __forceinline__ void move_references(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale,
+                                                    float inverse_scale, Rescale rescale) const {
+        s.move_references(softmax, rescale, [&](SoftmaxRow& row, float m) {
+            const float factor = row.template move_reference<MovedRows::kAll>(scale * softcap_.logistic(m), 1.f, 1.f);
+            row.limit = softcap_.product(row.limit * inverse_scale);
+            return factor;
+        });
+    }
+    // What is hidden must have an infinite logistic, which no score has: so all of the tile become what has the right one with 0 in
+    // the place of 1.
+    __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
+        one_ = 1.f;
+        if (!masked) return;
+        const float back = __fdividef(1.f, softcap_.to_exponent);
+        s.each([&](float& x, int, int, int) {
+            if (x != negative_infinity()) x = log2_approx(exp2_approx(x * softcap_.to_exponent) + 1.f) * back;
+        });
+        one_ = 0.f;
+    }
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float) const {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].reference += softcap_.cap;
+    }
+};
+
+// ---- ALiBi ----------------------------------------------------------------------------------------
+
+// With r the warp's first row and o = seqlen_k - seqlen_q, -slope * |i + o - j| is slope * (j - r - o) up to the diagonal and
+// slope * (r + o - j) behind it, but for -+slope * (i - r): a constant of the row, which any reference absorbs. So products begin
+// with a number of the key alone, only tiles on the diagonal need a correction, and the sign changes once.
+template <int RowTiles, int KeyTiles>
+class FeatureOf<RowTiles, KeyTiles, kNeedAlibi> : public FeatureOf<RowTiles, KeyTiles, 0> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+    static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
+
+    float slope_;     // in units of products q.k; of the other sign behind the diagonal
+    float distance_;  // j - r - o of the lane's first key in the tile whose product begins next
+
+    __device__ __forceinline__ static float slope_of(const FwdParams& p) {
+        const ScoreOptions& o = p.score_options;
+        const int head = head_here<ForwardLayout::kEitherOrder>(p.problem);
+        return __ldg(o.alibi_slopes + block_batch_here() * o.alibi_batch_stride + head) * __fdividef(1.f, p.problem.scale);
+    }
+    __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
+
+    // The tiles that need neither mask nor correction, up to the diagonal or behind it.
+    __device__ __forceinline__ static void set_interval(typename Base::Unmasked& unmasked, const Mask& mask, int row, bool behind) {
+        int first = mask.full_first(row, kRows), end = mask.full_end(row);
+        if (behind)
+            first = max(first, row + kRows - 1 + offset(mask));
+        else
+            end = min(end, row + offset(mask) + 1);
+        const bool none = end - kKeys < first;
+        unmasked.first = none ? 0x7fffffff : first;  // no key is so large
+        unmasked.span = none ? 0 : end - kKeys - first;
+    }
+
+public:
+    using typename Base::Tile;
+    using typename Base::Unmasked;
+
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, Unmasked& unmasked, int row, int key)
+        : Base(p, mask, unmasked, row, key), slope_(slope_of(p)),
+          distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
+        set_interval(unmasked, mask, row, false);
+    }
+
+    // At the score of each row's nearest visible key. Where slopes are steep a row's maximum lies there or close to it, and would
+    // be reached in steps of more than the slack, each of which rescales the output.
+    __device__ __forceinline__ void seed(SoftmaxState<RowTiles>& softmax, const FwdParams& p, const Mask& mask,
+                                         const unsigned short* q, const unsigned short* k, int row) const {
+        static_assert(kRows == 32, "a row a lane");
+        const Problem& problem = p.problem;
+        const ForwardLane lane;
+        const int i = row + lane.lane, first = max(i + mask.low, 0), last = min(i + mask.high, mask.seqlen_k - 1);
+        const int key = min(max(i + offset(mask), first), last);
+        float x = negative_infinity();
+        if (i < mask.seqlen_q && key >= first) {
+            float dot = 0.f;
+#pragma unroll 1
+            for (int c = 0; c < problem.headdim; c += kChunk) {
+                const uint4 a = flipped(load_global(q + i * p.q.row_stride + c), problem.sign_flip);
+                const uint4 b = load_global(k + key * p.k.row_stride + c);
+                const u32 pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float2 left = to_float2(pairs[n][0]), right = to_float2(pairs[n][1]);
+                    dot = fmaf(left.x, right.x, fmaf(left.y, right.y, dot));
+                }
+            }
+            // a NaN is for the product to find
+            x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
+        }
+        __syncwarp();
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                const float of_row = __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+                softmax.row[mt][r].template move_reference<MovedRows::kAll>(of_row, problem.scale_log2,
+                                                                            __fdividef(1.f, problem.scale_log2));
+            }
+    }
+
+    __device__ __forceinline__ void start(const FwdParams&, Tile& s, int, int) {
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            float first[ForwardLayout::kKeys];
+            first[0] = slope_ * (distance_ + 16 * nt);
+#pragma unroll
+            for (int j = 1; j < ForwardLayout::kKeys; j++) first[j] = first[j - 1] + slope_;
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = first[ForwardLayout::key_slot(v)];
+        }
+        distance_ += kKeys;
+    }
+
+    __device__ __forceinline__ void correct(Tile& s, SoftmaxState<RowTiles>& softmax, Unmasked& unmasked, const FwdParams& p,
+                                            const Mask& mask, int row, int key) {
+        const float up_to_diagonal = slope_of(p);
+        if (slope_ != up_to_diagonal) return;  // behind it for good (or no slope, or NaN)
+        const ForwardLane lane(thread_index_here() & 31);
+        const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
+        const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
+        const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is behind the diagonal, of all rows
+        s.each([&](float& x, int mt, int nt, int v) {
+            const int i = row_of(mt, ForwardLayout::row_of(v)), behind = from_diagonal + 16 * nt + ForwardLayout::key_slot(v) - i;
+            x = fmaf(-2.f * slope_, static_cast<float>(max(behind, 0) + (last_time ? i : 0)), x);
+        });
+        if (!last_time) return;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
+                softmax.row[mt][r].limit -= by;
+                softmax.row[mt][r].reference -= by * p.problem.scale_log2;
+            }
+        slope_ = -slope_;
+        set_interval(unmasked, mask, row, true);
+    }
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
+        const ForwardLane lane(thread_index_here() & 31);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++)
+                softmax.row[mt][r].reference -=
+                    slope_ * scale_log2 *
+                    static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+    }
+};
+
+// ---- bias -----------------------------------------------------------------------------------------
+
+// Loaded a product ahead. With one tile of keys it is what products begin with; with more it would take too many registers during
+// the product, and is added behind it.
+template <int RowTiles, int KeyTiles>
+class FeatureOf<RowTiles, KeyTiles, kNeedBias> : public FeatureOf<RowTiles, KeyTiles, 0> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+    static constexpr bool kStarts = KeyTiles == 1;
+    const unsigned short* base_;  // of the lane's first row; with one tile of keys made anew, for want of registers
+    uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];
+
+    template <class F>
+    __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    const float2 low = to_float2(loaded_[mt][nt][r].x), high = to_float2(loaded_[mt][nt][r].y);
+                    const float x[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+                    for (int v = 0; v < ForwardLayout::kElements; v++)
+                        if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
+                }
+    }
+    __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const ForwardLane& lane, int row) {
+        const ScoreOptions& o = p.score_options;
+        return o.bias + block_batch_here() * o.bias_batch_stride +
+               head_here<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
+               min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
+    }
+    // made of an opaque copy, so that it holds no register in between
+    __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
+        return __fdividef(1.f, __int_as_float(pinned(__float_as_int(p.problem.scale))));
+    }
+
+    __device__ __forceinline__ void add(const FwdParams& p, typename Base::Tile& s) const {
+        const float factor = inverse_scale(p);
+        each([&](int mt, int nt, int v, float x) { s.tile[mt][nt][v] = fmaf(x, factor, s.tile[mt][nt][v]); });
+    }
+
+public:
+    using typename Base::Tile;
+
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+        : Base(p, mask, unmasked, row, key), base_(base_of(p, ForwardLane(), row)) {}
+    // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
+    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
+        const ForwardLane lane(thread_index_here() & 31);
+        const int rows_left = max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
+        const unsigned row_stride = p.score_options.bias_row_stride;
+        const unsigned short* base = kStarts ? base_of(p, lane, row) : base_;
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            const unsigned short* from = base + min(key + 16 * nt + ForwardLayout::first_key(lane), (p.problem.seqlen_k - 1) & ~3);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    const int rows = min(16 * mt + ForwardLayout::row_slot(r), rows_left);
+                    const unsigned short* at = rows_after(from, rows, row_stride);
+                    // not .nc: ptxas leaves this load before the next barrier
+                    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                                 : "=r"(loaded_[mt][nt][r].x), "=r"(loaded_[mt][nt][r].y)
+                                 : "l"(at));
+                }
+        }
+    }
+    // An fp32 bias, for which there are no registers ahead, is loaded into these.
+    __device__ __forceinline__ void start(const FwdParams& p, Tile& s, int row, int key) const {
+        s.clear();
+        if (p.score_options.bias_is_fp32) {
+            ScoreBias<ForwardLayout, RowTiles, KeyTiles> bias;
+            bias.load(p, row, key);
+            bias.add_to(s, p.score_options, inverse_scale(p));
+        } else if (kStarts) {
+            add(p, s);
+        }
+    }
+    __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) const {
+        if (!kStarts && !p.score_options.bias_is_fp32) add(p, s);
+    }
+};
+
+// ---- dropout --------------------------------------------------------------------------------------
+
+// Of what the numbers of all steps have in common, a lane keeps the seed and what round 0 of Philox makes of head and row. The rest
+// is made again, for want of registers.
+template <int RowTiles, int KeyTiles>
+class FeatureOf<RowTiles, KeyTiles, kNeedDropout> : public FeatureOf<RowTiles, KeyTiles, 0> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+    u32 key_[2], row_key_;
+
+    __device__ __forceinline__ static u32 head_here(const FwdParams& p) {
+        return (p.lengths.first_batch + block_batch_here()) * p.problem.nheads +
+               ::head_here<ForwardLayout::kEitherOrder>(p.problem);
+    }
+    __device__ __forceinline__ static u32 offset_here(const FwdParams& p) {
+        u32 offset;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
+        return offset;
+    }
+
+public:
+    struct Numbers {
+        uint4 of[RowTiles];
+    };
+
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+        : Base(p, mask, unmasked, row, key) {
+        const Philox philox(p.score_options.rng_state, head_here(p));
+        key_[0] = philox.key[0], key_[1] = philox.key[1];
+        row_key_ = philox_second(philox.head).high ^ key_[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()));
+    }
+    __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int key) const {
+        const u32 k0 = key_[0] + kPhiloxSteps[0], k1 = key_[1] + kPhiloxSteps[1];  // round 1's
+        const u32 column = key + ForwardLayout::first_key(ForwardLane(thread_index_here() & 31));
+        const PhiloxWide of_column = philox_first(column / 4), of_both = philox_second(of_column.high ^ offset_here(p) ^ key_[1]);
+        const u32 of_head = philox_second(head_here(p)).low;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
+            const PhiloxWide of_row = philox_first(row_key_ ^ 16 * mt);
+            numbers.of[mt] = make_uint4(of_both.high ^ of_head ^ k0, of_both.low, of_row.high ^ of_column.low ^ k1, of_row.low);
+        }
+#pragma unroll
+        for (int round = 2; round < kPhiloxRounds; round++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+                philox_round(numbers.of[mt], key_[0] + round * kPhiloxSteps[0], key_[1] + round * kPhiloxSteps[1]);
+    }
+    __device__ __forceinline__ void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) const {
+        static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
+                      "the words of Philox::numbers");
+        const DropoutRule rule(p.score_options);
+        const uint4& n = numbers.of[mt];
+        x &= rule.kept_halves(u ? n.y : n.x);
+        y &= rule.kept_halves(u ? n.w : n.z);
+    }
+};
+
+template <int RowTiles, int KeyTiles>
+using Features = FeatureOf<RowTiles, KeyTiles, kFeature>;
+
+}  // namespace volta
