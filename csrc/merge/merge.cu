@@ -71,7 +71,8 @@ constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
 
 template <ElementType Element, ElementType Part>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
-    __shared__ float weights_a[BLOCK_ROWS], weights_b[BLOCK_ROWS];
+    extern __shared__ float weights_a[];  // and of b
+    float* const weights_b = weights_a + BLOCK_ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
     const int first = blockIdx.x * BLOCK_ROWS, rows = min(BLOCK_ROWS, p.seqlen_q - first);
     const int chunks = p.headdim_v / kColumns;

@@ -49,15 +49,15 @@ const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows)
 }
 
 const PLAIN: [Variant; 7] = [
-    pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 125),
+    pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 128),
     // 48 registers of Q and 96 of output; 32 KB: two blocks.
     pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 247),
-    pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 244),
+    pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 238),
     // 64 registers of Q and 128 of output; the 64 KB that an SM has.
     pipelined("turing_fwd_128x128", (128, 128), (8, 32), 8, 1, 255),
     // 32 rows of Q and of output do not fit: 16 rows a warp.
-    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 185),
-    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 217),
+    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 208),
+    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 252),
     pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
 ];
 
@@ -70,8 +70,8 @@ pub const FORWARD: &[Variant] = &[
     MEDIUM_64,
     pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 120),
     PLAIN[2],
-    pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 138),
-    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 139),
+    pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 156),
+    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 156),
     PLAIN[3],
     pipelined("turing_fwd_128x128_medium", (128, 128), (8, 16), 8, 1, 184),
     // One block, though two fit: two of 64 rows are slower than one of 128.
@@ -79,13 +79,13 @@ pub const FORWARD: &[Variant] = &[
     PLAIN[4],
     PLAIN[5],
     PLAIN[6],
-    PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 126),
+    PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 128),
     PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 247),
     MEDIUM_64.covering(Needs::RAGGED, "turing_fwd_ragged_64x64_medium", 180),
-    PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 244),
+    PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 238),
     PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
-    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 184),
-    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 220),
+    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 208),
+    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 252),
     PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
     with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 190),
     with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 187),
@@ -96,12 +96,12 @@ pub const FORWARD: &[Variant] = &[
     with(Need::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 210),
     with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 203),
     with(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], (8, 16), 200),
-    Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 154) },
+    Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 150) },
     general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 195),
-    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 162),
+    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 164),
     general("turing_fwd_general_128x128", PLAIN[3], (8, 16), 189),
-    general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 188),
-    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
+    general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 213),
+    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 254),
     general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
 ];
 
@@ -113,10 +113,10 @@ const PAGED_GENERAL: Needs = Needs::GENERAL.union(Needs::PAGED);
 
 /// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
 pub const PREFILL: &[Variant] = &[
-    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 250),
+    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 249),
     paged("turing_prefill_128x128", PLAIN[3], (8, 32), Needs::PAGED, 255),
     paged("turing_prefill_256x256", PLAIN[6], (8, 16), Needs::PAGED, 255),
-    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 184),
+    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 187),
     paged("turing_prefill_general_128x128", PLAIN[3], (8, 16), PAGED_GENERAL, 191),
     paged("turing_prefill_general_256x256", PLAIN[6], (8, 16), PAGED_GENERAL, 255),
 ];

@@ -16,7 +16,7 @@ pub const MERGE: &[Variant] = &[Variant {
     block_rows: 32,
     step: 0,
     threads: 256,
-    shared_bytes: 0,
+    shared_bytes: 2 * 32 * 4, // two weights of each row
     blocks_per_sm: 4,
-    registers: 40,
+    registers: 48,
 }];
