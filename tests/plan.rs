@@ -71,9 +71,12 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
+const CACHED: [Pass; 3] = [Pass::Append, Pass::Decode, Pass::Prefill];
+
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    let mut unused: Vec<_> = kernels::variants().map(|v| v.name).collect();
+    // those of KV caches: tests/plan_decode.rs
+    let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
     assert_eq!(merge.blocks, [100_u32.div_ceil(merge.variant.block_rows), 3]);

@@ -1,5 +1,6 @@
 //! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
 
+use volta_fa::kernels::{self, Pass};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
 use volta_fa::problem::{Attention, CachedAttention, Features, Window};
 
@@ -29,8 +30,9 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> CachedAttention {
     }
 }
 
-fn plan(a: &CachedAttention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    let padded = Attention {
+/// As the kernels see it, whose headdims are multiples of 8.
+fn padded(a: &CachedAttention) -> Attention {
+    Attention {
         batch: a.batch,
         seqlen_q: a.seqlen_q,
         seqlen_k: a.seqlen_k,
@@ -42,11 +44,35 @@ fn plan(a: &CachedAttention, others: bool, d: &DeviceLimits) -> DecodePlan {
         window: a.window,
         packed: None,
         features: Features::default(),
-    };
-    plan::decode(a, &padded, others, d).unwrap()
+    }
+}
+
+fn plan(a: &CachedAttention, others: bool, d: &DeviceLimits) -> DecodePlan {
+    plan::decode(a, &padded(a), others, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
+
+#[test]
+fn every_variant_is_chosen_for_some_problem() {
+    let mut unused: Vec<_> =
+        kernels::variants().filter(|v| matches!(v.pass, Pass::Append | Pass::Decode | Pass::Prefill)).map(|v| v.name).collect();
+    for d in [DeviceLimits::V100, T4] {
+        unused.retain(|name| *name != plan::append(5, 2, &d).unwrap().variant.name);
+        for headdim in (8..=256).step_by(8) {
+            for group in [1, 8, 9, 16, 32, 64] {
+                let a = cached(headdim, group, 1);
+                unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
+            }
+            for softcap in [0.0, 30.0] {
+                let mut a = padded(&cached(headdim, 1, 100));
+                a.features = Features { softcap, ..Features::default() };
+                unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
+            }
+        }
+    }
+    assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
 
 #[test]
 fn the_smallest_tile_that_has_room() {
