@@ -22,10 +22,10 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// Joins the sink to a finished row's sum. Returns the factor for its output, with dropout's.
+// Joins the sink to a finished row's sum. Returns the factor for its output.
 __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head, float& reference, float& sum) {
     float factor = 1.f;
-    if (kRagged && options.sinks) {
+    if (options.sinks) {
         SoftmaxRow row;
         row.reference = reference;
         row.sum = sum;
@@ -34,7 +34,7 @@ __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head
         reference = row.reference;
         sum = row.sum;
     }
-    return kHasDropout && options.rng_state ? factor * options.dropout_scale : factor;
+    return factor;
 }
 
 // Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
@@ -46,7 +46,8 @@ __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeque
     const SoftmaxRow& state = softmax.row[mt][r];
     float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
     constexpr bool kHasFactor = kRagged || kHasDropout;
-    if (kHasFactor) factor = join_sink(p.score_options, head, reference, sum);
+    if (kRagged) factor = join_sink(p.score_options, head, reference, sum);
+    if (kHasDropout && p.score_options.rng_state) factor *= p.score_options.dropout_scale;
     const SoftmaxResult result(reference, sum);
     const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;
     const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);

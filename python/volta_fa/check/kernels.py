@@ -157,11 +157,12 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     deterministic = variant["pass"] in ("BackwardKeys", "BackwardQueries")
     if variant["pass"] in ("BackwardPrepare", "BackwardFinish"):
         d = dv = 64  # they take any headdim
+    ragged = "lengths" in needs
     if own := set(variant.get("requires", ())):
-        # (In the last, whole blocks of rows see no key.)
+        # Some have it of dense tensors alone. (In the last, whole blocks of rows see no key.)
         found = [
-            Problem(141, 155, d, dv, lengths="packed", sinks=True, is_causal=True),
-            Problem(77, 131, d - 8, dv - 8, batch=2, lengths="used", window_left=60),
+            Problem(141, 155, d, dv, lengths="packed" if ragged else "", sinks=ragged, is_causal=True),
+            Problem(77, 131, d - 8, dv - 8, batch=2, lengths="used" if ragged else "", window_left=60),
             Problem(288, 33, d, dv, is_causal=True),
         ]
     elif "softcap" in needs:
@@ -183,6 +184,6 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(65, 201, d, dv, window_left=70, is_causal=True),
         ]
     if "bf16_gradients" in needs or (variant["pass"] == "Forward" and needs and variant["family"] != "cpu"):
-        found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=True, alibi="alibi" in needs, is_causal=True))
+        found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
     asked = {name: value for need in own for name, value in _ASKING[need].items()}
     return [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]

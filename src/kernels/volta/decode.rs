@@ -36,7 +36,7 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_64x16", 64, [16, 16], 128, 3, 144),
     decode("volta_decode_64x32", 64, [32, 16], 128, 3, 144),
     decode("volta_decode_64x64", 64, [64, 16], 384, 1, 144),
-    decode("volta_decode_128x8", 128, [8, 8], 128, 3, 150),
+    decode("volta_decode_128x8", 128, [8, 8], 128, 3, 147),
     decode("volta_decode_128x16", 128, [16, 16], 128, 2, 208),
     decode("volta_decode_128x32", 128, [32, 16], 128, 2, 208),
     decode("volta_decode_128x64", 128, [64, 16], 256, 1, 208),
