@@ -50,7 +50,9 @@ def candidates(variant):
     large = {"batch": 2, "nheads": sms // 2 + 1, "seqlen_q": 113}
     # Where there are three sizes, one block an SM and a third of the SMs idle is still the largest's; likewise of two blocks.
     largest = [{"batch": 1, "nheads": blocks * sms * 2 // 3 + 1} for blocks in (1, 2)]
-    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large, *largest):
+    # Of causal grids only those that do not run at once are: five blocks for every three places of an SM that has two.
+    causal = {"batch": 1, "nheads": sms * 5 // 3 + 1}
+    for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large, *largest, causal):
         for pad in (0, 8):
             yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 

@@ -559,6 +559,11 @@ def _continuous_batch(
     """The attention of transformers' continuous batching, (1, tokens, nheads, headdim): packed sequences, some of whose keys are in
     the pages of `cache`. It has written what is new there and gathered the keys of each sequence, unless it gives a block_table, which
     it does where all sequences have one query."""
+    if not hasattr(cache, "update"):
+        raise NotImplementedError(
+            f"volta_fa: cache: {type(module).__name__} uses a {type(cache).__name__}, expected the cache of transformers' "
+            "continuous batching"
+        )
     if "kwargs" not in inspect.signature(cache.update).parameters:
         raise NotImplementedError(
             f"volta_fa: cache: continuous batching of transformers {transformers_version} hands over its cache in another way than 5.23 "
