@@ -96,8 +96,8 @@ struct ForwardRegisterQ {
         u32 k_store, v_store;
         uint4 k_data[1][1] = {}, v_data[1][1] = {};
 
-        __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row,
-                                                  int key, int key_end, u32 ring)
+        __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row, int key, int key_end,
+                                                  u32 ring)
             : p(params), tiles(threadIdx.x, params, block, first_row, key, key_end) {
             static_assert(!kSplitLoads && kChunks % 8 == 0, "KeyLoader has what else there is");
             const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
