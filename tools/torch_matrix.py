@@ -145,7 +145,8 @@ class Matrix:
         ):
             added = {"OMP_WAIT_POLICY": "PASSIVE", **self.userland, **({"PYTHONPATH": str(path)} if path else {})}
             output = run([python, CHECKS, *arguments], log, **added)
-            answer = json.loads(output.splitlines()[-1])
+            # the last one: torch 2.10's gloo prints a line of its own when it ends
+            answer = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
             found.torch = answer["torch"]
             verdicts |= {suffix.replace("==", " ") or name: verdict for name, verdict in answer["checks"].items()}
         return verdicts
