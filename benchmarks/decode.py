@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 import volta_fa  # noqa: F401  (the ops)
 from volta_fa.errors import CommandError
 
-from .measure import median_ms
+from .measure import median_ms, simulated
 
 #: Bytes a clock and SM, SMs, clocks a microsecond: volta-sim's V100.
 DRAM_GB_S = 6.6 * 80 * 1.53
@@ -100,18 +99,7 @@ def _aligned(shape: tuple[int, ...], device: str) -> Tensor:
 
 def simulate(case: Case, settings: str) -> dict:
     q, k, v, options = problem(case, "cpu")
-    before = {name: os.environ.get(name) for name in ("VOLTA_FA_SIMULATE", "VOLTA_FA_SIM_SET")}
-    os.environ.update(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings)
-    try:
-        torch.ops.volta_fa._sim_report()  # forgets earlier launches
-        torch.ops.volta_fa.fwd_kvcache(q, k, v, **options)
-        reports = json.loads(torch.ops.volta_fa._sim_report())
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    reports = simulated(lambda: torch.ops.volta_fa.fwd_kvcache(q, k, v, **options), settings)
     (report,) = (r for r in reports if "decode" in r["kernel"])
     us = sum(r["timing"]["kernel_us"] for r in reports)
     gb_s = case.bytes / us / 1e3

@@ -1,11 +1,14 @@
-"""Time and peak memory of a piece of work on a device."""
+"""Time and peak memory of a piece of work on a device; its time in the simulator."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -63,3 +66,27 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     work()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def simulated(work: Work, settings: str, gpu: str = "") -> list[dict]:
+    """The simulator's reports, with times, on what the work launches, one for each kernel. `settings` are machine constants
+    (`VOLTA_FA_SIM_SET`), `gpu` is one of its machines (`VOLTA_FA_SIM_GPU`), else the one that the environment has."""
+    machine = {"VOLTA_FA_SIM_GPU": gpu} if gpu else {}
+    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_SET=settings, **machine):
+        torch.ops.volta_fa._sim_report()  # forgets earlier launches
+        work()
+        return json.loads(torch.ops.volta_fa._sim_report())
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

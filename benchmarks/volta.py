@@ -26,13 +26,10 @@ in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a tran
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +40,7 @@ import volta_fa
 from volta_fa.errors import CommandError
 
 from . import plots, report
+from .measure import simulated
 from .peers import GEMM_TFLOPS, PEERS, Peer
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
@@ -278,17 +276,13 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
     options = {"is_causal": s.causal, **_options(case)}
     if case.feature == "packed":
         q, k, v = (t[0] for t in (q, k, v))
-    with _environment(VOLTA_FA_SIMULATE="timing", VOLTA_FA_SIM_GPU=gpu, VOLTA_FA_SIM_SET=settings):
-        torch.ops.volta_fa._sim_report()  # forgets earlier launches
-        if case.direction == FORWARD:
-            torch.ops.volta_fa.fwd(q, k, v, **options)
-        else:
-            if case.feature == "packed":
-                dout, out, softmax_lse = dout[0], out[0], softmax_lse[0]
-            if case.feature == "dropout":
-                options["rng_state"] = torch.zeros(2, dtype=torch.int64)
-            torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, **options)
-        return json.loads(torch.ops.volta_fa._sim_report())
+    if case.direction == FORWARD:
+        return simulated(lambda: torch.ops.volta_fa.fwd(q, k, v, **options), settings, gpu)
+    if case.feature == "packed":
+        dout, out, softmax_lse = dout[0], out[0], softmax_lse[0]
+    if case.feature == "dropout":
+        options["rng_state"] = torch.zeros(2, dtype=torch.int64)
+    return simulated(lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, **options), settings, gpu)
 
 
 def _options(case: Case) -> dict:
@@ -306,20 +300,6 @@ def _options(case: Case) -> dict:
         "dropout": {"dropout_p": 0.1},
         DETERMINISTIC: {"deterministic": True},
     }[case.feature]
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _randn(s: Shape, seqlen: int, nheads: int, headdim: int, heads_first: bool, seed: int) -> Tensor:

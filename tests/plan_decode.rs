@@ -2,53 +2,27 @@
 
 use volta_fa::kernels::{self, Pass};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
-use volta_fa::problem::{Attention, CachedAttention, Features, Window};
+use volta_fa::problem::{Attention, Features, Window};
 
-fn cached(headdim: i64, group: i64, seqlen_q: i64) -> CachedAttention {
-    CachedAttention {
+/// Three sequences of up to 800 tokens.
+fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
+    Attention {
         batch: 3,
         seqlen_q,
-        total_q: None,
+        seqlen_k: 800,
         nheads: 2 * group,
         nheads_k: 2,
         headdim,
         headdim_v: headdim,
-        entries: 100,
-        rows: 16,
-        max_pages: Some(50),
-        seqlen_k: 800,
-        seqlen_new: 0,
-        total_new: None,
-        rotary_dim: 0,
-        rotary_rows: 0,
         softmax_scale: 1.0,
         window: Window { left: None, right: Some(0) },
-        softcap: 0.0,
-        alibi: false,
-        sinks: false,
-        num_splits: 0,
-    }
-}
-
-/// As the kernels see it, whose headdims are multiples of 8.
-fn padded(a: &CachedAttention) -> Attention {
-    Attention {
-        batch: a.batch,
-        seqlen_q: a.seqlen_q,
-        seqlen_k: a.seqlen_k,
-        nheads: a.nheads,
-        nheads_k: a.nheads_k,
-        headdim: a.headdim,
-        headdim_v: a.headdim_v,
-        softmax_scale: 1.0,
-        window: a.window,
         packed: None,
         features: Features::default(),
     }
 }
 
-fn plan(a: &CachedAttention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    plan::decode(a, &padded(a), others, d).unwrap()
+fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
+    plan::decode(a, others, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -65,8 +39,7 @@ fn every_variant_is_chosen_for_some_problem() {
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
             }
             for softcap in [0.0, 30.0] {
-                let mut a = padded(&cached(headdim, 1, 100));
-                a.features = Features { softcap, ..Features::default() };
+                let a = Attention { features: Features { softcap, ..Features::default() }, ..cached(headdim, 1, 100) };
                 unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
             }
         }
@@ -99,7 +72,7 @@ fn the_grid_is_as_large_as_the_gpu() {
     for d in [DeviceLimits::V100, T4] {
         let mut long = cached(64, 4, 1);
         let of_short = plan(&long, false, &d);
-        (long.seqlen_k, long.max_pages) = (1 << 20, Some(1 << 16));
+        long.seqlen_k = 1 << 20;
         let p = plan(&long, false, &d);
         assert_eq!(p, of_short, "lengths do not matter");
         let blocks = d.sms * p.kernel.variant.blocks_per_sm;

@@ -6,7 +6,7 @@
 use super::{choose, holds, DeviceLimits, PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{Kernels, Needs, Pass, COMPILED};
-use crate::problem::{Attention, CachedAttention};
+use crate::problem::Attention;
 use crate::tuning::Shape;
 
 /// Rows (queries of all heads of a key head) from which on the forward kernels' tiles serve a sequence better, which share
@@ -27,19 +27,18 @@ pub struct DecodePlan {
 }
 
 /// Rows of the longest sequence.
-pub fn rows(a: &CachedAttention) -> i64 {
+pub fn rows(a: &Attention) -> i64 {
     a.seqlen_q * (a.nheads / a.nheads_k.max(1))
 }
 
-/// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows. `padded` is the same problem with
-/// headdims in whole groups of 8.
-pub fn decode(a: &CachedAttention, padded: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    decode_among(COMPILED, a, padded, others, d)
+/// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
+pub fn decode(a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    decode_among(COMPILED, a, others, d)
 }
 
 /// The same with other kernels to choose from.
-pub fn decode_among(kernels: Kernels, a: &CachedAttention, padded: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    let shape = Shape::of(padded);
+pub fn decode_among(kernels: Kernels, a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    let shape = Shape::of(a);
     let [(chosen, reason)] = choose(kernels, [Pass::Decode], &shape, Needs::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.

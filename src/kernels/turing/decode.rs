@@ -1,28 +1,12 @@
 //! The decode kernels, as Volta's (`src/kernels/volta/decode.rs`). A Turing SM has 64 KB of shared memory for what warps of other tokens
 //! found out: so blocks whose rows are long or many have two warps. Of headdim 256, warps beside each other take more than eight rows.
 
-use super::{Needs, Pass, Variant, TURING};
+use super::super::volta;
+use super::{Variant, TURING};
 
 const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
-    let [block_rows, step] = rows;
-    let parts = threads / 32 * step / block_rows;
-    Variant {
-        name,
-        family: TURING,
-        pass: Pass::Decode,
-        needs: Needs::NONE,
-        requires: Needs::NONE,
-        source: "turing/decode/decode.cu",
-        headdim,
-        headdim_v: headdim,
-        block_rows,
-        step,
-        threads,
-        // as Volta's
-        shared_bytes: (parts * (headdim + 4 + 2) + 2) * block_rows * 4 + 256,
-        blocks_per_sm,
-        registers,
-    }
+    let volta = volta::decode(name, headdim, rows, threads, blocks_per_sm, registers);
+    Variant { family: TURING, source: "turing/decode/decode.cu", ..volta }
 }
 
 pub const DECODE: &[Variant] = &[

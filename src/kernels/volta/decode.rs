@@ -7,7 +7,8 @@
 
 use super::{Needs, Pass, Variant, VOLTA};
 
-const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+/// Of `rows` the first are `block_rows`, the second `step`.
+pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
     let [block_rows, step] = rows;
     let parts = threads / 32 * step / block_rows;
     Variant {

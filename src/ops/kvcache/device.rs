@@ -7,7 +7,7 @@ use crate::log;
 use crate::ops::device::at;
 use crate::params::DecodeParams;
 use crate::plan;
-use crate::problem::CachedAttention;
+use crate::problem::{Attention, CachedAttention};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,14 +23,15 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launc
     let (out, softmax_lse) = (empty(&out_shape, q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
     // Of packed queries nobody on this side knows which sequence has how many: each kernel leaves the other's alone. Of a sequence whose
     // lengths or pages cannot be, prefill writes nothing.
-    let prefill = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
+    let padded = parameters::attention(a);
+    let prefill = plan::decode_rows(&padded) > plan::MAX_DECODE_ROWS;
     if prefill {
         for t in [&out, &softmax_lse] {
             let _ = t.shallow_clone().f_fill_(f64::NAN)?;
         }
     }
     if a.total_q.is_some() || !prefill {
-        decode(&q, [&out, &softmax_lse], call, a, prefill, launcher)?;
+        decode(&q, [&out, &softmax_lse], call, a, &padded, prefill, launcher)?;
     }
     if prefill {
         prefill::run(&q, [&call.k_cache, &call.v_cache], [&out, &softmax_lse], call, a, plan::MAX_DECODE_ROWS + 1, launcher)?;
@@ -44,11 +45,11 @@ fn decode(
     [out, softmax_lse]: [&Tensor; 2],
     call: &Call,
     a: &CachedAttention,
+    padded: &Attention,
     others: bool,
     launcher: &dyn Launcher,
 ) -> Result<()> {
-    let padded = parameters::attention(a);
-    let plan = plan::decode(a, &padded, others, &launcher.limits()?)?;
+    let plan = plan::decode(padded, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
     // most calls have neither, and need no other view of their options
     let converted = if a.alibi || a.sinks { Some(parameters::readable_scores(&call.options)?) } else { None };
@@ -70,7 +71,7 @@ fn decode(
         out: output(out, 0),
         softmax_lse: at(softmax_lse, 0),
         cache: parameters::cache([&call.k_cache, &call.v_cache], call, a, 0),
-        problem: plan::problem_block(&padded, a.batch),
+        problem: plan::problem_block(padded, a.batch),
         lengths: parameters::lengths(call, a, 0),
         score_options: parameters::score_options(options, a, 0),
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
