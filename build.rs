@@ -68,6 +68,8 @@ fn c_header(sources: &[&str], header: &Path) -> Result<()> {
         // NVRTC has no <cstdint>: the sources' own prelude names the fixed-width types
         sys_includes: vec![],
         usize_is_size_t: true,
+        // a kernel is compiled again when its parameters change, not when what is said about them does
+        documentation: false,
         // the parameter blocks: no Rust function mentions them, so cbindgen must be told
         export: cbindgen::ExportConfig { include: ParamBlock::ALL.iter().map(|block| block.name().into()).collect(), ..Default::default() },
         ..Default::default()

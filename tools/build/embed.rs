@@ -6,7 +6,7 @@ use crate::tables::variants::Variant;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -36,11 +36,13 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
 
 /// The cache folder of one variant, compiled first if its content is new.
 fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBuf> {
-    let entry = cache.join(format!("{}-{}", variant.name, key(compiler, variant)?));
+    let sources = include_closure(Path::new(variant.source))?;
+    let params_header = compiler.params_header(&sources.values().map(String::as_str).collect::<String>());
+    let entry = cache.join(format!("{}-{}", variant.name, key(compiler, variant, &params_header, &sources)));
     if entry.join("facts").exists() {
         return Ok(entry);
     }
-    let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant)?;
+    let Binary { cubin, ptx, registers, spill_bytes } = compiler.compile(variant, params_header)?;
     std::fs::create_dir_all(&entry)?;
     for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
         std::fs::write(entry.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
@@ -50,24 +52,24 @@ fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBu
     Ok(entry)
 }
 
-/// Hash of all that decides the machine code and the PTX: compiler, options, PTX versions, parameter header, sources.
-fn key(compiler: &Compiler, variant: &Variant) -> Result<String> {
+/// Hash of all that decides the machine code and the PTX: compiler, options, PTX versions, parameter blocks, sources.
+fn key(compiler: &Compiler, variant: &Variant, params_header: &str, sources: &BTreeMap<PathBuf, String>) -> String {
     let mut hash = Sha256::new();
     hash.update(format!("{:?} {:?} {PTX_VERSIONS:?}", compiler.version, Compiler::options(variant)));
-    hash.update(compiler.params_header());
-    for file in include_closure(Path::new(variant.source))? {
+    hash.update(params_header);
+    for (file, text) in sources {
         hash.update(file.to_string_lossy().as_bytes());
-        hash.update(std::fs::read(Path::new("csrc").join(&file))?);
+        hash.update(text);
     }
-    Ok(hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect())
+    hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
 }
 
-/// `source` and every file below csrc/ that it includes, directly or not; paths are relative to csrc/.
-fn include_closure(source: &Path) -> Result<BTreeSet<PathBuf>> {
-    let mut seen = BTreeSet::new();
+/// `source` and every file below csrc/ that it includes, directly or not, with their text; paths are relative to csrc/.
+fn include_closure(source: &Path) -> Result<BTreeMap<PathBuf, String>> {
+    let mut seen = BTreeMap::new();
     let mut todo = vec![source.to_path_buf()];
     while let Some(file) = todo.pop() {
-        if !seen.insert(file.clone()) {
+        if seen.contains_key(&file) {
             continue;
         }
         let text = std::fs::read_to_string(Path::new("csrc").join(&file)).with_context(|| format!("csrc/{}", file.display()))?;
@@ -79,6 +81,7 @@ fn include_closure(source: &Path) -> Result<BTreeSet<PathBuf>> {
                 todo.push(found);
             }
         }
+        seen.insert(file, text);
     }
     Ok(seen)
 }

@@ -6,6 +6,7 @@ use crate::python::Environment;
 use crate::tables::variants::{Need, Needs, ParamBlock, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
+use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::path::{Path, PathBuf};
 
@@ -25,7 +26,7 @@ pub struct Binary {
 pub struct Compiler {
     library: Library,
     include_dirs: Vec<PathBuf>,
-    params_header: CString,
+    params: ParamsHeader,
     pub version: (i32, i32),
 }
 
@@ -98,6 +99,48 @@ fn needs() -> String {
     format!("enum : unsigned {{ {} }};\n", bits.join(", "))
 }
 
+/// The types of src/params.rs in C++, one by one: a kernel gets those that its sources name, and is not compiled again when others
+/// change.
+struct ParamsHeader {
+    /// name and definition, each after what it is made of
+    types: Vec<(String, String)>,
+}
+
+impl ParamsHeader {
+    /// Of what cbindgen wrote: each type ends with a line of its own.
+    fn read(header: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(header)?;
+        let types = text.split_inclusive("\n};\n").filter_map(|item| {
+            let start = item
+                .match_indices('\n')
+                .map(|(at, _)| at + 1)
+                .find(|&at| ["struct ", "enum class "].iter().any(|k| item[at..].starts_with(k)))?;
+            let name = identifiers(&item[start..]).find(|word| !["struct", "enum", "class"].contains(word))?;
+            Some((name.to_string(), item[start..].to_string()))
+        });
+        Ok(ParamsHeader { types: types.collect() })
+    }
+
+    /// The types that `sources` name, and what these are made of.
+    fn of(&self, sources: &str) -> String {
+        let mut named: HashSet<&str> = identifiers(sources).collect();
+        let mut kept = Vec::new();
+        for (name, definition) in self.types.iter().rev() {
+            if named.contains(name.as_str()) {
+                named.extend(identifiers(definition));
+                kept.push(definition.as_str());
+            }
+        }
+        kept.reverse();
+        format!("#pragma once\n{PRELUDE}{}{}", needs(), kept.concat())
+    }
+}
+
+/// The words of C++ code.
+fn identifiers(code: &str) -> impl Iterator<Item = &str> {
+    code.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).filter(|word| !word.is_empty())
+}
+
 impl Compiler {
     /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
     pub fn load(python: &Environment, params_header: &Path) -> Result<Self> {
@@ -122,8 +165,8 @@ impl Compiler {
         include_dirs.insert(0, PathBuf::from("csrc"));
         // SAFETY: NVRTC's initialisers have no preconditions.
         let library = unsafe { Library::new(&nvrtc) }.with_context(|| format!("cannot open {}", nvrtc.display()))?;
-        let header = std::fs::read_to_string(params_header)?.replacen("#pragma once", &format!("#pragma once\n{PRELUDE}{}", needs()), 1);
-        let mut compiler = Compiler { library, include_dirs, params_header: CString::new(header)?, version: (0, 0) };
+        let params = ParamsHeader::read(params_header)?;
+        let mut compiler = Compiler { library, include_dirs, params, version: (0, 0) };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the signature is NVRTC's.
         unsafe {
@@ -137,9 +180,9 @@ impl Compiler {
         Ok(compiler)
     }
 
-    /// The generated header as the kernels see it: part of every variant's cache key.
-    pub fn params_header(&self) -> &[u8] {
-        self.params_header.as_bytes()
+    /// The generated header as a kernel of these sources sees it: part of its cache key.
+    pub fn params_header(&self, sources: &str) -> String {
+        self.params.of(sources)
     }
 
     /// Command line of one variant, without machine paths: part of its cache key.
@@ -175,7 +218,8 @@ impl Compiler {
         options
     }
 
-    pub fn compile(&self, variant: &Variant) -> Result<Binary> {
+    pub fn compile(&self, variant: &Variant, params_header: String) -> Result<Binary> {
+        let params_header = CString::new(params_header)?;
         let path = format!("csrc/{}", variant.source);
         let source = CString::new(std::fs::read_to_string(&path).with_context(|| path.clone())?)?;
         let mut options = Self::options(variant);
@@ -200,7 +244,7 @@ impl Compiler {
             let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int> = lib.get(b"nvrtcCompileProgram")?;
             let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> c_int> = lib.get(b"nvrtcDestroyProgram")?;
             let mut program: Program = std::ptr::null_mut();
-            let headers = [self.params_header.as_ptr()];
+            let headers = [params_header.as_ptr()];
             let names = [PARAMS_HEADER.as_ptr()];
             if create(&mut program, source.as_ptr(), name.as_ptr(), 1, headers.as_ptr(), names.as_ptr()) != 0 {
                 bail!("nvrtcCreateProgram failed for {path}");
