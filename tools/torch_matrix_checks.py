@@ -122,16 +122,23 @@ def gradients_fp32() -> None:
         close(*(gradients(lambda *t: f(*t, is_causal=is_causal), *qkv()) for f in (attention, eager)))
 
 
-def _simulated(dtype: torch.dtype, tolerance: float) -> None:
+@contextmanager
+def simulation() -> Iterator[None]:
+    """16-bit CPU tensors go through the kernels' machine code."""
     if not volta_fa.info()["simulator"]:
         raise NotHereError("the library was built without the simulator")
     if "VOLTA_SIM_NVDISASM" not in os.environ:
         raise NotHereError("VOLTA_SIM_NVDISASM names no disassembler, which the simulator needs")
     os.environ["VOLTA_FA_SIMULATE"] = "1"
     try:
-        found = gradients(attention, *qkv(dtype))
+        yield
     finally:
         del os.environ["VOLTA_FA_SIMULATE"]
+
+
+def _simulated(dtype: torch.dtype, tolerance: float) -> None:
+    with simulation():
+        found = gradients(attention, *qkv(dtype))
     assert all(t.dtype == dtype for t in found)
     close(found, gradients(attention, *(t.float() for t in qkv(dtype))), tolerance)
 
@@ -220,6 +227,68 @@ def double_backward() -> None:
     grads = torch.autograd.grad(attention(*inputs).square().sum(), inputs, create_graph=True)
     with raises(RuntimeError, "volta_fa::bwd.*not implemented|not implemented.*volta_fa::bwd"):
         grads[0].sum().backward()
+
+
+# ---- a KV cache ---------------------------------------------------------------------------------------------------------
+
+#: Two sequences' tokens before new ones are appended.
+CACHED = (20, 3)
+
+
+def cached_step(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """q, the caches, new k and v, and options: pages in any order, of which what holds no token is NaN."""
+    q, k, v = qkv(dtype, seqlen=(3, 3))
+    pages = torch.full((2, 5, 16, 2, 16), float("nan"), dtype=dtype)
+    table = torch.tensor([[3, 1], [4, -7]], dtype=torch.int32)
+    for cache, tokens in zip(pages, qkv(dtype, seqlen=(3, max(CACHED)))[1:]):
+        for b, length in enumerate(CACHED):
+            for token in range(length):
+                cache[table[b, token // 16], token % 16] = tokens[b, token]
+    return (q, *pages, k, v), {"block_table": table, "cache_seqlens": torch.tensor(CACHED, dtype=torch.int32)}
+
+
+def decoded(q, k_cache, v_cache, k, v, block_table, cache_seqlens):
+    """out, and the caches after it."""
+    caches = k_cache.clone(), v_cache.clone()
+    out, _ = torch.ops.volta_fa.fwd_kvcache(q, *caches, k, v, block_table=block_table, cache_seqlens=cache_seqlens, is_causal=True)
+    return [out, *(c.nan_to_num() for c in caches)]
+
+
+@check
+def kv_cache() -> None:
+    inputs, options = cached_step(torch.float32)
+    out, *_ = decoded(*inputs, **options)
+    q, _, _, k, v = inputs
+    old_k, old_v = qkv(seqlen=(3, max(CACHED)))[1:]
+    for b, length in enumerate(CACHED):
+        keys, values = (torch.cat([old[b, :length], new[b]])[None] for old, new in ((old_k, k), (old_v, v)))
+        close([out[b : b + 1]], [eager(q[b : b + 1], keys, values, is_causal=True)])
+    half, options = cached_step(torch.float16)
+    with simulation():
+        found = decoded(*half, **options)
+    close(found, decoded(*(t.float() for t in half), **options), 1e-2)
+    # pages without holes: the check's own comparisons know no NaN
+    whole = tuple(t.nan_to_num() for t in inputs)
+    torch.library.opcheck(torch.ops.volta_fa.fwd_kvcache.append, whole, {**options, "is_causal": True})
+    torch.compiler.reset()
+    close(torch.compile(decoded, backend="aot_eager", fullgraph=True)(*inputs, **options), decoded(*inputs, **options))
+
+
+@check
+def flash_attention_door() -> None:
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        raise NotHereError("this release has no such door")
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (t[0].repeat_interleave(4 // t.shape[2], 1).contiguous() for t in qkv(seqlen=(9, 9)))
+    cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
+    activate_flash_attention_impl("VOLTA")
+    try:
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 5, 5)
+    finally:
+        restore_flash_attention_impl()
+    close([out], [torch.cat([eager(*(t[a:b][None] for t in (q, k, v)))[0] for a, b in ((0, 4), (4, 9))])])
 
 
 # ---- programs ----------------------------------------------------------------------------------------------------------
