@@ -186,7 +186,7 @@ struct ForwardSharedQ {
             TileLoader<kChunks, kRows, kThreads> q(
                 thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) + block.row * p.q.row_stride, p.q.row_stride,
                 problem.headdim);
-#pragma unroll 2
+#pragma unroll 4
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
                 q.flip_signs(problem.sign_flip);
