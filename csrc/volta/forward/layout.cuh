@@ -82,13 +82,14 @@ struct Probabilities {
         drop(x, y);
         part[mt][0][u] = to_operand_rows(lane, x, y);
     }
-    __device__ __forceinline__ void exchange() {
+    // Brings the other ones, to [to]: with 0 in the place of the lane's own.
+    __device__ __forceinline__ void exchange(int to = 1) {
 #pragma unroll
         for (int u = 0; u < 2; u++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                part[mt][1][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
-                part[mt][1][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
+                part[mt][to][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
+                part[mt][to][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
             }
     }
 };

@@ -116,7 +116,7 @@ pub const FORWARD: &[Variant] = &[
     with(Need::Alibi, "volta_fwd_alibi_64x64", PLAIN_LARGE[1], 254),
     with(Need::Alibi, "volta_fwd_alibi_128x128", PLAIN_LARGE[3], 255),
     with(Need::Bias, "volta_fwd_bias_64x64", PLAIN_LARGE[1], 255),
-    // (Of a bias at 128 the loop is past the instruction cache: 45 TFLOP/s where the general kernel has 51.)
+    with(Need::Bias, "volta_fwd_bias_128x128", PLAIN_LARGE[3], 255),
     with(Need::Dropout, "volta_fwd_dropout_64x64", PLAIN_LARGE[1], 255),
     with(Need::Dropout, "volta_fwd_dropout_128x128", PLAIN_LARGE[3], 254),
     general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 120),
