@@ -82,13 +82,14 @@ struct Probabilities {
         drop(x, y);
         part[mt][0][u] = to_operand_rows(lane, x, y);
     }
-    __device__ __forceinline__ void exchange() {
+    // Brings the other ones, to [to]: with 0 in the place of the lane's own.
+    __device__ __forceinline__ void exchange(int to = 1) {
 #pragma unroll
         for (int u = 0; u < 2; u++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                part[mt][1][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
-                part[mt][1][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
+                part[mt][to][u].lo = __shfl_xor_sync(~0u, part[mt][0][u].lo, 8);
+                part[mt][to][u].hi = __shfl_xor_sync(~0u, part[mt][0][u].hi, 8);
             }
     }
 };
@@ -122,8 +123,10 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
                 }
                 const int chunk = 4 * j + 2 * lane.qn + n;
                 if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
-                    *reinterpret_cast<uint4*>(out + i * p.out.row_stride + chunk * kChunk) =
-                        make_uint4(columns[0].lo, columns[0].hi, columns[1].lo, columns[1].hi);
+                    // as assembler: ptxas makes four stores of some assignments
+                    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + i * p.out.row_stride + chunk * kChunk),
+                                 "r"(columns[0].lo), "r"(columns[0].hi), "r"(columns[1].lo), "r"(columns[1].hi)
+                                 : "memory");
             }
     }
 }

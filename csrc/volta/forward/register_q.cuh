@@ -44,14 +44,16 @@ struct ForwardRegisterQ {
 
     using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
 
-    // K and V on their way from global memory to the ring.
+    // What a thread has of a tile of K and V on its way from global memory to the ring.
+    struct KeyChunks {
+        uint4 k[1][1] = {}, v[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
+    };
     struct KeyLoader {
         using Stream = TileStream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "see above");
         Stream k, v;  // v is not used where half of the threads load K and the others V
         unsigned k_stride, v_stride;
         u32 k_store, v_store;
-        uint4 k_data[1][1] = {}, v_data[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
 
         __device__ __forceinline__ KeyLoader(const FwdParams& p, const Block& block, int first_row, int key, int key_end, u32 ring)
             : k(stream(p, block, first_row, key, key_end, loads_v())), v(stream(p, block, first_row, key, key_end, true)),
@@ -75,17 +77,17 @@ struct ForwardRegisterQ {
             return Stream(thread(), rows_of(x, block.batch, block.head_k, first_row), x.row_stride,
                           of_v ? p.problem.headdim_v : p.problem.headdim, key, key_end);
         }
-        __device__ __forceinline__ void load(int key) {
-            if (kSplitLoads) k.clear_beyond(k_data, key);
-            k.load(k_data, k_stride, key);
+        __device__ __forceinline__ void load(KeyChunks& tile, int key) {
+            if (kSplitLoads) k.clear_beyond(tile.k, key);
+            k.load(tile.k, k_stride, key);
             if (!kSplitLoads) {
-                v.clear_beyond(v_data, key);
-                v.load(v_data, v_stride, key);
+                v.clear_beyond(tile.v, key);
+                v.load(tile.v, v_stride, key);
             }
         }
-        __device__ __forceinline__ void store(u32 slot) const {
-            k.store(k_data, k_store + slot, kPitch, false);
-            if (!kSplitLoads) v.store(v_data, v_store + slot, kPitchV, false);
+        __device__ __forceinline__ void store(const KeyChunks& tile, u32 slot) const {
+            k.store(tile.k, k_store + slot, kPitch, false);
+            if (!kSplitLoads) v.store(tile.v, v_store + slot, kPitchV, false);
         }
     };
 
@@ -94,7 +96,6 @@ struct ForwardRegisterQ {
         const FwdParams& p;
         KeyTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
         u32 k_store, v_store;
-        uint4 k_data[1][1] = {}, v_data[1][1] = {};
 
         __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row, int key, int key_end,
                                                   u32 ring)
@@ -104,14 +105,14 @@ struct ForwardRegisterQ {
             k_store = ring + row * kPitch + chunk * kChunkBytes;
             v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;
         }
-        __device__ __forceinline__ void load(int key) {
-            tiles.load_k(k_data, p, key);
-            tiles.v.clear_beyond(v_data, key);
-            tiles.load_v(v_data, p, key);
+        __device__ __forceinline__ void load(KeyChunks& tile, int key) {
+            tiles.load_k(tile.k, p, key);
+            tiles.v.clear_beyond(tile.v, key);
+            tiles.load_v(tile.v, p, key);
         }
-        __device__ __forceinline__ void store(u32 slot) const {
-            tiles.k.store(k_data, k_store + slot, kPitch, false);
-            tiles.v.store(v_data, v_store + slot, kPitchV, false);
+        __device__ __forceinline__ void store(const KeyChunks& tile, u32 slot) const {
+            tiles.k.store(tile.k, k_store + slot, kPitch, false);
+            tiles.v.store(tile.v, v_store + slot, kPitchV, false);
         }
     };
 
@@ -137,19 +138,20 @@ struct ForwardRegisterQ {
         const Mask mask = mask_of(problem, sequence);
         const int row = block.row + threadIdx.x / 32 * kWarpRows;
 
-        uint4 q[kRowTiles][kChunks];
         const unsigned short* q_base = rows_of(p.q, block.batch, block.head, sequence.first_q());
+        uint4 q[kRowTiles][kChunks];
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++) {
             const int i = row + 16 * mt + lane.q_row();
+            const unsigned short* q_row = q_base + i * p.q.row_stride;
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
                 q[mt][c] = zero_chunk();
-                if (i < sequence.seqlen_q() && c * kChunk < problem.headdim)
-                    q[mt][c] = flipped(load_global(q_base + i * p.q.row_stride + c * kChunk), problem.sign_flip);
+                const bool inside = i < sequence.seqlen_q() && c * kChunk < problem.headdim;
+                if (!kPaged) load_global_if(inside, q[mt][c], q_row + c * kChunk);
+                if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-
         int key = mask.key_first(block.row);
         if (kRoundedKeys) key &= ~15;
         const int key_end = pinned(mask.key_end(block.row, kBlockRows));
@@ -174,12 +176,18 @@ struct ForwardRegisterQ {
 #pragma unroll
             for (int j = 0; j < kOutputTiles; j++) clear(o[mt][j]);
 
+        KeyChunks first[2], tile;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            loader.load(key + i * kStep);
-            loader.store(i * kSlotBytes);
+        for (int i = 0; i < 2; i++) loader.load(first[i], key + i * kStep);
+#pragma unroll
+        for (int i = 0; i < 2; i++) loader.store(first[i], i * kSlotBytes);
+        loader.load(tile, key + 2 * kStep);
+        if (!kPaged && problem.sign_flip) {
+#pragma unroll
+            for (int mt = 0; mt < kRowTiles; mt++)
+#pragma unroll
+                for (int c = 0; c < kChunks; c++) q[mt][c] = flipped(q[mt][c], problem.sign_flip);
         }
-        loader.load(key + 2 * kStep);
         __syncthreads();
 
         Tile s;
@@ -207,8 +215,8 @@ struct ForwardRegisterQ {
         };
 #pragma unroll 1
         for (; key < key_end; key += kStep) {
-            loader.store(slot_after(2));
-            loader.load(key + 3 * kStep);
+            loader.store(tile, slot_after(2));
+            loader.load(tile, key + 3 * kStep);
             const bool masked = !unmasked.contain(key);
             if (masked) {
                 features.correct(s, softmax, unmasked, p, mask, row, key);

@@ -37,6 +37,8 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
+    // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache otherwise.
+    static constexpr bool kColumnsRolled = kFeature == kNeedBias;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
     static constexpr bool kBiasAhead = kModified && kHasBias && BlocksPerSm == 1;
 
@@ -77,17 +79,17 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for 16 keys. v_own and v_other are the lane's addresses for the keys of its own quad-pair
-    // column and of the other one.
-    __device__ __forceinline__ static void accumulate(Accumulators& o, const Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
-        constexpr int kGroups = kChunksV / 4;      // of four chunks, one for each (qn, half)
-        constexpr int kLoads = 4 * kGroups;        // for (own, other) x u x group
-        constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (own, u)
+    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u) is P's, v(column) the lane's address.
+    template <int Columns, class Part, class Address>
+    __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
+        constexpr int kGroups = kChunksV / 4;         // of four chunks, one for each (qn, half)
+        constexpr int kLoads = Columns * 2 * kGroups;  // for column x u x group
+        constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u)
         const auto load = [&](int i) {
             const int w = i / (2 * kGroups), u = i / kGroups % 2, j = i % kGroups;
             // Row u + 2 quad + 8 qn: bit 0 of the row is u, which the swizzle XORs into bit 2 of the chunk.
             const int group = kChunksV % 8 == 0 ? j ^ u : j;
-            return load_shared((w ? v_other : v_own) + u * kPitchV + group * 4 * kChunkBytes);
+            return load_shared(address(w) + u * kPitchV + group * 4 * kChunkBytes);
         };
         uint4 v[kLoads];
 #pragma unroll
@@ -102,10 +104,27 @@ struct ForwardSharedQ {
             }
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                mma_row_row(o[mt][2 * j], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].x, v[i].y);
+                mma_row_row(o[mt][2 * j], part(mt, w, u).lo, part(mt, w, u).hi, v[i].x, v[i].y);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                mma_row_row(o[mt][2 * j + 1], p.part[mt][w][u].lo, p.part[mt][w][u].hi, v[i].z, v[i].w);
+                mma_row_row(o[mt][2 * j + 1], part(mt, w, u).lo, part(mt, w, u).hi, v[i].z, v[i].w);
+        }
+    }
+
+    // O += P V for 16 keys, of which P has the lane's own so far. v_own and v_other are the lane's addresses for the keys of its own
+    // quad-pair column and of the other one.
+    __device__ __forceinline__ static void accumulate(Accumulators& o, Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
+        if (!kColumnsRolled) {
+            p.exchange();
+            accumulate_columns<2>(
+                o, [&](int mt, int w, int u) { return p.part[mt][w][u]; }, [&](int w) { return w ? v_other : v_own; });
+            return;
+        }
+        u32 v = v_own;
+#pragma unroll 1
+        for (int w = 0; w < 2; w++, v = v_other) {
+            accumulate_columns<1>(o, [&](int mt, int, int u) { return p.part[mt][0][u]; }, [&](int) { return v; });
+            p.exchange(0);
         }
     }
 
@@ -186,7 +205,7 @@ struct ForwardSharedQ {
             TileLoader<kChunks, kRows, kThreads> q(
                 thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) + block.row * p.q.row_stride, p.q.row_stride,
                 problem.headdim);
-#pragma unroll 2
+#pragma unroll 4
             for (int i = 0; i < kBlockRows; i += kRows) {
                 q.load(sequence.seqlen_q() - block.row - i);
                 q.flip_signs(problem.sign_flip);
@@ -288,7 +307,6 @@ struct ForwardSharedQ {
                         probabilities.pack_own(lane, mt, u, s.tile[mt][0],
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
-                probabilities.exchange();
                 accumulate(o, probabilities, v_own + v_offset, v_other + v_offset);
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)

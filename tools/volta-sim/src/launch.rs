@@ -64,7 +64,7 @@ impl Default for Schedule {
 /// How CTAs are given to the SMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dispatch {
-    /// The work of the CTAs is measured and a list scheduler hands them out, as the GPU does.
+    /// The work of the CTAs is measured, and each goes to the first free place, as on the GPU.
     #[default]
     Dynamic,
     /// of 80 SMs, SM s gets CTAs s, s+80, ...

@@ -84,8 +84,32 @@ pub fn static_share(env: &Env, m: &Machine, sm: u32) -> Share {
     Share { sm, list, cost, balance: 1.0, note: "static round-robin".into() }
 }
 
+/// Which CTAs each SM gets, and when it ends, if a CTA takes its cost wherever it runs: in order, each to the first free place.
+///
+/// The first CTAs go one to each SM, then a second one to each, as every SM has room. From then on the places of an SM that free
+/// together are taken together, and not one of them on each of as many SMs: CTAs that start together on an SM end within 10 clk of each
+/// other (seen in this simulator), while the same work takes different SMs longer by more than that (Jia18: the latency of L2
+/// alone), so the first free place is most often beside the one before.
+fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
+    let mut per_sm: Vec<Vec<u32>> = vec![vec![]; sms];
+    let mut finish = vec![0u64; sms];
+    let mut heap = BinaryHeap::new();
+    for (i, &cost) in cost.iter().enumerate() {
+        let (start, sm) = if i < sms * slots {
+            (0, i % sms)
+        } else {
+            let Reverse(place) = heap.pop().expect("a place for each CTA of the first round");
+            place
+        };
+        per_sm[sm].push(i as u32);
+        finish[sm] = finish[sm].max(start + cost);
+        heap.push(Reverse((start + cost, sm)));
+    }
+    (per_sm, finish)
+}
+
 /// Dynamic dispatch: CTA costs (warp instructions) are measured functionally on one CTA per class,
-/// a list scheduler hands CTAs in order to the first free slot, and the SM that finishes last is taken.
+/// [`deal`] hands CTAs out, and the SM that finishes last is taken.
 /// The caller restores memory afterwards.
 pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> SimResult<Share> {
     let total: u32 = env.grid.iter().product();
@@ -127,22 +151,7 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
             }
         };
     }
-    // list scheduling, breadth-first over the SMs
-    let mut per_sm: Vec<Vec<u32>> = vec![vec![]; m.sms as usize];
-    let mut finish = vec![0u64; m.sms as usize];
-    let mut heap = BinaryHeap::new();
-    for slot in 0..slots {
-        for s in 0..m.sms {
-            heap.push(Reverse((0u64, slot, s)));
-        }
-    }
-    for i in 0..total {
-        let Reverse((t, slot, s)) = heap.pop().unwrap();
-        per_sm[s as usize].push(i);
-        let e = t + cost[i as usize];
-        finish[s as usize] = finish[s as usize].max(e);
-        heap.push(Reverse((e, slot, s)));
-    }
+    let (per_sm, finish) = deal(&cost, m.sms as usize, slots as usize);
     // slots of an SM share its pipes: total work decides, finish time breaks ties
     let load = |s: usize| per_sm[s].iter().map(|&i| cost[i as usize]).sum::<u64>();
     let chosen = sm.unwrap_or_else(|| (0..m.sms).max_by_key(|&s| (load(s as usize), finish[s as usize], Reverse(s))).unwrap());
@@ -158,4 +167,25 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
             (0..3).filter(|&a| varying[a]).map(|a| ["x", "y", "z"][a]).collect::<Vec<_>>()
         ),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::deal;
+
+    #[test]
+    fn the_first_ctas_go_one_to_each_sm() {
+        assert_eq!(deal(&[5; 4], 3, 2).0, [vec![0, 3], vec![1], vec![2]]);
+    }
+    #[test]
+    fn places_that_free_together_are_taken_together() {
+        let (per_sm, finish) = deal(&[5; 9], 3, 2);
+        assert_eq!(per_sm, [vec![0, 3, 6, 7], vec![1, 4, 8], vec![2, 5]]);
+        assert_eq!(finish, [10, 10, 5]);
+    }
+    #[test]
+    fn the_first_free_place_is_taken() {
+        // SM 1 has the short ones
+        assert_eq!(deal(&[9, 2, 9, 3, 1, 1], 2, 2).0, [vec![0, 2], vec![1, 3, 4, 5]]);
+    }
 }
