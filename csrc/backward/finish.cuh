@@ -4,7 +4,8 @@
 // computed with carry the sign (Problem::sign_flip).
 //
 // The same for every family but for RowStats (scratch.cuh) and DqAccumulator, the order of the accumulator: where a row and a
-// column of it lie, and how eight neighbouring columns are loaded.
+// column of it lie, how eight neighbouring columns are loaded, and, since that decides how well it reads, which of kThreads threads
+// begins with which row and which eight columns.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -14,8 +15,9 @@
 template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
 struct BackwardFinish {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
-    static constexpr int kLanesPerRow = 8;
+    static constexpr int kLanesPerRow = DqAccumulator::kLanesPerRow;
     static constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
+    static_assert(kBlockRows % kRowsAtOnce == 0, "the threads' rows do not leave the block");
 
     template <bool BF16>
     static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSequence& sequence, int head, int batch) {
@@ -24,12 +26,12 @@ struct BackwardFinish {
         unsigned short* dq = rows_of(p.dq, batch, head, sequence.first_q());
         const float scale = p.problem.scale;
 
-        for (int row = blockIdx.x * kBlockRows + threadIdx.x / kLanesPerRow; row < end; row += kRowsAtOnce) {
+        for (int row = blockIdx.x * kBlockRows + DqAccumulator::row_of(threadIdx.x); row < end; row += kRowsAtOnce) {
             const float* from = accum + DqAccumulator::row(static_cast<long long>(row), p.headdim_rounded);
             unsigned short* to = dq + row * p.dq.row_stride;
-            for (int d = threadIdx.x % kLanesPerRow * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
+            for (int d = DqAccumulator::chunk_of(threadIdx.x) * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
                 float4 a, b;
-                DqAccumulator::eight(from + DqAccumulator::column(d), a, b);
+                DqAccumulator::eight(from + DqAccumulator::column(d, p.headdim_rounded), a, b);
                 *reinterpret_cast<uint4*>(to + d) =
                     make_uint4(to_gradient2<BF16>(a.x * scale, a.y * scale), to_gradient2<BF16>(a.z * scale, a.w * scale),
                                to_gradient2<BF16>(b.x * scale, b.y * scale), to_gradient2<BF16>(b.z * scale, b.w * scale));

@@ -13,7 +13,7 @@ struct DqAccumulator {
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kElementFloats) + row % 8 * 4;
     }
-    static __device__ __forceinline__ int column(int column) {
+    static __device__ __forceinline__ int column(int column, int) {
         return column / 8 * kTileFloats + column % 2 * kElementFloats + column % 8 / 2;
     }
     // The eight elements from one whose column is a multiple of 8.
@@ -21,6 +21,11 @@ struct DqAccumulator {
         const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kElementFloats);
         a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);
     }
+
+    // Who converts what (finish.cuh).
+    static constexpr int kLanesPerRow = 8;
+    static __device__ __forceinline__ int row_of(int thread) { return thread / kLanesPerRow; }
+    static __device__ __forceinline__ int chunk_of(int thread) { return thread % kLanesPerRow; }
 };
 
 }  // namespace turing

@@ -6,96 +6,78 @@
 
 namespace volta {
 
-// dQ of a step is kStep queries x headdim: each warp computes kTiles tiles of 16 queries x kUnits units of 16 columns, over all
-// keys of the block.
+// dQ of a step is kStep queries x headdim: each warp computes all queries of every kWarps-th unit of columns, over all keys of the
+// block. A unit is eight columns, or 16 in steps of 16 queries.
+//
+// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's column of K meets two
+// tiles of eight queries; qm has half of the step's queries or, in steps of 16, of the unit's columns. In the end two lanes each
+// join the halves of one tile by a shuffle: the lane's own is number qn, which its products therefore begin with.
 template <class S>
 struct DqProduct {
-    static constexpr int kAllUnits = S::kHeaddim / 16;
-    // Where the units are too few, or half too many, for the warps, a warp takes one half of the queries.
-    static constexpr bool kHalves = S::kStep == 32 && (kAllUnits * 2 <= S::kWarps || kAllUnits % S::kWarps == S::kWarps / 2);
-    static constexpr int kTiles = S::kStep == 32 && !kHalves ? 2 : 1;  // of 16 queries
-    static constexpr int kColumnWarps = kHalves ? S::kWarps / 2 : S::kWarps;  // a warp's units are that far apart
-    static constexpr int kUnits = (kAllUnits + kColumnWarps - 1) / kColumnWarps;
-    static constexpr int kKeysAtOnce = 16;
-    // Independent sums: a single block an SM needs two or more to fill the pipe.
-    static constexpr int kChains = S::kWarps == 8 && kTiles * kUnits < 4 ? 2 : 1;
+    static constexpr bool kShortSteps = S::kStep == 16;
+    static_assert(kShortSteps == DqAccumulator::has_short_steps(S::kHeaddim), "both have the same units");
+    static_assert(kShortSteps || S::kStep == 32, "16 or 32 queries");
+    static constexpr int kUnitChunks = kShortSteps ? 2 : 1;
+    static constexpr int kAllUnits = S::kChunks / kUnitChunks;
+    static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
+    // The loop's code for the cache; one of its two halves' latency behind the other.
+    static constexpr int kKeysAtOnce = S::kHeaddim <= 64 || S::kHeaddim == 128 ? 16 : 8;
 
-    // Column-major A operand: four keys (quad) of four queries. A lane reads eight consecutive queries
-    // for two tiles, or four for one.
-    static __device__ __forceinline__ int query(const Lane& lane, int warp) {
-        if (S::kStep == 16) return 8 * lane.half + 4 * lane.qm;
-        return 8 * (2 * lane.qm + lane.half) + (kHalves ? 4 * (warp / kColumnWarps) : 0);
-    }
-    static __device__ __forceinline__ int unit(int warp) { return warp % kColumnWarps; }
-    // Where headdim has fewer units of columns than there are warps, the last warps have none.
-    static __device__ __forceinline__ bool has_unit(int warp) { return kAllUnits >= kColumnWarps || warp < kAllUnits; }
-
-    static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane, int warp) {
-        const int q = query(lane, warp);
-        return tile + swizzled<kScoreChunks>(lane.quad, q / 8) + q % 8 * 2;
+    // Column-major A operand: four keys of four queries, the first of the lane's eight. The others are 8 bytes before or behind.
+    static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
+        const int chunk = kShortSteps ? lane.half : 2 * lane.qm + lane.half;
+        return tile + swizzled<kScoreChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.qn;
     }
     // Row-major B operand: four keys of four columns.
     static __device__ __forceinline__ u32 b_operand(u32 tile, const Lane& lane, int warp) {
-        return tile + swizzled<S::kChunks>(lane.quad, 2 * unit(warp) + lane.half) + 8 * lane.qn;
+        const int chunk = kUnitChunks * warp + (kShortSteps ? lane.qm : 0);
+        return tile + swizzled<S::kChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.half;
     }
-    // Offset into a tile of the accumulator in global memory where a lane's sums go: after the exchange
-    // of add_to() it has one column of the rows of both lanes of its pair.
+    // Where the lane's sums go, from the first of the step's rows in the accumulator.
     static __device__ __forceinline__ int output_offset(const Lane& lane, int warp) {
-        return DqAccumulator::row(query(lane, warp), S::kHeaddim) + 16 * unit(warp) + 4 * lane.qn + (lane.t & 3);
+        return warp * DqAccumulator::kTileFloats + DqAccumulator::place(lane.half, lane.qn, lane.qm, lane.quad);
+    }
+    // Where the units do not divide evenly, the last warps have one less.
+    static __device__ __forceinline__ bool has_unit(int u) {
+        return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || thread_index_here() < kAllUnits % S::kWarps * 32;
     }
 
-    Accumulator c[kChains][kTiles][kUnits];
+    Accumulator c[2][kUnits];  // of the tile that the lane keeps, and of the other lane's
 
     __device__ __forceinline__ DqProduct() {
 #pragma unroll
-        for (int k = 0; k < kChains; k++)
+        for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int i = 0; i < kTiles; i++)
-#pragma unroll
-                for (int u = 0; u < kUnits; u++) clear(c[k][i][u]);
+            for (int u = 0; u < kUnits; u++) clear(c[i][u]);
     }
 
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
 #pragma unroll 1
         for (int key = 0; key < S::kRows; key += kKeysAtOnce) {
-            const u32 a0 = a_address + key * kScoreRowBytes, b0 = b_address + key * S::kRowBytes;
 #pragma unroll
-            for (int s = 0; s < kKeysAtOnce / 4; s++) {
-                const u32 a = chunk_after<kScoreChunks>(a0, row_swizzle<kScoreChunks>(4 * s)) + 4 * s * kScoreRowBytes;
-                const u32 b = chunk_after<S::kChunks>(b0, row_swizzle<S::kChunks>(4 * s)) + 4 * s * S::kRowBytes;
-                uint4 queries;
-                if (kTiles == 2) {
-                    queries = load_shared(a);
-                } else {
-                    const uint2 four = load_shared2(a);
-                    queries.x = four.x, queries.y = four.y;
-                }
+            for (int k = 0; k < kKeysAtOnce; k += 8) {
+                const u32 a = a_address + (key + k) * kScoreRowBytes, b = b_address + (key + k) * S::kRowBytes;
+                const uint2 mine = load_shared2(a), others = load_shared2(a ^ 8);
 #pragma unroll
                 for (int u = 0; u < kUnits; u++) {
-                    const uint2 columns = load_shared2(chunk_after<S::kChunks>(b, 2 * kColumnWarps * u));
-                    mma_col_row(c[s % kChains][0][u], queries.x, queries.y, columns.x, columns.y);
-                    if (kTiles == 2) mma_col_row(c[s % kChains][kTiles - 1][u], queries.z, queries.w, columns.x, columns.y);
+                    if (!has_unit(u)) continue;
+                    const uint2 columns = load_shared2(chunk_after<S::kChunks>(b, kUnitChunks * S::kWarps * u));
+                    mma_col_row(c[0][u], mine.x, mine.y, columns.x, columns.y);
+                    mma_col_row(c[1][u], others.x, others.y, columns.x, columns.y);
                 }
             }
         }
     }
 
-    // Lane pairs exchange columns for rows, so that eight lanes of an instruction fill a 32-byte sector.
     __device__ __forceinline__ void add_to(float* accum) {
-        const bool odd = threadIdx.x & 1;
 #pragma unroll
-        for (int i = 0; i < kTiles; i++)
+        for (int u = 0; u < kUnits; u++) {
+            if (!has_unit(u)) continue;
 #pragma unroll
-            for (int u = 0; u < kUnits; u++)
-#pragma unroll
-                for (int v = 0; v < 8; v += 2) {
-                    float x0 = c[0][i][u][v], x1 = c[0][i][u][v + 1];
-                    if (kChains == 2) x0 += c[kChains - 1][i][u][v], x1 += c[kChains - 1][i][u][v + 1];
-                    const float received = __shfl_xor_sync(~0u, odd ? x0 : x1, 1);
-                    float* to = accum + DqAccumulator::row(4 * i + (v & 2), S::kHeaddim) + 16 * kColumnWarps * u + 2 * (v & 4);
-                    add_global(to, odd ? received : x0);
-                    add_global(to + DqAccumulator::row(1, S::kHeaddim), odd ? x1 : received);
-                }
+            for (int v = 0; v < 8; v++)
+                add_global(accum + S::kWarps * u * DqAccumulator::kTileFloats + v * DqAccumulator::kLineFloats,
+                           c[0][u][v] + __shfl_xor_sync(~0u, c[1][u][v], 8));
+        }
     }
 };
 

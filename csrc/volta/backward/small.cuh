@@ -43,7 +43,7 @@ struct BackwardSmall {
                                          step_operand<S>(shared + S::kStepS, lane, 0));
         const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
                                            packed_address(shared + S::kScores, lane, warp_key, 0));
-        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane, warp), Dq::b_operand(shared + S::kOwnS, lane, warp));
+        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane), Dq::b_operand(shared + S::kOwnS, lane, warp));
         const AddressPair query_addresses(column_operand<S>(shared + S::kStepS, lane, 0),
                                           shared + S::kStepS + StepTiles<S>::offset());
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);

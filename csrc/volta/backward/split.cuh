@@ -160,7 +160,7 @@ struct BackwardSplit {
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
         const AddressPair packed_addresses(score_operand(own_scores, lane, gradient_key),
                                            packed_address(scores, lane, score_key0, score_query0 / 8));
-        const AddressPair dq_operands(Dq::a_operand(scores + S::kScoreTile, lane, warp),
+        const AddressPair dq_operands(Dq::a_operand(scores + S::kScoreTile, lane),
                                       Dq::b_operand(shared + S::kOwnS, lane, warp));
         const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kStepS : S::kStepDp), lane, share),
                                           shared + S::kStepS + StepTiles<S>::offset());
@@ -252,7 +252,7 @@ struct BackwardSplit {
                 tiles.store(query_addresses.second());
                 const int next = range.next_step(p, row);
                 load_stats(s, stats + next * RowStats::kRowFloats);
-                if (WithDq && Dq::has_unit(warp)) {
+                if (WithDq) {
                     Dq product;
                     product.multiply(dq_operands.first(), dq_operands.second());
                     product.add_to(dq + row * static_cast<long long>(S::kHeaddim));

@@ -20,7 +20,7 @@ const MAIN: [Variant; 6] = [
         threads: 128,
         shared_bytes: 28672,
         blocks_per_sm: 2,
-        registers: 201,
+        registers: 197,
     },
     // dV and dK are 2 x 64 registers, S and dP 2 x 32, operands 32: all there are, and no spill. Two
     // blocks an SM by registers, and by shared memory: K, V 32 KB, Q, dO 8 KB, P or dS 8 KB.
@@ -56,7 +56,7 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 77824,
         blocks_per_sm: 1,
-        registers: 232,
+        registers: 212,
     },
     // The same with 128 registers of dV or dK, and all of the 96 KB: K, V 64, Q, dO 16, P and dS 16.
     Variant {
@@ -73,7 +73,7 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 98304,
         blocks_per_sm: 1,
-        registers: 253,
+        registers: 249,
     },
     // 64 keys, so that K and V leave room: 48 KB, Q, dO 24 KB, P and dS 8 KB. dV or dK 96 registers.
     Variant {
@@ -90,7 +90,7 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 81920,
         blocks_per_sm: 1,
-        registers: 237,
+        registers: 212,
     },
     // 64 keys in steps of 16 queries: K, V 64 KB, Q, dO 16 KB, P and dS 8 KB (rows padded to 32 queries);
     // 32 queries would need 104 KB. dV or dK 128 registers.
@@ -108,7 +108,7 @@ const MAIN: [Variant; 6] = [
         threads: 256,
         shared_bytes: 90112,
         blocks_per_sm: 1,
-        registers: 237,
+        registers: 219,
     },
 ];
 
@@ -241,7 +241,7 @@ const PREPARE: Variant = Variant {
 
 /// As `PREPARE`: any headdim.
 const FINISH: Variant =
-    Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", registers: 34, ..PREPARE };
+    Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", registers: 32, ..PREPARE };
 
 /// Both roles of `volta/backward/split` for all headdims.
 const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, registers: u32) -> Variant {
@@ -257,11 +257,11 @@ const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, r
 }
 
 const GENERAL: [Variant; 5] = [
-    general("volta_bwd_general_64", 64, 128, 32, 185),
-    general("volta_bwd_general_96", 96, 128, 32, 232),
-    general("volta_bwd_general_128", 128, 128, 32, 253),
-    general("volta_bwd_general_192", 192, 64, 32, 237),
-    general("volta_bwd_general_256", 256, 64, 16, 238),
+    general("volta_bwd_general_64", 64, 128, 32, 179),
+    general("volta_bwd_general_96", 96, 128, 32, 212),
+    general("volta_bwd_general_128", 128, 128, 32, 248),
+    general("volta_bwd_general_192", 192, 64, 32, 212),
+    general("volta_bwd_general_256", 256, 64, 16, 252),
 ];
 
 /// A general kernel that does one thing to scores, which a problem has to ask for: its branches on the others are gone, and with them the
@@ -286,12 +286,12 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[5],
     // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles and, but for
     // headdim 64, fewer registers ...
-    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward/small_keys.cu", 194),
+    keys(MAIN[0], "volta_bwd_keys_32", "volta/backward/small_keys.cu", 193),
     keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu", 255),
     keys(MAIN[2], "volta_bwd_keys_96", "volta/backward/split_keys.cu", 185),
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 217),
-    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward/split_keys.cu", 196),
-    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward/split_keys.cu", 212),
+    keys(MAIN[4], "volta_bwd_keys_192", "volta/backward/split_keys.cu", 195),
+    keys(MAIN[5], "volta_bwd_keys_256", "volta/backward/split_keys.cu", 214),
     // ... then dq.
     QUERIES[0],
     QUERIES[1],
@@ -301,35 +301,35 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[5],
     FINISH,
     PREPARE.covering(Needs::RAGGED, "volta_bwd_ragged_prepare", 56),
-    MAIN[0].covering(Needs::RAGGED, "volta_bwd_ragged_32", 199),
+    MAIN[0].covering(Needs::RAGGED, "volta_bwd_ragged_32", 195),
     MAIN[1].covering(Needs::RAGGED, "volta_bwd_ragged_64", 255),
-    MAIN[2].covering(Needs::RAGGED, "volta_bwd_ragged_96", 231),
-    MAIN[3].covering(Needs::RAGGED, "volta_bwd_ragged_128", 252),
-    MAIN[4].covering(Needs::RAGGED, "volta_bwd_ragged_192", 236),
+    MAIN[2].covering(Needs::RAGGED, "volta_bwd_ragged_96", 210),
+    MAIN[3].covering(Needs::RAGGED, "volta_bwd_ragged_128", 248),
+    MAIN[4].covering(Needs::RAGGED, "volta_bwd_ragged_192", 212),
     MAIN[5].covering(Needs::RAGGED, "volta_bwd_ragged_256", 237),
-    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 39),
+    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 40),
     keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu", 255).covering(Needs::RAGGED, "volta_bwd_ragged_keys_64", 254),
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 214).covering(Needs::RAGGED, "volta_bwd_ragged_keys_128", 228),
     QUERIES[1].covering(Needs::RAGGED, "volta_bwd_ragged_queries_64", 200),
     QUERIES[3].covering(Needs::RAGGED, "volta_bwd_ragged_queries_128", 229),
-    with(Need::Softcap, "volta_bwd_softcap_64", GENERAL[0], 175),
-    with(Need::Softcap, "volta_bwd_softcap_128", GENERAL[2], 253),
-    with(Need::Alibi, "volta_bwd_alibi_64", GENERAL[0], 168),
-    with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 255),
-    with(Need::Bias, "volta_bwd_bias_64", GENERAL[0], 184),
-    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 253),
-    with(Need::Dropout, "volta_bwd_dropout_64", GENERAL[0], 174),
-    with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 255),
+    with(Need::Softcap, "volta_bwd_softcap_64", GENERAL[0], 165),
+    with(Need::Softcap, "volta_bwd_softcap_128", GENERAL[2], 248),
+    with(Need::Alibi, "volta_bwd_alibi_64", GENERAL[0], 161),
+    with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 244),
+    with(Need::Bias, "volta_bwd_bias_64", GENERAL[0], 180),
+    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 248),
+    with(Need::Dropout, "volta_bwd_dropout_64", GENERAL[0], 163),
+    with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 245),
     GENERAL[0],
     GENERAL[1],
     GENERAL[2],
     GENERAL[3],
     GENERAL[4],
-    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 172),
+    keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 170),
     keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu", 205),
-    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 234),
-    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 190),
-    keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu", 236),
+    keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 232),
+    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 188),
+    keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu", 252),
     QUERIES[1].covering(Needs::GENERAL, "volta_bwd_general_queries_64", 193),
     QUERIES[2].covering(Needs::GENERAL, "volta_bwd_general_queries_96", 212),
     QUERIES[3].covering(Needs::GENERAL, "volta_bwd_general_queries_128", 227),
