@@ -16,6 +16,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import volta_fa.vllm
 from volta_fa.vllm import paged
 from volta_fa.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
+from volta_fa.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
 #: vLLM up to 0.19 asks the backend for the cache's shape.
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
@@ -282,6 +284,72 @@ def test_cross_attention(backend):
     server.check(queries, q, output.view(5, 4, 32))
 
 
+# ---- latent attention --------------------------------------------------------------------------------------------------
+
+
+def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
+    names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
+    given = dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None) | options
+    dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
+    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (32 + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
+
+
+@BACKENDS
+def test_latents(backend):
+    """Mixed batches over latents of a size that the operator takes today; values are the keys' first columns."""
+    rank, rotary, impl = 64, 16, latent_implementation(64, 16)
+    server = Server(backend, nheads_k=1, headdim=rank + rotary)
+    cache = server.kv_cache = torch.full(
+        VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, rank + rotary), math.nan, dtype=backend.dtype, device=backend.device
+    )
+    builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device(backend.device))
+    for queries in STEPS:
+        q, k, _, slots, common = server.step(queries)
+        for s, n in queries.items():
+            server.tokens[s][-n:] = [(latent, latent[:, :rank]) for latent, _ in server.tokens[s][-n:]]
+        metadata = builder.build(0, common)
+        # as vLLM's layer divides the batch
+        assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (len(queries), len(q), 0)
+        assert metadata.decode is not None and metadata.prefill is None
+        impl.do_kv_cache_update(k[:, 0, :rank], k[..., rank:], cache, slots, "auto", None)
+        out, lse = impl.forward_mqa(q.split((rank, rotary), dim=-1), cache, metadata, None)
+        assert lse is None and torch.equal(out, impl.forward_mqa(q, cache, metadata, None)[0])
+        server.check(queries, q, out, is_causal=True, softmax_scale=impl.scale)
+
+
+@BACKENDS
+def test_latents_of_deepseek_are_written(backend):
+    """512 columns and 64, behind rows of padding, through slots that leave tokens out."""
+    Server(backend)
+    cache = torch.full((5, PAGE, 576), math.nan, dtype=backend.dtype, device=backend.device)
+    latent, rotary = backend.randn(6, 512), backend.randn(6, 1, 64)
+    slots = torch.tensor([70, -1, 33, 17], device=backend.device)
+    paged.write_latents(latent, rotary, cache, slots)
+    for i in (0, 2, 3):
+        row = cache[int(slots[i]) // PAGE, int(slots[i]) % PAGE]
+        assert torch.equal(row, torch.cat([latent[i], rotary[i, 0]]))
+        row.fill_(math.nan)
+    assert cache.isnan().all()
+
+
+def test_latents_that_there_are_no_kernels_for():
+    """Named, where the operator refuses the size; vLLM is told before."""
+    there = paged.takes_latents(576, 512)
+    assert VoltaMLABackend.is_mla() and (576 in VoltaMLABackend.get_supported_head_sizes()) == there
+    assert paged.takes_latents(80, 64) and VoltaMLABackend.get_supported_head_sizes()
+    if not there:
+        with pytest.raises(NotImplementedError, match="head_size: got 576 with kv_lora_rank 512"):
+            latent_implementation(512, 64)
+    with pytest.raises(NotImplementedError, match="head_size: got 4160"):
+        latent_implementation(4096, 64)
+    with pytest.raises(NotImplementedError, match="sliding_window: got 5, expected None"):
+        latent_implementation(64, 16, sliding_window=5)
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype: got fp8_ds_mla"):
+        latent_implementation(64, 16, kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(NotImplementedError, match="forward_mha"):
+        latent_implementation(64, 16).forward_mha(None)
+
+
 # ---- metadata ----------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +410,9 @@ def test_registration(monkeypatch):
         volta_fa.vllm.register()
         assert AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
     assert VoltaBackend.get_name() == AttentionBackendEnum.CUSTOM.name
+    monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "1")
+    volta_fa.vllm.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is VoltaMLABackend and VoltaMLABackend.get_name() == "CUSTOM"
     monkeypatch.setenv("VOLTA_FA_VLLM_MLA", "yes")
     with pytest.raises(ValueError, match="VOLTA_FA_VLLM_MLA: got `yes`, expected 0 or 1"):
         volta_fa.vllm.register()
@@ -482,6 +553,69 @@ def test_vllm_lays_the_cache_out(backend, layout):
         server.check(queries, q, out, is_causal=True)
     server.check_cache()
     assert views[0].isnan().all()
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
+    """By the entry point of a distribution, as pip installs it."""
+    from vllm import plugins
+
+    metadata = tmp_path / "volta_fa-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: volta-fa\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nvolta_fa = volta_fa.vllm:register\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_PLUGINS", "volta_fa")
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    plugins.load_general_plugins()
+    assert AttentionBackendEnum.CUSTOM.get_class() is VoltaBackend
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+def test_vllm_chooses_the_backend(monkeypatch):
+    """vLLM's platform for CUDA, told that the card is a V100, asked as `--attention-backend CUSTOM` asks."""
+    from vllm.config import AttentionConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    for name in ("vllm._C", "vllm._C_stable_libtorch"):  # machine code, imported and not used here
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    class V100(CudaPlatformBase):
+        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(7, 0))
+
+    volta_fa.vllm.register()
+    choice = AttentionConfig(backend="CUSTOM").backend
+    asked = AttentionSelectorConfig(head_size=128, dtype=torch.float16, kv_cache_dtype="auto", block_size=16)
+    assert V100.get_attn_backend_cls(choice, asked) == volta_fa.vllm.BACKEND
+    with pytest.raises(ValueError, match="MLA not supported"):
+        V100.get_attn_backend_cls(choice, asked._replace(use_mla=True))
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@on("cpu-fp32")
+def test_vllm_layer(backend, monkeypatch):
+    """vLLM's own attention layer, in its forward context: who calls the cache update and forward, and with what."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    volta_fa.vllm.register()
+    server = Server(backend, layout="nhd" if OLD else "packed-nhd")
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    with set_current_vllm_config(config):
+        layer = Attention(4, 32, 32**-0.5, num_kv_heads=2, per_layer_sliding_window=7, prefix="layer", attn_backend=VoltaBackend)
+    assert isinstance(layer.impl, VoltaAttentionImpl) and layer.backend is AttentionBackendEnum.CUSTOM
+    layer.kv_cache = server.kv_cache
+    for queries in STEPS:
+        q, k, v, slots, common = server.step(queries)
+        metadata = {"layer": server.builder.build(0, common)}
+        with set_current_vllm_config(config), set_forward_context(metadata, config, slot_mapping={"layer": slots}):
+            out = layer(*(t.flatten(1) for t in (q, k, v)))
+        server.check(queries, q, out.view_as(q), is_causal=True, window_left=6)
+    server.check_cache()
 
 
 FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_VLLM", "").split(":") if folder]

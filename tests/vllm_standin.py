@@ -137,6 +137,41 @@ class AttentionImpl(ABC):
     ): ...  # fmt: skip
 
 
+class MLAAttentionImpl(ABC):
+    def __class_getitem__(cls, _):
+        return cls
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap,
+        attn_type,
+        kv_sharing_target_layer_name,
+        q_lora_rank,
+        kv_lora_rank,
+        qk_nope_head_dim,
+        qk_rope_head_dim,
+        qk_head_dim,
+        v_head_dim,
+        kv_b_proj,
+        indexer=None,
+        q_pad_num_heads=None,
+    ): ...
+
+    @abstractmethod
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+        raise NotImplementedError
+
+
 class AttentionBackendEnum(enum.Enum):
     FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     CUSTOM = None
@@ -168,7 +203,7 @@ def get_kv_cache_layout():
 MODULES = {
     "vllm.v1.attention.backend": [
         AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, AttentionType,
-        CommonAttentionMetadata, MultipleOf,
+        CommonAttentionMetadata, MLAAttentionImpl, MultipleOf,
     ],
     "vllm.v1.attention.backends.registry": [AttentionBackendEnum, register_backend],
     "vllm.v1.attention.backends.utils": [get_kv_cache_layout],

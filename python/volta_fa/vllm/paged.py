@@ -195,3 +195,58 @@ class Attention:
 
     def _window(self) -> int:
         return -1 if self.sliding_window is None else self.sliding_window - 1
+
+
+def write_latents(latent: Tensor, rotary: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """`write` of one head's latents and of their rotary part behind them. Columns are columns to the append kernel: of each part it takes
+    one half as a key and the other as a value, so that none is longer than it knows.
+
+    Args:
+        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary).
+        cache: (blocks, block_size, kv_lora_rank + rotary).
+    """
+    first = 0
+    for part in (latent, rotary.flatten(1)):
+        columns = cache[:, :, None, first : first + part.shape[1]]
+        half = part.shape[1] // 2
+        key, value = part[:, None].tensor_split((half,), dim=-1)
+        k_cache, v_cache = columns.tensor_split((half,), dim=-1)
+        write(key, value, k_cache, v_cache, slot_mapping)
+        first += part.shape[1]
+
+
+def attend_to_latents(query: Tensor, cache: Tensor, kv_lora_rank: int, softmax_scale: float, batch: Batch) -> Tensor:
+    """Attention of many query heads, (tokens, nheads, kv_lora_rank + rotary), to the cache's one: (tokens, nheads, kv_lora_rank)."""
+    latents = cache[:, :, None]
+    out, _ = torch.ops.volta_fa.fwd_kvcache(
+        query,
+        latents,
+        latents[..., :kv_lora_rank],
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_query_len,
+        cache_seqlens=batch.seq_lens,
+        block_table=batch.block_table,
+        is_causal=batch.causal,
+        softmax_scale=softmax_scale,
+    )
+    return out
+
+
+def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
+    """Whether the operator of this build does: asked with tensors that have no data."""
+    query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_GROUP, head_size)))
+    ints = torch.empty(2, dtype=torch.int32, device="meta")
+    try:
+        attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def check_latents(head_size: int, kv_lora_rank: int) -> None:
+    """Raise NotImplementedError where the operator does not."""
+    if not takes_latents(head_size, kv_lora_rank):
+        raise NotImplementedError(
+            f"volta_fa: head_size: got {head_size} with kv_lora_rank {kv_lora_rank}, expected sizes that volta_fa::fwd_kvcache takes: this "
+            "build has no kernels for latent attention"
+        )
