@@ -629,7 +629,7 @@ def test_real_vllm(folder):
     """The same tests, and those of its own, with a real release."""
     path = [folder, str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "VOLTA_FA_TEST_VLLM_HERE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-k", "not sim", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
     result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout
