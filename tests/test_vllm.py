@@ -206,16 +206,25 @@ def test_layouts(backend, layout):
 
 
 @on("sim", "cuda")
-def test_padding_of_captured_graphs(backend, monkeypatch):
-    """Requests without tokens at the end, rows that belong to nobody, slots of -1: on a GPU, where values are not looked at."""
+def test_what_a_captured_graph_does(backend, monkeypatch):
+    """What the host decides stays as it was for the capture, metadata too; steps come as new values in the runner's buffers, padded:
+    requests without tokens, rows that belong to nobody, slots of -1. (On a GPU, where nobody looks at values.)"""
     monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     server = Server(backend)
     impl = implementation(server)
-    for queries in STEPS[:2]:
-        q, k, v, slots, common = server.step(queries, padded_requests=2, padded_tokens=5)
-        paged.write_slots(k, v, *paged.split_cache(server.kv_cache, server.headdim), slots)
+    rows, requests = 48, 4
+    metadata = captured = None
+    for queries in [{3: 40}, *STEPS]:
+        q, k, v, slots, common = server.step(queries, padded_requests=requests - len(queries), padded_tokens=rows - sum(queries.values()))
+        if captured is None:
+            common.max_query_len = rows
+            captured, metadata = common, server.builder.build_for_cudagraph_capture(common)
+        for name, t in vars(common).items():
+            if isinstance(t, torch.Tensor):
+                getattr(captured, name).copy_(t)
+        paged.write_slots(k, v, *paged.split_cache(server.kv_cache, server.headdim), captured.slot_mapping)
         output = torch.full_like(q, math.nan)
-        impl.forward(None, q, k, v, server.kv_cache, server.builder.build_for_cudagraph_capture(common), output)
+        impl.forward(None, q, k, v, server.kv_cache, metadata, output)
         server.check(queries, q, output, is_causal=True)
     server.check_cache()
 
@@ -612,7 +621,7 @@ def test_vllm_layer(backend, monkeypatch):
     for queries in STEPS:
         q, k, v, slots, common = server.step(queries)
         metadata = {"layer": server.builder.build(0, common)}
-        with set_current_vllm_config(config), set_forward_context(metadata, config, slot_mapping={"layer": slots}):
+        with torch.inference_mode(), set_current_vllm_config(config), set_forward_context(metadata, config, slot_mapping={"layer": slots}):
             out = layer(*(t.flatten(1) for t in (q, k, v)))
         server.check(queries, q, out.view_as(q), is_causal=True, window_left=6)
     server.check_cache()
