@@ -95,7 +95,7 @@ clean: ## remove everything built (.venv stays: delete it by hand)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
 # The environment, again whenever its requirements change.
-$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt),$(wildcard tools/requirements/*.txt))
+$(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt) tools/requirements/vllm.txt,$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)

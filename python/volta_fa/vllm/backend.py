@@ -1,0 +1,253 @@
+"""vLLM's abstract classes on `paged`: what `--attention-backend CUSTOM` stands for.
+
+Written against vLLM 0.19.1 and 0.33.0 and tested with the classes of both; where they differ a comment says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from .paged import CACHE_DTYPES, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
+
+__all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
+
+#: A cascade is two launches more in each layer, and vLLM runs its steps without whole-step graphs: say 15 us (not measured). It pays
+#: where it saves what a V100 reads in that time, at 750 GB/s.
+_CASCADE_BYTES = 15e-6 * 750e9
+
+
+@dataclasses.dataclass
+class VoltaMetadata(Batch, AttentionMetadata):
+    """A step's `Batch`, and what else vLLM looks up in metadata. All tensors are the runner's own: nothing was computed from them, so
+    a captured graph reads what the next step puts there."""
+
+    max_seq_len: int = 0
+    slot_mapping: Tensor | None = None
+
+
+class VoltaMetadataBuilder(AttentionMetadataBuilder):
+    """`build` copies references. (With a common prefix it subtracts its length, on the device.)
+
+    CUDA graphs of all kinds: lengths, page numbers and where queries begin are read by the kernels; what the host decides follows from
+    the number of rows and max_query_len, which the runner gives for the capture as what it will not exceed.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    #: the tensors are the runner's
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMetadata:
+        """The metadata of a step; waits for nothing."""
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError("volta_fa: causal: got a tensor, one value a sequence; expected one for the batch")
+        metadata = VoltaMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            causal=common.causal,
+            max_seq_len=common.max_seq_len,
+            slot_mapping=common.slot_mapping,
+        )
+        if common_prefix_len:
+            metadata.common_prefix_len = common_prefix_len
+            metadata.shared_seqlen = torch.full((1,), common_prefix_len, dtype=torch.int32, device=common.seq_lens.device)
+            metadata.own_seqlens = common.seq_lens - common_prefix_len
+        return metadata
+
+    def update_draft_decode_metadata(self, metadata: VoltaMetadata) -> None:
+        """Nothing to do: see the class."""
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether to read the first common_prefix_len tokens once for all sequences. (vLLM 0.19, with --no-disable-cascade-attn; later
+        releases do not ask.)"""
+        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
+            return False
+        spec = self.kv_cache_spec
+        token = 2 * num_kv_heads * spec.head_size * torch.finfo(spec.dtype).bits // 8
+        return common_prefix_len * (len(query_lens) - 1) * token > _CASCADE_BYTES
+
+
+class VoltaBackend(AttentionBackend):
+    """What vLLM asks before it builds a model."""
+
+    #: (0.19) a layer's output is ours to write into
+    accept_output_buffer = True
+    #: bfloat16 works through copies of the whole cache, which no server wants
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+    #: it is `do_kv_cache_update`, which vLLM calls with the slots
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that it is registered by: vLLM looks it up."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[VoltaAttentionImpl]:
+        """A layer's attention."""
+        return VoltaAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[VoltaMetadataBuilder]:
+        """A step's metadata."""
+        return VoltaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Of the kernels, which vLLM's own blocks are multiples of."""
+        return [MultipleOf(PAGE_GROUP)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """(0.19) A layer's cache, as `paged.split_cache` takes it."""
+        if block_size % PAGE_GROUP:
+            raise ValueError(f"volta_fa: block_size: got {block_size}, expected a multiple of {PAGE_GROUP}")
+        check_cache_dtype(cache_dtype_str)
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """(0.19) The order in memory of those dimensions, after one of layers where vLLM asks for that: tokens before heads (NHD) or after
+        (HND), as vLLM or a connector has it set. The kernels read both."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        hnd = get_kv_cache_layout() == "HND"
+        if include_num_layers_dimension:
+            # blocks outside of layers: what a connector moves is one piece of memory; with HND it may move single heads
+            return (1, 2, 4, 0, 3, 5) if hnd else (1, 0, 2, 3, 4, 5)
+        return (0, 1, 3, 2, 4) if hnd else (0, 1, 2, 3, 4)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Those whose rows the kernels read where they lie."""
+        return list(range(8, 257, 8))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Volta, Turing, and later ones by PTX."""
+        return (capability.major, capability.minor) >= (7, 0)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders, encoders and attention between both."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """gpt-oss's."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """(0.33 asks)"""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """(0.33 asks)"""
+        return True
+
+
+class VoltaAttentionImpl(AttentionImpl):
+    """A layer's attention: `do_kv_cache_update`, then `forward`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        check_cache_dtype(kv_cache_dtype)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self._without_cache = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        self._attention = Attention(
+            softmax_scale=self.scale,
+            sliding_window=sliding_window,
+            softcap=logits_soft_cap or 0.0,
+            alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
+            sinks=sinks,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: VoltaMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step, into output, which is returned.
+
+        Args:
+            query: (tokens, num_heads, head_size); key, value: (tokens, num_kv_heads, head_size), looked at in encoders only: else they
+                are in kv_cache.
+            attn_metadata: None while vLLM measures memory: then output is zeros.
+        """
+        for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+            if t is not None:
+                raise NotImplementedError(f"volta_fa: {name}: got a tensor, expected None: the output is not quantised")
+        if attn_metadata is None:
+            return output.zero_()
+        attention = self._attention.to(query.device)
+        if self._without_cache:
+            assert key is not None and value is not None
+            attention.attend_without_cache(query, key, value, attn_metadata, output)
+        else:
+            attention.attend(query, *split_cache(kv_cache, self.head_size), attn_metadata, output)
+        return output
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write a step's keys and values: `paged.write`."""
+        if not self._without_cache:
+            write(key, value, *split_cache(kv_cache, self.head_size), slot_mapping)

@@ -1,0 +1,183 @@
+"""Latent attention (DeepSeek's MLA) for vLLM: what `--attention-backend CUSTOM` stands for with VOLTA_FA_VLLM_MLA=1.
+
+vLLM multiplies the up-projection of the keys into the queries, hands those over as long as a cached latent is, and multiplies what
+comes back by the up-projection of the values. So attention is that of many query heads to one key head, the latent and its rotary part,
+whose first columns are the values too. Here that is done for all tokens, those of prompts as well: a prompt costs
+(576 + 512) / (192 + 128) = 3.4 times the products of attention to expanded keys, and needs no expanded keys, no workspace for them, and no
+lengths on the host.
+
+The cache's writer is there for all sizes. Attention is as soon as `volta_fa::fwd_kvcache` takes a headdim of 576; until then the
+backend says no when vLLM asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
+
+from . import paged
+from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
+
+__all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
+
+#: Columns of a latent that are not values: all models' so far.
+_ROTARY = 64
+
+
+@dataclasses.dataclass
+class VoltaMLAMetadata(VoltaMetadata):
+    """With the names by which vLLM's layer divides a batch: to it all tokens are those of decode steps, of which there may be many."""
+
+    num_decodes: int = 0
+    num_prefills: int = 0
+    num_decode_tokens: int = 0
+    decode: str | None = "all tokens"
+    prefill: None = None
+
+
+class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
+    """As `VoltaMetadataBuilder`."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMLAMetadata:
+        """The metadata of a step; waits for nothing."""
+        metadata = super().build(0, common_attn_metadata, fast_build)
+        counts = {"num_decodes": common_attn_metadata.num_reqs, "num_decode_tokens": common_attn_metadata.num_actual_tokens}
+        return VoltaMLAMetadata(**vars(metadata), **counts)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """No."""
+        return False
+
+
+class VoltaMLABackend(VoltaBackend):
+    """What vLLM asks before it builds a model."""
+
+    @staticmethod
+    def get_impl_cls() -> type[VoltaMLAImpl]:
+        """A layer's attention."""
+        return VoltaMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[VoltaMLAMetadataBuilder]:
+        """A step's metadata."""
+        return VoltaMLAMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """(0.19) A layer's cache: latents, of one head."""
+        blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
+        return (blocks, rows, columns)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """(0.19) The order in memory of those dimensions."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Of latents with their rotary part, as far as the operator takes them. (vLLM takes an empty list for all sizes.)"""
+        return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY)] or [0]
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """It is."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """No model has both."""
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """(0.33 asks)"""
+        return False
+
+
+class VoltaMLAImpl(MLAAttentionImpl):
+    """A layer's attention: `do_kv_cache_update`, then `forward_mqa` for all tokens."""
+
+    #: (0.33) by this vLLM's layer knows that an implementation takes the tokens of prompts as queries too, and looks for no other
+    #: attention for them, of which none runs on these cards
+    is_sparse = True
+    supports_dense_mha_prefill = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+    ) -> None:
+        options = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "indexer": indexer,
+        }
+        for name, value in options.items():
+            if value is not None:
+                raise NotImplementedError(f"volta_fa: {name}: got {value}, expected None in latent attention")
+        paged.check_cache_dtype(kv_cache_dtype)
+        paged.check_latents(head_size, kv_lora_rank)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.kv_lora_rank = kv_lora_rank
+
+    def forward_mha(self, *args: Any, **kwargs: Any) -> None:
+        """Never called: there are no tokens that are not `forward_mqa`'s."""
+        raise NotImplementedError("volta_fa: forward_mha: got a call, expected none: all tokens are forward_mqa's")
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of all tokens of a step to the latents, (tokens, num_heads, kv_lora_rank), and no softmax_lse.
+
+        Args:
+            q: (tokens, num_heads, kv_lora_rank + rotary), or both parts.
+            kv_c_and_k_pe_cache: (blocks, block_size, kv_lora_rank + rotary).
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        return paged.attend_to_latents(q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata), None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write a step's latents: `paged.write_latents`."""
+        if kv_cache.numel():
+            paged.write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten())

@@ -1,0 +1,252 @@
+"""What vLLM's attention is made of, on the operators: the cache in its layouts, writing to it, attending to it.
+
+Nothing here imports vLLM, waits for a GPU, or looks at a value on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cascade import cascade_attention
+
+#: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them: `auto` is the model's own type,
+#: and a model that runs here is float16.
+CACHE_DTYPES = ("auto", "float16")
+
+#: Of the sizes of vLLM's blocks: what `volta_fa::fwd_kvcache` asks of its pages.
+PAGE_GROUP = 16
+
+
+def check_cache_dtype(kv_cache_dtype: str) -> None:
+    """Raise NotImplementedError for a type of cache that the operator cannot read or write."""
+    if kv_cache_dtype in CACHE_DTYPES:
+        return
+    why = "Volta and Turing have no bfloat16" if kv_cache_dtype == "bfloat16" else "the operator reads float16 caches"
+    raise NotImplementedError(f"volta_fa: kv_cache_dtype: got {kv_cache_dtype}, expected {' or '.join(CACHE_DTYPES)}: {why}")
+
+
+def split_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """k_cache and v_cache, (blocks, block_size, nheads_k, head_size or head_size_v), views of one layer's tensor.
+
+    Args:
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size), keys and values side by side, as vLLM up to 0.19 asks the backend for its
+            shape; or (blocks, nheads_k, block_size, head_size + head_size_v), as later releases have it. In memory the dimensions are in
+            any order, and pages may lie apart.
+    """
+    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
+        k_cache, v_cache = kv_cache.unbind(1)
+        return k_cache, v_cache
+    if kv_cache.dim() == 4 and kv_cache.shape[3] > head_size:
+        content = kv_cache.transpose(1, 2)
+        return content[..., :head_size], content[..., head_size:]
+    raise ValueError(
+        f"volta_fa: kv_cache: got shape {tuple(kv_cache.shape)}, expected (blocks, 2, block_size, nheads_k, {head_size}) or "
+        f"(blocks, nheads_k, block_size, {head_size} + head_size_v)"
+    )
+
+
+def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write tokens into the cache where `slot_mapping` says.
+
+    That mapping, and not the lengths, is what vLLM promises: it leaves out padding and rejected guesses, and later tokens of a sequence
+    need not follow earlier ones. So each token goes to the append kernel as a sequence of its own, whose one page is its slot's and
+    whose length is the rows before it there; there is no query to attend.
+
+    Args:
+        key, value: (tokens, nheads_k, head_size or head_size_v); tokens behind the mapping's are padding.
+        k_cache, v_cache: as `split_cache` gives them.
+        slot_mapping: integers (tokens), block * block_size + row; a negative one: the token is not written.
+    """
+    if slot_mapping.device.type == "cpu":
+        # where the op looks at values and refuses a page that there is not; kernels leave such a token out themselves
+        there = slot_mapping >= 0
+        if not there.all():
+            key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
+    write_slots(key, value, k_cache, v_cache, slot_mapping)
+
+
+def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`write`, by the op alone."""
+    tokens = slot_mapping.shape[0]
+    if tokens == 0:
+        return
+    block_size, nheads_k, headdim = k_cache.shape[1:]
+    slots = slot_mapping.to(torch.int32)
+    torch.ops.volta_fa.fwd_kvcache(
+        key.new_empty(tokens, 0, nheads_k, headdim),
+        k_cache,
+        v_cache,
+        key[:tokens, None],
+        value[:tokens, None],
+        cache_seqlens=slots % block_size,
+        block_table=(slots // block_size)[:, None],
+    )
+
+
+@dataclasses.dataclass
+class Batch:
+    """The sequences of a step, whose new tokens are in the cache already.
+
+    Attributes:
+        num_actual_tokens: rows of the packed queries that belong to the step. Of a captured graph all: then those behind
+            query_start_loc's last value belong to nobody, and their rows of the output hold anything.
+        max_query_len: at least the longest sequence's queries.
+        query_start_loc: int32 (batch + 1): where each sequence's queries begin.
+        seq_lens: int32 (batch): tokens of each in the cache, these included.
+        block_table: int32 (batch, max_blocks): the blocks of each, in order.
+        causal: the last query sees the last token, the one before all but that; else each sees all.
+        common_prefix_len: so many tokens, in whole blocks, are the first of all sequences and lie in the same blocks; 0 unless they
+            are to be read once for all.
+        shared_seqlen, own_seqlens: with common_prefix_len, int32 (1) and (batch): the shared tokens, and each sequence's without them.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool = True
+    common_prefix_len: int = 0
+    shared_seqlen: Tensor | None = None
+    own_seqlens: Tensor | None = None
+
+
+@dataclasses.dataclass
+class Attention:
+    """How a layer scores. The attributes are those of `volta_fa::fwd_kvcache`, but for sliding_window: so many tokens a query sees, its
+    own included; None: all."""
+
+    softmax_scale: float
+    sliding_window: int | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def to(self, device: torch.device) -> Attention:
+        """With all tensors there: vLLM may have made the slopes before it knew of a device."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != device:
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        return self
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor) -> None:
+        """Attention of a step over the cache, into output.
+
+        Args:
+            query: (tokens, nheads, head_size).
+            output: (tokens, nheads, head_size_v), or with the last two as one.
+        """
+        q = query[: batch.num_actual_tokens]
+        scores: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "sinks": self.sinks}
+        packed: dict[str, Any] = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
+        if batch.common_prefix_len:
+            assert batch.shared_seqlen is not None and batch.own_seqlens is not None
+            shared = batch.common_prefix_len // k_cache.shape[1]
+            out, _ = cascade_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_table[0, :shared],
+                batch.shared_seqlen,
+                block_table=batch.block_table[:, shared:],
+                cache_seqlens=batch.own_seqlens,
+                is_causal=batch.causal,
+                **packed,
+                **scores,
+            )
+        else:
+            out, _ = torch.ops.volta_fa.fwd_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens=batch.seq_lens,
+                block_table=batch.block_table,
+                is_causal=batch.causal,
+                window_left=self._window(),
+                alibi_slopes=self.alibi_slopes,
+                **packed,
+                **scores,
+            )
+        output[: batch.num_actual_tokens].view_as(out).copy_(out)
+
+    def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, output: Tensor) -> None:
+        """Attention of the tokens of each sequence to each other, in both directions: encoders."""
+        q, k, v = (t[: batch.num_actual_tokens] for t in (query, key, value))
+        starts, longest, window = batch.query_start_loc, batch.max_query_len, self._window()
+        out, _, _ = torch.ops.volta_fa.fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            window_left=window,
+            window_right=window,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+        output[: batch.num_actual_tokens].view_as(out).copy_(out)
+
+    def _window(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
+
+def write_latents(latent: Tensor, rotary: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """`write` of one head's latents and of their rotary part behind them. Columns are columns to the append kernel: of each part it takes
+    one half as a key and the other as a value, so that none is longer than it knows.
+
+    Args:
+        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary).
+        cache: (blocks, block_size, kv_lora_rank + rotary).
+    """
+    first = 0
+    for part in (latent, rotary.flatten(1)):
+        columns = cache[:, :, None, first : first + part.shape[1]]
+        half = part.shape[1] // 2
+        key, value = part[:, None].tensor_split((half,), dim=-1)
+        k_cache, v_cache = columns.tensor_split((half,), dim=-1)
+        write(key, value, k_cache, v_cache, slot_mapping)
+        first += part.shape[1]
+
+
+def attend_to_latents(query: Tensor, cache: Tensor, kv_lora_rank: int, softmax_scale: float, batch: Batch) -> Tensor:
+    """Attention of many query heads, (tokens, nheads, kv_lora_rank + rotary), to the cache's one: (tokens, nheads, kv_lora_rank)."""
+    latents = cache[:, :, None]
+    out, _ = torch.ops.volta_fa.fwd_kvcache(
+        query,
+        latents,
+        latents[..., :kv_lora_rank],
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_query_len,
+        cache_seqlens=batch.seq_lens,
+        block_table=batch.block_table,
+        is_causal=batch.causal,
+        softmax_scale=softmax_scale,
+    )
+    return out
+
+
+def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
+    """Whether the operator of this build does: asked with tensors that have no data."""
+    query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_GROUP, head_size)))
+    ints = torch.empty(2, dtype=torch.int32, device="meta")
+    try:
+        attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def check_latents(head_size: int, kv_lora_rank: int) -> None:
+    """Raise NotImplementedError where the operator does not."""
+    if not takes_latents(head_size, kv_lora_rank):
+        raise NotImplementedError(
+            f"volta_fa: head_size: got {head_size} with kv_lora_rank {kv_lora_rank}, expected sizes that volta_fa::fwd_kvcache takes: this "
+            "build has no kernels for latent attention"
+        )
