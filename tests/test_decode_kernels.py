@@ -25,6 +25,8 @@ def queries(n, lengths=RAGGED):
 TILES = [
     *(Cached(queries(n), headdim=d, nheads=4 * group, nheads_k=4) for d in (64, 128, 256) for n, group in ((1, 8), (2, 6), (4, 8), (8, 8))),
     *(Cached(queries(3), headdim=d, headdim_v=dv, nheads=3) for d, dv in ((8, 200), (200, 8), (72, 104), (136, 248))),
+    # 64 rows, whose warps share what they load
+    *(Cached(queries(8), headdim=d, headdim_v=dv, nheads=8, window_left=70, page=0) for d, dv in ((40, 64), (104, 72), (200, 136))),
     Cached(queries(11), nheads=5, is_causal=False),
     Cached(((9, 40, 0), (1, 300, 0), (30, 90, 0)), packed=True, nheads=7, headdim=128),
 ]
@@ -74,8 +76,10 @@ def test_num_splits(backend, num_splits):
 
 
 @on("sim", "cuda")
-def test_wrong_sequences_are_nan_and_alone(backend):
-    case = Cached(((2, 40, 0), (2, 300, 0), (2, 60, 0), (2, 90, 0), (2, 33, 0)), nheads=8, nheads_k=2)
+@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256)])
+def test_wrong_sequences_are_nan_and_alone(backend, queries, headdim):
+    lengths = tuple((queries, n, 0) for n in (40, 300, 60, 90, 33))
+    case = Cached(lengths, headdim=headdim, nheads=16, nheads_k=2)
     problem = case.problem(backend)
     out, lse, *_ = run(backend, problem)
     lengths, table = problem.options["cache_seqlens"], problem.options["block_table"]
