@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -113,6 +114,20 @@ def test_rows_of_no_sequence_are_nan(backend, cu):
     }
     for row in range(6):
         assert out[row].isnan().all() == (row not in owned) and lse[:, row].isnan().all() == (row not in owned), row
+
+
+def test_plans_show_a_caches_kernels():
+    """For a V100, by numbers alone."""
+    plan = lambda seqlen_q, **more: json.loads(torch.ops.volta_fa._plan(3, seqlen_q, 4000, 64, 8, 128, 128, True, **more))["cache"]  # noqa: E731
+    step = plan(8)
+    assert step["decode"]["name"] == "volta_decode_128x64" and step["decode"]["grid"] == [80, 1, 1] and step["prefill"] is None
+    assert step["append"]["name"] == "volta_append" and step["append"]["grid"][1:] == [8, 3]
+    assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["arrivals"] >= 2 * 80
+    assert all(kernel["reason"] for kernel in step.values() if kernel)
+    chunk = plan(100)
+    assert chunk["prefill"]["pass"] == "Prefill" and chunk["prefill"]["grid"][2] == 3 and chunk["decode"]["block_rows"] == 32
+    assert plan(100, needs="softcap")["prefill"]["name"] != chunk["prefill"]["name"]
+    assert plan(8, needs="bias") is None and plan(8, needs="dropout") is None
 
 
 @on("cuda")
