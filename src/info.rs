@@ -179,8 +179,30 @@ fn positive(name: &str, n: i64) -> Result<i64> {
     Ok(n)
 }
 
-/// What the plan picks for a shape on a device: `forward` and the three kernels of `backward`, each with its reason; `needs` as the
-/// variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do not count then.
+/// The plans of the same shape with its keys in a cache: of `decode` as in a packed batch, whose sequences of many rows are left to
+/// `prefill`, where there may be any; and of `append`, of as many tokens as there are queries. Each null where no kernel does that; all,
+/// where something is asked for that a cache's passes do not know.
+fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
+    if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
+        return Value::Null;
+    }
+    let has_long = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
+    let decode = plan::decode(a, has_long, limits).ok().map(|decode| {
+        let mut value = described(decode.kernel, 1);
+        value["partials"] = json!(decode.partials);
+        value["arrivals"] = json!(decode.arrivals);
+        value
+    });
+    let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
+    json!({
+        "append": plan::append(a.seqlen_q, a.nheads_k, limits).ok().map(|kernel| described(kernel, a.batch)),
+        "decode": decode,
+        "prefill": prefill.map(|kernel| described(kernel, a.batch)),
+    })
+}
+
+/// What the plan picks for a shape on a device: `forward`, the three kernels of `backward`, and those of a KV `cache`, each with its
+/// reason; `needs` as the variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do not count then.
 ///
 /// # Errors
 /// Numbers that make no sense, or a device that no kernel fits.
@@ -200,12 +222,13 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
         features,
     };
     let limits = limits(args, device)?;
-    let described = |kernel: PlannedKernel| {
+    let on_grid = |kernel: PlannedKernel, batch: i64| {
         let mut value = variant(kernel.variant);
-        value["grid"] = json!([kernel.blocks[0], kernel.blocks[1], a.batch]);
+        value["grid"] = json!([kernel.blocks[0], kernel.blocks[1], batch]);
         value["reason"] = json!(kernel.reason.to_string());
         value
     };
+    let described = |kernel: PlannedKernel| on_grid(kernel, a.batch);
     let mode = BackwardMode { deterministic: args.deterministic, ..mode };
     let backward = plan::backward(&a, mode, &limits)?;
     Ok(json!({
@@ -222,6 +245,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "finish": described(backward.finish),
             "deterministic": backward.deterministic,
         },
+        "cache": cached(&a, mode, &limits, on_grid),
     }))
 }
 

@@ -11,7 +11,9 @@ use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scrat
 use crate::params;
 use crate::problem::{Attention, MergedStates};
 use crate::tuning::{Shape, Tuning};
+use std::cell::Cell;
 use std::fmt;
+use std::thread::LocalKey;
 
 /// Restricts plans to one family, for tests and comparisons.
 pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
@@ -408,9 +410,34 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
     let shape = Shape { headdim: 0, headdim_v: 0, seqlen_q: rows, seqlen_k: rows, rows: rows.saturating_mul(nheads_k), is_causal: None };
-    let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
-    Ok(on_grid(kernel, rows, nheads_k))
+    remembered(&LAST, (rows, nheads_k), d, || {
+        let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+        Ok(on_grid(kernel, rows, nheads_k))
+    })
+}
+
+/// What was asked last, of which device and tuning (which live as long as the process), and the plan.
+type Remembered<Asked, Plan> = Cell<Option<((Asked, DeviceLimits, *const Tuning), Plan)>>;
+
+/// A thread's last plan, where it is the one that is asked for. A model's layers, and its steps of decoding, all ask for the same, and
+/// looking through the tables of kernels takes a seventh of what such a call costs the host.
+fn remembered<Asked: Copy + PartialEq, Plan: Copy>(
+    last: &'static LocalKey<Remembered<Asked, Plan>>,
+    asked: Asked,
+    d: &DeviceLimits,
+    plan: impl FnOnce() -> Result<Plan>,
+) -> Result<Plan> {
+    let asked = (asked, DeviceLimits { tuning: None, ..*d }, d.tuning.map_or(std::ptr::null(), std::ptr::from_ref));
+    match last.get() {
+        Some((same, plan)) if same == asked => Ok(plan),
+        _ => {
+            let plan = plan()?;
+            last.set(Some((asked, plan)));
+            Ok(plan)
+        }
+    }
 }
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.

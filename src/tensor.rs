@@ -33,16 +33,25 @@ fn dtype(scalar_type: i32) -> DType {
     }
 }
 
+/// All of a tensor at once, without an allocation: what launches ask of each of theirs. None: it has no strides.
+fn info(t: &Tensor) -> Option<TensorInfo> {
+    let mut info = TensorInfo { dtype: -1, device_kind: -1, device_index: 0, rank: 0, sizes: [0; 8], strides: [0; 8] };
+    // SAFETY: the handle is that of a live tensor.
+    unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) }.then_some(info)
+}
+
+/// (rank, sizes, strides) of a tensor that validation has seen, and so of few dimensions.
+fn layout(t: &Tensor) -> (usize, [i64; 8], [i64; 8]) {
+    let info = info(t).expect("validation checked that there are strides");
+    (info.rank as usize, info.sizes, info.strides)
+}
+
 /// Describe a tensor for validation. Of one whose sizes are symbolic it says what is known.
 ///
 /// # Errors
 /// Where the tensor is on a device that the ops do not run on, or has no strides.
 pub fn describe(t: &Tensor) -> Result<TensorDesc> {
-    let mut info = TensorInfo { dtype: -1, device_kind: -1, device_index: 0, rank: 0, sizes: [0; 8], strides: [0; 8] };
-    // SAFETY: the handle is that of a live tensor.
-    if !unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) } {
-        return Err(Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"));
-    }
+    let info = info(t).ok_or_else(|| Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"))?;
     let device = match info.device_kind {
         0 => Device::Cpu,
         1 => Device::Cuda(info.device_index as usize),
@@ -74,8 +83,8 @@ pub fn padded_headdim(headdim: i64) -> i64 {
 
 /// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 8 elements.
 pub fn is_readable(t: &Tensor) -> bool {
-    let (sizes, strides) = (t.size(), t.stride());
-    let last = sizes.len() - 1;
+    let (rank, sizes, strides) = layout(t);
+    let last = rank - 1;
     let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
     aligned && sizes[last] % ALIGNED_STRIDE == 0
 }
@@ -101,9 +110,10 @@ pub fn readable(t: &Tensor) -> Result<Tensor> {
 
 /// A result without the columns that [`readable`] added to its inputs, contiguous.
 pub fn without_padding(t: Tensor, headdim: i64) -> Result<Tensor> {
-    match t.size().last() {
-        Some(&columns) if columns != headdim => Ok(t.f_narrow(-1, 0, headdim)?.f_contiguous()?),
-        _ => Ok(t),
+    let (rank, sizes, _) = layout(&t);
+    match sizes[rank - 1] == headdim {
+        true => Ok(t),
+        false => Ok(t.f_narrow(-1, 0, headdim)?.f_contiguous()?),
     }
 }
 
@@ -142,13 +152,13 @@ pub fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRan
 /// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`; or a packed (total, heads,
 /// headdim) one.
 pub fn operand(t: &Tensor, batch: i64) -> Operand {
-    let strides = t.stride();
-    let [batch_stride, row_stride, head_stride] = match strides[..] {
+    let (rank, _, strides) = layout(t);
+    let [batch_stride, row_stride, head_stride] = match strides[..rank] {
         [b, s, h, _] => [b, s, h],
         [s, h, _] => [0, s, h],
         _ => unreachable!("validation checked the rank"),
     };
-    let bytes = batch * batch_stride * t.kind().elt_size_in_bytes() as i64;
+    let bytes = if batch == 0 { 0 } else { batch * batch_stride * t.kind().elt_size_in_bytes() as i64 };
     let ptr = (t.data_ptr() as *const u8).wrapping_offset(bytes as isize).cast();
     Operand { ptr, batch_stride, row_stride, head_stride }
 }

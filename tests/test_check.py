@@ -18,7 +18,7 @@ import volta_fa
 import volta_fa.check
 from conftest import INFO, need
 from volta_fa import remedies
-from volta_fa.check import atomics, fast, isolation, kernels, machine, problems, report, right, tune
+from volta_fa.check import atomics, cached, fast, isolation, kernels, machine, problems, report, right, rule, tune
 from volta_fa.check.fast import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.check.kernels import Target
 from volta_fa.check.right import DeviceLost, Verdict, Worst
@@ -40,24 +40,36 @@ def check(tmp_path, *arguments):
 def test_on_the_cpu(tmp_path, capsys):
     status, data = check(tmp_path, "--device", "cpu", "--seed", "3")
     assert status == 0 and data["all_right"] and data["settings"]["seed"] == 3
-    assert len(data["right"]) == 6 and all(0 < v["worst"]["share"] < 1 for v in data["right"])
+    assert len(data["right"]) == 9 and all(0 < v["worst"]["share"] < 1 for v in data["right"])
     assert all(point["ms"]["volta_fa"] > 0 and point["ms"]["math"] > 0 for point in data["fast"]["points"])
+    with_cache = data["fast"]["cached"]
+    assert [point["kind"] for point in with_cache] == ["decode", "append", "prefill"]
+    assert all(point["speed"]["volta_fa"] > 0 and ("math" in point["ms"]) == (point["kind"] != "append") for point in with_cache)
     assert data["fast"]["card"]["gemm_tflops"] > 0 and data["fast"]["card"]["copy_gb_s"] > 0
     assert data["machine"]["library"] == volta_fa.info()["library"] and data["machine"]["families"] == []
     assert (tmp_path / "volta_fa-check.png").stat().st_size > 10_000
     page = capsys.readouterr().out
     assert "All is right" in page and "the CPU: ATen operations" in page
-    assert page.count("\n") < 50  # one page
+    assert "decode, 2 x 128" in page and page.count("\n") < 50  # one page
 
 
 def test_in_the_simulator(tmp_path, capsys):
     need("sim")
     status, data = check(tmp_path, "--device", "simulator", "--quick", "--kernels", "volta_*wd_*64*")
     assert status == 0, capsys.readouterr().out
-    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] != "Merge"}
+    expected = {v["name"] for v in SIMULATED if v["headdim"] == v["headdim_v"] == 64 and v["pass"] not in ("Merge", *cached.PASSES)}
     assert {v["kernel"] for v in data["right"]} == expected and len(expected) > 8
     assert all(v["passed"] and v["problems"] == 1 and v["worst"]["share"] > 0 for v in data["right"])
     assert data["fast"]["points"] == [] and "not timed" in capsys.readouterr().out
+
+
+def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
+    need("sim")
+    for pattern in ("volta_decode_64x*", "volta_append"):
+        status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
+        assert status == 0, capsys.readouterr().out
+        assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
+    assert "volta KV cache, append" in capsys.readouterr().out
 
 
 @pytest.mark.cuda
@@ -103,14 +115,20 @@ def test_each_kernel_gets_problems_that_it_runs():
     """Asked of the plan: the kernel under test is what runs, and not another that would do as well."""
     need("sim")
     for variant in SIMULATED:
-        for problem in [] if variant["pass"] == "Merge" else kernels.problems(variant):
-            assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
+        if variant["pass"] in cached.PASSES:
+            for problem in cached.problems(variant):
+                names = [kernel["name"] for kernel in cached.planned(SIMULATOR, problem, variant)]
+                assert variant["name"] in names, f"{variant['name']}: {problem}"
+        elif variant["pass"] != "Merge":
+            for problem in kernels.problems(variant):
+                assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
 
 
 def test_problems_ask_for_all_that_a_kernel_covers():
     for variant in SIMULATED:
         if variant["pass"] != "Merge":
-            asked = {need for problem in kernels.problems(variant) for need in problem.needs}
+            given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
+            asked = {need for problem in given for need in problem.needs}
             assert set(variant["needs"]) <= asked, variant["name"]
 
 
@@ -175,7 +193,7 @@ def test_lack_of_memory_is_no_kernels_fault(monkeypatch, tmp_path, capsys):
 def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypatch, tmp_path, capsys):
     corrupted(monkeypatch, change)
     monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
-    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_*_float16", "--quick")
+    status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_*ward_float16", "--quick")
     forward, backward = data["right"]
     assert status == 1 and not data["all_right"]
     assert not forward["passed"] and backward["passed"]
@@ -183,6 +201,50 @@ def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypat
     assert "seed " in forward["complaints"][0] and "q141 k155 d40" in forward["complaints"][0]
     page = capsys.readouterr().out
     assert "cpu_Forward_float16 failed" in page and "Not all is right" in page and "and more" not in page
+
+
+CPU_DECODE = {"name": "x", "family": "cpu", "pass": "Decode", "dtype": torch.float16}
+
+
+def write_too_far(found):
+    found["k_cache"].view(-1)[-1] = 1.0  # of an entry's last row, where nothing is appended
+
+
+def append_wrongly(found):
+    """(The token that the first sequence of problem 2 appends; of the first problem it is one that nobody owns.)"""
+    found["v_cache"][0, 9] += 0.01
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda found: found["out"].mul_(1.02), "out: "),
+        (lambda found: found["softmax_lse"].add_(0.01), "softmax_lse: "),
+        (write_too_far, "k_cache: 1 elements changed"),
+        (append_wrongly, "v_cache: largest error"),
+    ],
+    ids=["out", "softmax_lse", "write_too_far", "append_wrongly"],
+)
+def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
+    run = cached.Inputs.run
+
+    def wrong(self):
+        found = run(self)
+        if self.q.dtype == torch.float16:  # and not the reference
+            change(found)
+        return found
+
+    monkeypatch.setattr(cached.Inputs, "run", wrong)
+    verdict = right.check_kernel(CPU, CPU_DECODE, 0)
+    assert any(text.startswith(message) for text in verdict.complaints), verdict.complaints
+    assert all("cache of " in text and "seed " in text for text in verdict.complaints)
+
+
+def test_a_wrong_reference_of_a_cache_is_noticed(monkeypatch):
+    attend = rule.attend
+    monkeypatch.setattr(cached.rule, "attend", lambda q, *rest, **options: attend(q * (1.01 if q.dtype == torch.float64 else 1), *rest, **options))
+    verdict = right.check_kernel(CPU, CPU_DECODE, 0, quick=True)
+    assert not verdict.passed and not verdict.complaints and "out of the CPU backend in float64 is" in verdict.doubts[0]
 
 
 def test_a_key_too_many_is_noticed(monkeypatch):
@@ -351,7 +413,7 @@ def test_what_time_does_not_suffice_for_is_not_right(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
     status, data = check(tmp_path, "--device", "cpu")
-    assert status == 1 and len(data["not_checked"]) == 5
+    assert status == 1 and len(data["not_checked"]) == 8
 
 
 # ---- fast --------------------------------------------------------------------------------------------------------

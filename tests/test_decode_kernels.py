@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -25,6 +26,8 @@ def queries(n, lengths=RAGGED):
 TILES = [
     *(Cached(queries(n), headdim=d, nheads=4 * group, nheads_k=4) for d in (64, 128, 256) for n, group in ((1, 8), (2, 6), (4, 8), (8, 8))),
     *(Cached(queries(3), headdim=d, headdim_v=dv, nheads=3) for d, dv in ((8, 200), (200, 8), (72, 104), (136, 248))),
+    # 64 rows, whose warps share what they load
+    *(Cached(queries(8), headdim=d, headdim_v=dv, nheads=8, window_left=70, page=0) for d, dv in ((40, 64), (104, 72), (200, 136))),
     Cached(queries(11), nheads=5, is_causal=False),
     Cached(((9, 40, 0), (1, 300, 0), (30, 90, 0)), packed=True, nheads=7, headdim=128),
 ]
@@ -74,8 +77,10 @@ def test_num_splits(backend, num_splits):
 
 
 @on("sim", "cuda")
-def test_wrong_sequences_are_nan_and_alone(backend):
-    case = Cached(((2, 40, 0), (2, 300, 0), (2, 60, 0), (2, 90, 0), (2, 33, 0)), nheads=8, nheads_k=2)
+@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256)])
+def test_wrong_sequences_are_nan_and_alone(backend, queries, headdim):
+    lengths = tuple((queries, n, 0) for n in (40, 300, 60, 90, 33))
+    case = Cached(lengths, headdim=headdim, nheads=16, nheads_k=2)
     problem = case.problem(backend)
     out, lse, *_ = run(backend, problem)
     lengths, table = problem.options["cache_seqlens"], problem.options["block_table"]
@@ -109,6 +114,20 @@ def test_rows_of_no_sequence_are_nan(backend, cu):
     }
     for row in range(6):
         assert out[row].isnan().all() == (row not in owned) and lse[:, row].isnan().all() == (row not in owned), row
+
+
+def test_plans_show_a_caches_kernels():
+    """For a V100, by numbers alone."""
+    plan = lambda seqlen_q, **more: json.loads(torch.ops.volta_fa._plan(3, seqlen_q, 4000, 64, 8, 128, 128, True, **more))["cache"]  # noqa: E731
+    step = plan(8)
+    assert step["decode"]["name"] == "volta_decode_128x64" and step["decode"]["grid"] == [80, 1, 1] and step["prefill"] is None
+    assert step["append"]["name"] == "volta_append" and step["append"]["grid"][1:] == [8, 3]
+    assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["arrivals"] >= 2 * 80
+    assert all(kernel["reason"] for kernel in step.values() if kernel)
+    chunk = plan(100)
+    assert chunk["prefill"]["pass"] == "Prefill" and chunk["prefill"]["grid"][2] == 3 and chunk["decode"]["block_rows"] == 32
+    assert plan(100, needs="softcap")["prefill"]["name"] != chunk["prefill"]["name"]
+    assert plan(8, needs="bias") is None and plan(8, needs="dropout") is None
 
 
 @on("cuda")

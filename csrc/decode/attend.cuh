@@ -18,60 +18,43 @@
 #pragma once
 
 #include "decode/block.cuh"
+#include "decode/page_walk.cuh"
+#include "decode/shared_steps.cuh"
 
 namespace decode {
-
-// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
-template <int Column>
-__device__ __forceinline__ void load_columns(int columns, uint4& x, const unsigned short* from) {
-    asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
-                 : "l"(from), "r"(columns), "n"(Column));
-}
 
 // Steps through keys and values in their order, page by page.
 template <class Layout>
 class Cursor {
-    int row_;  // of the page, of the step's first token
-    int page_;  // number of the page in the sequence
-    int first_page_;  // that the lanes' page numbers begin with
-    int pages_;  // of the table: that of page first_page_ + lane
+    PageWalk pages_;
     const unsigned short *k_, *v_;  // of this lane
+    bool stands_;
+    int token_;  // the step's first
 
 public:
-    int token;  // the step's first
-    bool stands;  // false: the table names a page that there is not
-
-    __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token_) : token(token_) {
-        const int at = s.first_k + token;
-        page_ = p.cache.block_table ? at / p.cache.rows : 0;
-        row_ = at - page_ * p.cache.rows;
-        fetch_pages(p, s);
+    __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token, const void*, int, int)
+        : pages_(p, s, token), token_(token) {
         enter_page(p, s);
     }
     __device__ __forceinline__ void advance(const DecodeParams& p, const Segment& s) {
-        token += kUnit;
-        row_ += kUnit;
+        token_ += kUnit;
         k_ += kUnit * p.cache.k.row_stride;
         v_ += kUnit * p.cache.v.row_stride;
-        if (row_ >= p.cache.rows) {
-            row_ = 0;
-            page_++;
-            if (page_ - first_page_ == 32) fetch_pages(p, s);
-            enter_page(p, s);
-        }
+        if (pages_.advance(p, s)) enter_page(p, s);
     }
+    // False: the table names a page that there is not.
+    __device__ __forceinline__ bool stands() const { return stands_; }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, uint4 (&k)[Loads]) const {
         const typename Layout::Lane lane;
-        const int columns = token + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - Layout::key_column(lane) : 0;
+        const int columns = token_ + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - Layout::key_column(lane) : 0;
         load_keys<0>(columns, k);
     }
     template <int Loads>
     __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, uint4 (&v)[Loads][2]) const {
         const typename Layout::Lane lane;
-        const int columns = p.problem.headdim_v - Layout::value_column(lane), first = token + Layout::value_token(lane);
+        const int columns = p.problem.headdim_v - Layout::value_column(lane), first = token_ + Layout::value_token(lane);
         load_values<0>(first < seqlen_k ? columns : 0, 0, v_, v);
         load_values<0>(first + Layout::kValueTokens < seqlen_k ? columns : 0, 1, v_ + Layout::kValueTokens * p.cache.v.row_stride,
                        v);
@@ -92,21 +75,13 @@ private:
             load_values<J + 1>(columns, h, from, v);
         }
     }
-    // Of tokens that exist alone: behind them the table may hold anything.
-    __device__ __forceinline__ void fetch_pages(const DecodeParams& p, const Segment& s) {
-        first_page_ = page_;
-        const int mine = page_ + (threadIdx.x & 31);
-        const bool exists = p.cache.block_table && mine * static_cast<long long>(p.cache.rows) < s.seqlen_k;
-        pages_ = exists ? page_of(p.cache, s.batch, mine) : -1;
-    }
     __device__ __forceinline__ void enter_page(const DecodeParams& p, const Segment& s) {
         const typename Layout::Lane lane;
-        int page = __shfl_sync(~0u, pages_, page_ - first_page_);
-        if (!p.cache.block_table) page = CachedSequence::entry(p.cache, s.batch);
-        stands = has_page(p.cache, page);
-        k_ = row_of_page(p.cache.k, page, row_ + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride +
+        const int page = pages_.number();
+        stands_ = has_page(p.cache, page);
+        k_ = row_of_page(p.cache.k, page, pages_.row + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride +
              Layout::key_column(lane);
-        v_ = row_of_page(p.cache.v, page, row_ + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride +
+        v_ = row_of_page(p.cache.v, page, pages_.row + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride +
              Layout::value_column(lane);
     }
 };
@@ -116,6 +91,8 @@ template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct Attend {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kParts = Warps / RowGroups;
+    // Two beside each other find each other's bytes in the first cache; more share what they load.
+    static constexpr bool kShares = Layout::kShares && RowGroups > 2;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
@@ -123,7 +100,7 @@ struct Attend {
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
                                                   const BlockParts<kParts>& parts) {
         const typename Layout::Lane lane;
-        const int warp = threadIdx.x >> 5, part = warp / RowGroups, first_row = warp % RowGroups * (8 * RowTiles);
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups, first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
         unsigned q[RowTiles][kKeyLoads][4];
@@ -143,22 +120,28 @@ struct Attend {
             const bool is_modified = options.softcap > 0.f || options.alibi_slopes;
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-            Cursor<Layout> cursor(p, s, s.first + part * each * kUnit);
             uint4 k[kKeyLoads] = {}, v[kValueLoads][2] = {};
-            is_wrong = !cursor.stands;
-            if (!is_wrong) {
-                cursor.load_keys(p, seqlen_k, k);
-                cursor.load_values(p, seqlen_k, v);
+            const int first = s.first + part * each * kUnit;
+            typename StepsOf<kShares>::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
+            if constexpr (!kShares) {
+                if (steps.stands()) {
+                    steps.load_keys(p, seqlen_k, k);
+                    steps.load_values(p, seqlen_k, v);
+                }
             }
-            while (left > 0 && !is_wrong) {
+            for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
+                left--;
+                if constexpr (kShares) {
+                    steps.share(p, s, seqlen_k, left > 0);
+                    steps.keys(k);
+                }
                 float2 x[RowTiles];
                 Layout::scores(q, k, x);
-                const int token = cursor.token;
-                left--;
-                if (left > 0) {
-                    cursor.advance(p, s);
-                    is_wrong = !cursor.stands;
-                    if (!is_wrong) cursor.load_keys(p, seqlen_k, k);
+                if constexpr (kShares) {
+                    steps.values(v);
+                } else if (left > 0) {
+                    steps.advance(p, s);
+                    if (steps.stands()) steps.load_keys(p, seqlen_k, k);
                 }
 
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
@@ -177,12 +160,14 @@ struct Attend {
                         if (low > 1 || high < 1) x[mt].y = negative_infinity();
                     }
                     // of tokens that do not exist registers hold what was there before
+                    if constexpr (!kShares) {
 #pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) {
+                        for (int h = 0; h < 2; h++)
+                            if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) {
 #pragma unroll
-                            for (int j = 0; j < kValueLoads; j++) v[j][h] = make_uint4(0, 0, 0, 0);
-                        }
+                                for (int j = 0; j < kValueLoads; j++) v[j][h] = make_uint4(0, 0, 0, 0);
+                            }
+                    }
                 }
 
                 bool exceeds = false;
@@ -205,9 +190,13 @@ struct Attend {
                     packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
                                                     softmax[mt].probability(x[mt].y, scale_log2));
                 Layout::add_values(lane, o, packed, v);
-                if (left > 0 && !is_wrong) cursor.load_values(p, seqlen_k, v);
+                if constexpr (!kShares) {
+                    if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
+                }
             }
+            is_wrong = !steps.stands();
         }
+        if constexpr (kShares) __syncthreads();  // parts are written where steps were
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -229,6 +218,16 @@ struct Attend {
     }
 
 private:
+    template <bool Shares, class = void>
+    struct StepsOf {
+        using Steps = Cursor<Layout>;
+    };
+    template <class Unused>
+    struct StepsOf<true, Unused> {
+        using Steps = SharedSteps<Layout, RowGroups>;
+        static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float), "a set's buffers lie where its part will");
+    };
+
     // What does not exist is zero.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
                                                         unsigned (&q)[RowTiles][kKeyLoads][4]) {

@@ -237,6 +237,7 @@ impl Launcher for Driver {
         // SAFETY: the kernel takes one argument, of the size of `params` (a test compares the two); the tensors
         // behind its pointers are alive, and PyTorch's allocator keeps their memory for this stream.
         let r = unsafe { result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments) };
-        check(&format!("launching {}", v.name), r)
+        // the text is put together where there is an error alone
+        r.or_else(|e| check(&format!("launching {}", v.name), Err(e)))
     }
 }

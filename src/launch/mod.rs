@@ -32,7 +32,7 @@ pub struct KernelLaunch<'a> {
     pub grid: [u32; 3],
     /// the kernel's single by-value argument
     pub params: &'a [u8],
-    /// all that the kernel may touch through its pointers
+    /// all that the kernel may touch through its pointers, for launchers that look at it
     pub ranges: &'a [MemoryRange],
 }
 
@@ -58,6 +58,11 @@ pub trait Launcher {
         1
     }
 
+    /// Whether it looks at the memory that it is told of. What nobody looks at need not be found out.
+    fn looks_at_memory(&self) -> bool {
+        false
+    }
+
     /// Called once by an op, with all its memory, before its first launch.
     fn begin(&self, _ranges: &[MemoryRange]) {}
 
@@ -72,6 +77,14 @@ pub trait Launcher {
     /// # Errors
     /// Where the module cannot be loaded or the launch fails; nothing has run then.
     fn launch(&self, launch: &KernelLaunch) -> Result<()>;
+}
+
+/// What a launcher is to be told of an op's memory: nothing, where it does not look.
+pub fn memory(launcher: &dyn Launcher, ranges: impl FnOnce() -> Vec<MemoryRange>) -> Vec<MemoryRange> {
+    match launcher.looks_at_memory() {
+        true => ranges(),
+        false => Vec::new(),
+    }
 }
 
 /// View a parameter block as the bytes that travel to the kernel.

@@ -4,7 +4,7 @@ use super::parameters::{self, broadcast_strides, lengths, score_options};
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::kernels::Scratch;
-use crate::launch::{bytes_of, KernelLaunch, Launcher, MemoryRange};
+use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
 use crate::log;
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
@@ -27,8 +27,10 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let mut ranges = vec![memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
-    ranges.extend(parameters::ranges(inputs));
+    let ranges = memory(launcher, || {
+        let own = [memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
+        own.into_iter().chain(parameters::ranges(inputs)).collect()
+    });
     launcher.begin(&ranges);
     fill_ragged(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {

@@ -3,11 +3,12 @@
 //! The grid is as large as the GPU, whatever the lengths, which the host does not know: blocks share them on the device
 //! (`csrc/decode/schedule.cuh`). So a plan depends on nothing but headdims and the most rows that a sequence has.
 
-use super::{choose, holds, DeviceLimits, PlannedKernel, Reason};
+use super::{choose, holds, remembered, DeviceLimits, PlannedKernel, Reason, Remembered};
 use crate::error::Result;
 use crate::kernels::{Kernels, Needs, Pass, COMPILED};
 use crate::problem::Attention;
 use crate::tuning::Shape;
+use std::cell::Cell;
 
 /// Rows (queries of all heads of a key head) from which on the forward kernels' tiles serve a sequence better, which share
 /// loads of keys by more rows than a decode kernel has.
@@ -33,7 +34,8 @@ pub fn rows(a: &Attention) -> i64 {
 
 /// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
 pub fn decode(a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    decode_among(COMPILED, a, others, d)
+    thread_local!(static LAST: Remembered<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
+    remembered(&LAST, (Shape::of(a), rows(a), others), d, || decode_among(COMPILED, a, others, d))
 }
 
 /// The same with other kernels to choose from.

@@ -30,6 +30,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
+    static constexpr bool kShares = false;  // four warps beside each other have eight rows each, which are rarely asked for
+
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowMates[2] = {1, 2};

@@ -21,17 +21,31 @@ struct DecodeLayout {
 
     __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
 
-    __device__ __forceinline__ static int query_row(const Lane& l) { return l.t; }
-    __device__ __forceinline__ static int key_token(const Lane& l) { return l.t; }
+    __device__ __forceinline__ static int query_row(const Lane& l) { return l.t ^ ((l.lane & 4) >> 1); }
+    __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ ((l.lane & 8) >> 1); }
     __device__ __forceinline__ static int key_column(const Lane& l) { return 8 * quad_pair(l); }
     __device__ __forceinline__ static int value_token(const Lane& l) { return l.quad; }
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
+    // The places of decode/shared_steps.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those that
+    // write the chunks of one token nor neighbours that read their operands.
+    static constexpr bool kShares = true;
+    static constexpr int kKeySlots = 32 ^ 2;
+    __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
+    __device__ __forceinline__ static int key_slot(int token, int chunk) {
+        const int quad_pair = chunk & 3, t = token ^ ((quad_pair & 2) << 1);
+        return key_slot(Lane((t & 3) + 4 * quad_pair + ((t & 4) << 2))) ^ (chunk & 4 ? kKeySlots : 0);
+    }
+    __device__ __forceinline__ static int value_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1) ^ (2 * l.half); }
+    __device__ __forceinline__ static int value_slot(int token, int chunk) {
+        return value_slot(Lane((token & 3) + 4 * (chunk >> 1) + 16 * (chunk & 1))) + 32 * (token >> 2);
+    }
+
     // after the exchange
-    __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 8) >> 2) + 4 * l.half; }
-    __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + (l.lane & 4); }
-    static constexpr int kRowMates[2] = {2, 4};
+    __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 4) >> 1) + 4 * l.half; }
+    __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
+    static constexpr int kRowMates[2] = {2, 8};
 
     template <int Loads>
     __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads],
@@ -46,17 +60,13 @@ struct DecodeLayout {
                 mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k[j].x, k[j].y);
                 mma_row_col(c[mt], q[mt][j][2], q[mt][j][3], k[j].z, k[j].w);
             }
-        const int lane = threadIdx.x & 31;
-        const bool later = lane & 4, lower = lane & 8;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             const Accumulator& sum = c[mt];
             float half[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                half[i] = (later ? sum[4 + i] : sum[i]) + __shfl_xor_sync(~0u, later ? sum[i] : sum[4 + i], 4);
-            x[mt] = make_float2((lower ? half[2] : half[0]) + __shfl_xor_sync(~0u, lower ? half[0] : half[2], 8),
-                                (lower ? half[3] : half[1]) + __shfl_xor_sync(~0u, lower ? half[1] : half[3], 8));
+            for (int i = 0; i < 4; i++) half[i] = sum[i] + __shfl_xor_sync(~0u, sum[4 + i], 8);
+            x[mt] = make_float2(half[0] + __shfl_xor_sync(~0u, half[2], 4), half[1] + __shfl_xor_sync(~0u, half[3], 4));
         }
     }
 
@@ -64,8 +74,8 @@ struct DecodeLayout {
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const float other = __shfl_xor_sync(~0u, own[mt], 8);
-            const float factor[2] = {l.lane & 8 ? other : own[mt], l.lane & 8 ? own[mt] : other};
+            const float other = __shfl_xor_sync(~0u, own[mt], 4);
+            const float factor[2] = {l.lane & 4 ? other : own[mt], l.lane & 4 ? own[mt] : other};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
@@ -79,12 +89,12 @@ struct DecodeLayout {
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const uint4 (&v)[Loads][2]) {
         u32 a[RowTiles][4];
-        // the lanes that have a row of operand A, in the order of tokens, are two apart
-        const int source = (l.lane & 17) | ((l.lane & 2) << 2);
+        // the lanes that have a row of operand A, in the order of tokens
+        const int source = (l.lane & 17) | ((l.lane & 2) << 1);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * i);
+            for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * (i & 1) + 8 * (i >> 1));
 #pragma unroll
         for (int j = 0; j < Loads; j++)
 #pragma unroll

@@ -4,9 +4,11 @@ machine.py      what this machine is
 kernels.py      what is checked, and the problems that each kernel gets
 problems.py     their tensors, and what the fp64 CPU backend says the results are
 rule.py         how far a result may be from that
+cached.py       the same of kernels of a KV cache
 right.py        a kernel's verdict
 isolation.py    a GPU's kernels in a process that may be lost
 fast.py         the card's figures, attention's times
+fast_cached.py  what is timed with a KV cache
 atomics.py      the card's rate of atomic adds
 timing.py       how a time is taken
 tune.py         what was measured, as a tuning that plans read

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..sdpa import disable_sdpa
-from . import atomics, machine
+from . import atomics, fast_cached, machine
+from .fast_cached import CachePoint
 from .kernels import Target
 from .timing import median_ms
 
@@ -71,6 +73,7 @@ class Speeds:
 
     card: dict[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
+    cached: list[CachePoint] = field(default_factory=list)
     predictions: dict[str, Any] | None = None
     #: what raised, but for memory and what is PyTorch's
     troubles: list[str] = field(default_factory=list)
@@ -93,7 +96,7 @@ def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
 
 def steps(target: Target, quick: bool) -> int:
     """Of `measure`."""
-    return 0 if target.kind == "simulator" else 1 + len(HEADS) * len(shapes(target, quick))
+    return 0 if target.kind == "simulator" else 1 + len(fast_cached.points(target, quick)) + len(HEADS) * len(shapes(target, quick))
 
 
 def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
@@ -108,6 +111,11 @@ def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool,
         speeds.predictions = load_predictions()
     advance("the card itself")
     _attempt(speeds, "the card's figures", lambda: speeds.card.update(card_figures(target)))
+    for cached in fast_cached.points(target, quick):
+        speeds.cached.append(cached)
+        advance(str(cached))
+        with target.running(failed=failed):
+            _measure_cached(speeds, target, cached, deadline)
     for seqlen, headdim, causal in shapes(target, quick):
         for direction in HEADS:
             nheads = HEADS[direction] if target.kind == "cuda" else 2
@@ -171,24 +179,61 @@ def _measure_point(speeds: Speeds, target: Target, point: Point, deadline: float
     for name in (VOLTA_FA, DETERMINISTIC, EFFICIENT, MATH):
         if (name == DETERMINISTIC and point.direction == "forward") or (name == EFFICIENT and target.kind != "cuda"):
             continue
-        if time.monotonic() > deadline:
-            point.missing[name] = OUT_OF_TIME
-            continue
-        if name == MATH and target.kind == "cuda" and _math_bytes(point) > torch.cuda.mem_get_info(target.device)[0]:
-            point.missing[name] = OUT_OF_MEMORY
-            continue
         make = _ours if name in (VOLTA_FA, DETERMINISTIC) else _pytorch
-        try:
-            point.ms[name] = median_ms(make(point, target, name), target.device, _OF_A_FIGURE)
-        except torch.cuda.OutOfMemoryError:
-            point.missing[name] = OUT_OF_MEMORY
-        except Exception as error:
-            point.missing[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if make is _ours:  # what PyTorch's own lacks is not for us to judge
-                place = f"{name}, {point.direction}, seqlen {point.seqlen}, headdim {point.headdim}"
-                speeds.troubles.append(f"{place}: {type(error).__name__}: {point.missing[name]}")
+        place = f"{name}, {point.direction}, seqlen {point.seqlen}, headdim {point.headdim}"
+        needed = _math_bytes(point) if name == MATH else 0
+        _measure_one(speeds, target, point, name, place, lambda: make(point, target, name), needed, deadline)
         if target.kind == "cuda" and point.seqlen >= 4096:
             torch.cuda.empty_cache()
+
+
+def _measure_cached(speeds: Speeds, target: Target, point: CachePoint, deadline: float) -> None:
+    for name in (VOLTA_FA, EFFICIENT, MATH):
+        if (name == EFFICIENT and target.kind != "cuda") or (name != VOLTA_FA and point.kind == "append"):
+            continue
+        if name == VOLTA_FA:
+            _measure_one(speeds, target, point, name, str(point), lambda: fast_cached.ours(point, target), 0, deadline)
+        else:
+            needed = point.math_bytes if name == MATH else 0
+            make = partial(_attention, name, fast_cached.dense, point, target)
+            _measure_one(speeds, target, point, name, str(point), make, needed, deadline)
+
+
+def _attention(name: str, tensors: Callable[..., Sequence[Tensor]], *of: Any) -> Callable[[], Tensor]:
+    q, k, v = tensors(*of)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(_PYTORCH[name]):
+            return scaled_dot_product_attention(q, k, v)
+
+    return forward
+
+
+def _measure_one(
+    speeds: Speeds,
+    target: Target,
+    point: Point | CachePoint,
+    name: str,
+    place: str,
+    make: Callable[[], Callable[[], object]],
+    needed: int,
+    deadline: float,
+) -> None:
+    """The time of what `make` makes, unless it takes more memory than there is."""
+    if time.monotonic() > deadline:
+        point.missing[name] = OUT_OF_TIME
+        return
+    if target.kind == "cuda" and needed > torch.cuda.mem_get_info(target.device)[0]:
+        point.missing[name] = OUT_OF_MEMORY
+        return
+    try:
+        point.ms[name] = median_ms(make(), target.device, _OF_A_FIGURE)
+    except torch.cuda.OutOfMemoryError:
+        point.missing[name] = OUT_OF_MEMORY
+    except Exception as error:
+        point.missing[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if name in (VOLTA_FA, DETERMINISTIC):  # what PyTorch's own lacks is not for us to judge
+            speeds.troubles.append(f"{place}: {type(error).__name__}: {point.missing[name]}")
 
 
 def _math_bytes(point: Point) -> int:

@@ -78,6 +78,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     options: dict[str, Any]
+    scratch_bytes: int = 0  # beyond what follows from the tensors' sizes
 
     @classmethod
     def draw(cls, problem: Problem, seed: int, device: torch.device) -> Inputs:
@@ -115,6 +116,11 @@ class Inputs:
             options["sinks"] = (randn(p.nheads) * 2).to(p.dtype).to(device)
         q, k, v, dout = (t.to(p.dtype).to(device) for t in (q, k, v, dout))
         return cls(p, q, k, v, dout, options)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """All tensors."""
+        return [self.q, self.k, self.v, self.dout, *(t for t in self.options.values() if isinstance(t, Tensor))]
 
     def on_cpu(self) -> Inputs:
         """The same tensors on the CPU."""
@@ -232,10 +238,10 @@ class Part:
         return self.queries(self.inputs.q), self.keys(self.inputs.k), self.keys(self.inputs.v)
 
 
-_Result = TypeVar("_Result")
+_Given, _Result = TypeVar("_Given"), TypeVar("_Result")
 
 
-def _first_that_can(work: Callable[[Part], _Result], *parts: Part) -> _Result:
+def first_that_can(work: Callable[[_Given], _Result], *parts: _Given) -> _Result:
     """Of a part on the card, else on the CPU: what PyTorch's own operations lack there (bf16 products on old cards) is no kernel's
     fault."""
     for part in parts[:-1]:
@@ -273,15 +279,15 @@ def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
     for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
         ref = rule.attend(*theirs.tensors, **theirs.options)
         theirs.queries(again).copy_(ref.out)
-        mine.queries(eager).copy_(_first_that_can(lambda part: rule.eager(*part.tensors, **part.options), mine, same))
+        mine.queries(eager).copy_(first_that_can(lambda part: rule.eager(*part.tensors, **part.options), mine, same))
         sums = max(sums, rule.forward_sums(ref, same.tensors[0], same.tensors[2], inputs.problem.dropout_p))
         tolerance = max(tolerance, rule.lse_tolerance(ref, inputs.q.dtype))
-        _agree("softmax_lse", theirs.lse(lse), ref.softmax_lse)
+        agree("softmax_lse", theirs.lse(lse), ref.softmax_lse)
     if inputs.problem.dropout_p:
         out = again
-    _agree("out", out, again)
+    agree("out", out, again)
     budget = rule.Budget.of(eager.cpu(), out, rule.FORWARD_FACTOR, sums)
-    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, tolerance, _keyless(lse))
+    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, tolerance, keyless(lse))
 
 
 def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Expected:
@@ -296,7 +302,7 @@ def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Exp
     for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
         ref = rule.attend(*theirs.tensors, **theirs.options)
         for parts, into in (((mine, same), eager), ((theirs,), again)):
-            of_part = _first_that_can(lambda p: rule.eager_gradients(p.queries(p.inputs.dout), *p.tensors, **p.options), *parts)
+            of_part = first_that_can(lambda p: rule.eager_gradients(p.queries(p.inputs.dout), *p.tensors, **p.options), *parts)
             for name, gradient in zip(names, of_part):
                 place = parts[0].of_gradient(name, into[name])
                 place.add_(gradient.to(place.device))
@@ -305,12 +311,13 @@ def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Exp
             # what all parts add to has the roundings of all of them
             sums[name] = max(sums[name], value) if name in ("dq", "dk", "dv") else sums[name] + value
     for name in names:
-        _agree(name, values[name], again[name])
+        agree(name, values[name], again[name])
     budgets = {n: rule.Budget.of(eager[n].cpu(), values[n], rule.GRADIENT_FACTOR, sums[n]) for n in names}
     return Expected(values, budgets, keyless=forward.keyless)
 
 
-def _keyless(softmax_lse: Tensor) -> Tensor:
+def keyless(softmax_lse: Tensor) -> Tensor:
+    """Of q without its last dimension: queries that see no key."""
     return softmax_lse.transpose(-1, -2) == torch.inf
 
 
@@ -318,7 +325,8 @@ def _keyless(softmax_lse: Tensor) -> Tensor:
 _AGREE = 1e-5
 
 
-def _agree(name: str, found: Tensor, again: Tensor) -> None:
+def agree(name: str, found: Tensor, again: Tensor) -> None:
+    """Raise WrongReference unless the two references are the same."""
     error = rule.max_error(found, again)
     finite = again[again.isfinite()]
     if error > _AGREE * (1 + rule.largest(finite)):

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from . import fast
 from .fast import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
+from .fast_cached import GROUP, PAGE, CachePoint
 from .right import Verdict
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _PASSES = {
     "BackwardQueries": "deterministic, dq",
     "BackwardFinish": "backward, finish",
     "Merge": "merge",
+    "Decode": "KV cache, decode",
+    "Prefill": "KV cache, prefill",
+    "Append": "KV cache, append",
 }
 
 
@@ -216,14 +220,27 @@ def _show_speeds(speeds: Speeds) -> None:
         table.add_row(*row)
     _console.print(table)
     _console.print("det.: deterministic; eff., math: PyTorch's own" + ("; pred.: share of the simulated V100's" if predicted else ""))
+    _show_cached(speeds.cached)
     for trouble in speeds.troubles[:_MOST_FAILURES]:
         _console.print(f"[red]failed[/red]: {trouble}", soft_wrap=True)
     ratios = [r for p in speeds.points if (r := p.of_prediction)]
     if ratios:
         _console.print(f"of what was predicted: median {median(ratios):.0%}, from {min(ratios):.0%} to {max(ratios):.0%}")
-    late = sum(why == fast.OUT_OF_TIME for p in speeds.points for why in p.missing.values())
+    late = sum(why == fast.OUT_OF_TIME for p in [*speeds.points, *speeds.cached] for why in p.missing.values())
     if late:
         _console.print(f"{late} figures were left out for lack of time")
+
+
+def _show_cached(points: Sequence[CachePoint]) -> None:
+    if not points:
+        return
+    _console.print(f"KV cache, pages of {PAGE} tokens, {GROUP} query heads a key head; GB/s of the cache, prefill TFLOP/s; beside it dense tensors")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for number, column in enumerate(["sequences", "volta_fa", "eff.", "math"]):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for point in points:
+        table.add_row(str(point), *(_cell(point, name) for name in (VOLTA_FA, EFFICIENT, MATH)))
+    _console.print(table)
 
 
 def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Point]]:
@@ -234,12 +251,17 @@ def _pairs(points: Sequence[Point]) -> dict[tuple[int, int, bool], dict[str, Poi
 
 
 def _speed(point: Point | None, name: str) -> str:
-    if point is None:
-        return "-"
-    found = point.tflops(name)
+    return "-" if point is None else _number(point.tflops(name), point.missing.get(name))
+
+
+def _cell(point: CachePoint, name: str) -> str:
+    return _number(point.speed(name), point.missing.get(name))
+
+
+def _number(found: float | None, missing: str | None) -> str:
     if found is not None:
-        return f"{found:.1f}" if found >= 1 else f"{found:.2g}"
-    return "memory" if point.missing.get(name) == fast.OUT_OF_MEMORY else "-"
+        return f"{found:.0f}" if found >= 100 else f"{found:.1f}" if found >= 1 else f"{found:.2g}"
+    return "memory" if missing == fast.OUT_OF_MEMORY else "-"
 
 
 def write(findings: Findings) -> None:
@@ -270,6 +292,7 @@ def data(findings: Findings) -> dict[str, Any]:
         "fast": {
             "card": speeds.card,
             "points": [point.data() for point in speeds.points],
+            "cached": [point.data() for point in speeds.cached],
             "predictions": predictions,
             "troubles": speeds.troubles,
             "note": speeds.note,

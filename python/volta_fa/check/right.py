@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import rule
+from . import cached, rule
 from .kernels import Target, problems
 from .problems import Expected, Inputs, Problem, WrongReference, expect_backward, expect_forward
 
@@ -91,9 +91,11 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     if variant["pass"] == "Merge":
         _guarded(verdict, target, "merging two states", seed, lambda: _check_merge(verdict, target, seed))
         return verdict
-    for problem in problems(variant)[: 1 if quick else None]:
+    with_cache = variant["pass"] in cached.PASSES
+    for problem in (cached.problems if with_cache else problems)(variant)[: 1 if quick else None]:
         own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
-        _guarded(verdict, target, str(problem), own_seed, lambda: _check_problem(verdict, target, variant, problem, own_seed))
+        check: Callable[..., None] = _check_cached if with_cache else _check_problem
+        _guarded(verdict, target, str(problem), own_seed, lambda: check(verdict, target, variant, problem, own_seed))
     return verdict
 
 
@@ -113,12 +115,38 @@ def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Calla
             raise DeviceLost(verdict) from lost
 
 
-def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], problem: Problem, seed: int) -> None:
-    planned = target.planned(problem, variant)
-    if target.has_kernels and variant["name"] not in planned:
+def _is_planned(verdict: Verdict, target: Target, planned: list[str], problem: object) -> bool:
+    if target.has_kernels and verdict.kernel not in planned:
         verdict.doubts.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+        return False
+    verdict.runs_with = sorted({*verdict.runs_with, *planned} - {verdict.kernel})
+    return True
+
+
+def _check_cached(verdict: Verdict, target: Target, variant: dict[str, Any], problem: cached.Problem, seed: int) -> None:
+    kernels = cached.planned(target, problem, variant)
+    if not _is_planned(verdict, target, [kernel["name"] for kernel in kernels], problem):
         return
-    verdict.runs_with = sorted({*verdict.runs_with, *planned} - {variant["name"]})
+    inputs = cached.Inputs.draw(problem, seed, target.device, kernels)
+    first, second = _twice(verdict, target, variant, inputs, inputs.run)
+    _same_bits(verdict, inputs, seed, first, second)
+    expected = cached.expect(inputs)
+    _judge(verdict, inputs, seed, {name: first[name] for name in ("out", "softmax_lse")}, expected)
+    written = inputs.written
+    for name, given in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+        value, exact = first[name].cpu(), expected.values[name]
+        lost = int((_bits(value) != _bits(given.cpu()))[~written].sum())
+        if lost:
+            verdict.complaints.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
+        if written.any():
+            # a sum of two products in fp32, rounded once
+            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + rule.largest(exact[written]))
+            _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value[written], exact[written]), allowed)
+
+
+def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], problem: Problem, seed: int) -> None:
+    if not _is_planned(verdict, target, target.planned(problem, variant), problem):
+        return
     inputs = Inputs.draw(problem, seed, target.device)
     if verdict.pass_ == "Forward":
         (out, lse, rng_state), again = _twice(verdict, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
@@ -142,13 +170,14 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
 
 
 _Result = TypeVar("_Result")
+AnyInputs = Inputs | cached.Inputs
 
 
 def _generator(target: Target, seed: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed)
 
 
-def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: Inputs, work: Callable[[], _Result]) -> list[_Result]:
+def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
     found = []
     for _ in range(2):
         verdict.poisoned &= poison(target, inputs)
@@ -158,16 +187,16 @@ def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: In
     return found
 
 
-def poison(target: Target, inputs: Inputs) -> bool:
+def poison(target: Target, inputs: AnyInputs) -> bool:
     """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
     that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.) Returns whether such
     memory is what comes next."""
     if target.kind != "cuda":
         return True
     rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
-    given = [inputs.q, inputs.k, inputs.v, inputs.dout, *(t for t in inputs.options.values() if isinstance(t, Tensor))]
-    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles
-    sizes = [t.nbytes for t in given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles; of what a decode kernel's blocks share
+    sizes = [t.nbytes for t in inputs.given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    sizes.append(inputs.scratch_bytes)
     # all bits set are NaN in every floating-point type
     held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
     del held
@@ -175,7 +204,7 @@ def poison(target: Target, inputs: Inputs) -> bool:
     return bool((probe == 255).all())
 
 
-def _same_bits(verdict: Verdict, inputs: Inputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+def _same_bits(verdict: Verdict, inputs: AnyInputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     for name, a in first.items():
         different = int((_bits(a) != _bits(second[name])).sum())
         if different:
@@ -188,7 +217,7 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def _judge(verdict: Verdict, inputs: Inputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
+def _judge(verdict: Verdict, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
     for name, tensor in found.items():
         value, exact = tensor.cpu(), expected.values[name]
         if name == "softmax_lse":
@@ -201,7 +230,7 @@ def _judge(verdict: Verdict, inputs: Inputs, seed: int, found: dict[str, Tensor]
         _put_down(verdict, inputs, seed, name, "rms", rule.rms_error(value, exact), budget.allowed_rms)
 
 
-def _put_down(verdict: Verdict, inputs: Inputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
+def _put_down(verdict: Verdict, inputs: AnyInputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
     share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
     if share > verdict.worst.share:
         verdict.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)

@@ -5,7 +5,7 @@
 
 use super::{parameters, Call};
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher};
+use crate::launch::{bytes_of, memory, Launcher};
 use crate::log;
 use crate::ops::device;
 use crate::params::{AppendParams, ElementType};
@@ -31,18 +31,20 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
         false => q.shallow_clone(),
     };
     if rotates {
-        launcher.begin(&[memory_range("q, rotated", &rotated, true)]);
+        launcher.begin(&memory(launcher, || vec![memory_range("q, rotated", &rotated, true)]));
     }
     let o = &call.options;
-    let mut ranges = vec![
-        memory_range("q", q, false),
-        memory_range("k", k, false),
-        memory_range("v", v, false),
-        memory_range("k_cache", &call.k_cache, true),
-        memory_range("v_cache", &call.v_cache, true),
-    ];
-    ranges.extend(rotates.then(|| memory_range("q, rotated", &rotated, true)));
-    ranges.extend(parameters::ranges(o));
+    let ranges = memory(launcher, || {
+        let own = [
+            memory_range("q", q, false),
+            memory_range("k", k, false),
+            memory_range("v", v, false),
+            memory_range("k_cache", &call.k_cache, true),
+            memory_range("v_cache", &call.v_cache, true),
+        ];
+        let rotated = rotates.then(|| memory_range("q, rotated", &rotated, true));
+        own.into_iter().chain(rotated).chain(parameters::ranges(o)).collect()
+    });
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));
     let ((rotary_cos, rotary_cos_stride), (rotary_sin, rotary_sin_stride)) = (table(&o.rotary_cos), table(&o.rotary_sin));
     let problem = plan::problem_block(&parameters::attention(a), 0);

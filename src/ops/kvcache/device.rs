@@ -2,7 +2,7 @@
 
 use super::{parameters, prefill, Call};
 use crate::error::Result;
-use crate::launch::{bytes_of, KernelLaunch, Launcher};
+use crate::launch::{bytes_of, memory, KernelLaunch, Launcher};
 use crate::log;
 use crate::ops::device::at;
 use crate::params::DecodeParams;
@@ -56,15 +56,17 @@ fn decode(
     let options = converted.as_ref().unwrap_or(&call.options);
     // one allocation: states and outputs are pairs of floats and more, so the arrivals behind them are aligned
     let scratch = tensor::empty(&[plan.partials + 2 * plan.arrivals], Kind::Float, q.device(), launcher.output_alignment())?;
-    let mut ranges = vec![
-        memory_range("q", q, false),
-        memory_range("k_cache", &call.k_cache, false),
-        memory_range("v_cache", &call.v_cache, false),
-        memory_range("out", out, true),
-        memory_range("softmax_lse", softmax_lse, true),
-        memory_range("scratch", &scratch, true),
-    ];
-    ranges.extend(parameters::ranges(options));
+    let ranges = memory(launcher, || {
+        let own = [
+            memory_range("q", q, false),
+            memory_range("k_cache", &call.k_cache, false),
+            memory_range("v_cache", &call.v_cache, false),
+            memory_range("out", out, true),
+            memory_range("softmax_lse", softmax_lse, true),
+            memory_range("scratch", &scratch, true),
+        ];
+        own.into_iter().chain(parameters::ranges(options)).collect()
+    });
     launcher.begin(&ranges);
     let params = DecodeParams {
         q: operand(q, 0),

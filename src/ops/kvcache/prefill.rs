@@ -2,7 +2,7 @@
 
 use super::{parameters, Call};
 use crate::error::Result;
-use crate::launch::{bytes_of, Launcher};
+use crate::launch::{bytes_of, memory, Launcher};
 use crate::log;
 use crate::ops::device;
 use crate::params::FwdParams;
@@ -28,14 +28,16 @@ pub fn run(
     let planned = plan::prefill(a, &launcher.limits()?)?;
     log::prefill(a, &planned)?;
     let options = parameters::readable_scores(&call.options)?;
-    let mut ranges = vec![
-        memory_range("q", q, false),
-        memory_range("k_cache", k_cache, false),
-        memory_range("v_cache", v_cache, false),
-        memory_range("out", out, true),
-        memory_range("softmax_lse", softmax_lse, true),
-    ];
-    ranges.extend(parameters::ranges(&options));
+    let ranges = memory(launcher, || {
+        let own = [
+            memory_range("q", q, false),
+            memory_range("k_cache", k_cache, false),
+            memory_range("v_cache", v_cache, false),
+            memory_range("out", out, true),
+            memory_range("softmax_lse", softmax_lse, true),
+        ];
+        own.into_iter().chain(parameters::ranges(&options)).collect()
+    });
     for (first, batches) in plan::batch_chunks(a.batch) {
         let cache = parameters::cache([k_cache, v_cache], call, given, first);
         let lse_rows = if a.packed.is_some() { 0 } else { first * a.nheads * a.seqlen_q };

@@ -1,0 +1,51 @@
+// The way through a sequence's tokens, page by page. All lanes of a warp together.
+#pragma once
+
+#include "decode/schedule.cuh"
+
+namespace decode {
+
+// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
+template <int Column>
+__device__ __forceinline__ void load_columns(int columns, uint4& x, const unsigned short* from) {
+    asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+                 : "l"(from), "r"(columns), "n"(Column));
+}
+
+class PageWalk {
+    int page_;     // number of the page in the sequence
+    int first_;    // that the lanes' numbers begin with
+    int numbers_;  // that page first_ + lane has in the cache
+
+    // Of tokens that exist alone: behind them the table may hold anything. A dense sequence is one page, its entry.
+    __device__ __forceinline__ void fetch(const DecodeParams& p, const Segment& s) {
+        first_ = page_;
+        const int mine = page_ + (threadIdx.x & 31);
+        const bool exists = !p.cache.block_table || mine * static_cast<long long>(p.cache.rows) < s.seqlen_k;
+        numbers_ = exists ? page_of(p.cache, s.batch, mine) : -1;
+    }
+
+public:
+    int row;  // of the page, of the step's first token
+
+    __device__ __forceinline__ PageWalk(const DecodeParams& p, const Segment& s, int token) {
+        const int at = s.first_k + token;
+        page_ = p.cache.block_table ? at / p.cache.rows : 0;
+        row = at - page_ * p.cache.rows;
+        fetch(p, s);
+    }
+    // One step further. Returns whether that is another page: its row 0.
+    __device__ __forceinline__ bool advance(const DecodeParams& p, const Segment& s) {
+        row += kUnit;
+        if (row < p.cache.rows) return false;
+        row = 0;
+        page_++;
+        if (page_ - first_ == 32) fetch(p, s);
+        return true;
+    }
+    // The page's number in the cache.
+    __device__ __forceinline__ int number() const { return __shfl_sync(~0u, numbers_, page_ - first_); }
+};
+
+}  // namespace decode

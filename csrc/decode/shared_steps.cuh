@@ -1,0 +1,122 @@
+// Steps of rows so many that several warps need them: each loads a part of a step, and lays it down in shared memory for all.
+//
+// The bytes that a neighbour has read are in the first cache, but there operands are dear: eight lanes have 16 bytes each of four
+// tokens, and the cache gives one line a clock. A warp here loads lines, four tokens of 128 bytes at a time, and from shared memory
+// eight lanes have their 16 bytes in a clock. The operands' registers are not needed for what is on its way.
+//
+// There are two buffers: what a warp lays down before a barrier, all have read before the barrier before.
+//
+// Of a Layout whose kShares is true
+//   key_slot(token, chunk), key_slot(lane)   where, of a block of 64 slots, the chunk of eight of 64 columns lies; and where a lane's
+//                                            operands of the first 32 columns do. Those of the others lie at that ^ kKeySlots
+//   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
+#pragma once
+
+#include "decode/page_walk.cuh"
+
+namespace decode {
+
+// Of `Groups` warps, of which this is number `group`; `set` is theirs.
+template <class Layout, int Groups>
+class SharedSteps {
+    static constexpr int kBlocks = HEADDIM / 64;       // of 64 columns
+    static constexpr int kColumns = 16 * Groups;       // from one of a warp's loads to its next
+    static constexpr int kLoads = HEADDIM / kColumns;  // keys or values of four tokens
+    static constexpr int kSlot = sizeof(uint4);
+    static constexpr int kSlots = 2 * 64 * kBlocks;    // of 16 bytes, of a step: keys, then values
+    static_assert(HEADDIM == HEADDIM_V && Groups % 4 == 0 && HEADDIM % kColumns == 0 && Layout::kValueTokens == 4, "whole loads");
+
+    PageWalk pages_;
+    const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
+    long long page_stride_, row_stride_;
+    int mine_;                     // of a step's tokens the lane's
+    int columns_;                  // that its row has from the lane's on; kNone: a table has named a page that there is not
+    int barrier_;                  // of the set
+    char* buffer_;                 // of the step that was laid down last
+    int other_;                    // from there to the other buffer
+    int to_, keys_, values_;       // in either, of this lane: its first load's place; its operands'
+    int token_;                    // the next step's first
+    uint4 loaded_[kLoads] = {};
+
+    static constexpr int kNone = -(1 << 30);
+
+public:
+    static constexpr int kBytes = 2 * kSlots * kSlot;  // of a set
+    __device__ __forceinline__ SharedSteps(const DecodeParams& p, const Segment& s, int token, void* buffers, int set, int group)
+        : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2), token_(token) {
+        const bool has_values = group & 2;
+        const int lane = threadIdx.x & 31, chunk = lane & 7, block = group >> 2;
+        const typename Layout::Lane own;
+        const Operand& x = has_values ? p.cache.v : p.cache.k;
+        mine_ = 4 * (group & 1) + (lane >> 3);
+        columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 64 * block - 8 * chunk;
+        to_ = 64 * (block + has_values * kBlocks) + (has_values ? Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk));
+        to_ *= kSlot;
+        keys_ = Layout::key_slot(own) * kSlot;
+        values_ = (64 * kBlocks + Layout::value_slot(own)) * kSlot;
+        // computed again at each step, these would be half of its instructions
+        stay(mine_), stay(columns_), stay(to_), stay(keys_), stay(values_);
+        page_stride_ = x.batch_stride;
+        row_stride_ = x.row_stride;
+        base_ = x.ptr + s.head_k * x.head_stride + 64 * block + 8 * chunk + mine_ * row_stride_;
+        enter_page(p);
+        from_ += pages_.row * row_stride_;
+        load(s.seqlen_k);
+    }
+    // Lays the step down, loads the next, if there is one, and waits for what the others lay down.
+    __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
+        buffer_ += other_;
+        other_ = -other_;
+#pragma unroll
+        for (int i = 0; i < kLoads; i++) *at(to_ + i * kColumns * kSlot) = loaded_[i];
+        if (has_next) {
+            token_ += kUnit;
+            from_ += kUnit * row_stride_;
+            if (pages_.advance(p, s)) enter_page(p);
+            load(seqlen_k);
+        }
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(32 * Groups) : "memory");
+    }
+    template <int Loads>
+    __device__ __forceinline__ void keys(uint4 (&k)[Loads]) const {
+#pragma unroll
+        for (int j = 0; j < Loads; j++) k[j] = *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot);
+    }
+    template <int Loads>
+    __device__ __forceinline__ void values(uint4 (&v)[Loads][2]) const {
+#pragma unroll
+        for (int j = 0; j < Loads; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) v[j][h] = *at(values_ + (64 * j + 32 * h) * kSlot);
+    }
+    // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
+    __device__ __forceinline__ bool stands() const { return columns_ != kNone; }
+
+private:
+    __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
+    __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
+    __device__ __forceinline__ void enter_page(const DecodeParams& p) {
+        const int page = pages_.number();
+        if (!has_page(p.cache, page)) columns_ = kNone;
+        from_ = base_ + page * page_stride_;
+    }
+    // Of tokens and columns that do not exist: zeros.
+    __device__ __forceinline__ void load(int seqlen_k) {
+        int columns = columns_;
+        if (token_ + kUnit > seqlen_k) {
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) loaded_[i] = make_uint4(0, 0, 0, 0);
+            if (token_ + mine_ >= seqlen_k) columns = 0;
+        }
+        load_from<0>(columns);
+    }
+    template <int I>
+    __device__ __forceinline__ void load_from(int columns) {
+        if constexpr (I < kLoads) {
+            load_columns<I * kColumns>(columns, loaded_[I], from_ + I * kColumns);
+            load_from<I + 1>(columns);
+        }
+    }
+};
+
+}  // namespace decode
