@@ -61,6 +61,9 @@ public:
             enter_page(p, s);
         }
     }
+    // Where the lane's columns of its token are.
+    __device__ __forceinline__ const unsigned short* keys() const { return k_; }
+    __device__ __forceinline__ const unsigned short* values() const { return v_; }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, uint4 (&k)[Loads]) const {
