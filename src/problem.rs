@@ -6,9 +6,7 @@
 
 mod kvcache;
 
-pub use kvcache::{
-    validate_kvcache, validate_kvcache_values, validate_mla, CacheOptions, CacheValues, CachedAttention, CachedSequence,
-};
+pub use kvcache::{validate_kvcache, validate_kvcache_values, validate_mla, CacheOptions, CacheValues, CachedAttention, CachedSequence};
 
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;

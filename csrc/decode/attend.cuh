@@ -49,11 +49,13 @@ public:
         fetch_pages(p, s);
         enter_page(p, s);
     }
+    // By tokens that no page ends between.
+    template <int Tokens = kUnit>
     __device__ __forceinline__ void advance(const DecodeParams& p, const Segment& s) {
-        token += kUnit;
-        row_ += kUnit;
-        k_ += kUnit * p.cache.k.row_stride;
-        v_ += kUnit * p.cache.v.row_stride;
+        token += Tokens;
+        row_ += Tokens;
+        k_ += Tokens * p.cache.k.row_stride;
+        v_ += Tokens * p.cache.v.row_stride;
         if (row_ >= p.cache.rows) {
             row_ = 0;
             page_++;

@@ -236,7 +236,8 @@ fn check_latents(nheads_k: i64, headdim: i64) -> Result<()> {
         return Err(Error::value("latent_cache", format!("nheads_k {nheads_k}"), allowed));
     }
     if !same_size(headdim, latent + rotary) {
-        let allowed = format!("headdim {}: a latent of {latent} columns, which are the values too, and {rotary} for positions", latent + rotary);
+        let allowed =
+            format!("headdim {}: a latent of {latent} columns, which are the values too, and {rotary} for positions", latent + rotary);
         return Err(Error::value("latent_cache", format!("headdim {headdim}"), allowed));
     }
     Ok(())

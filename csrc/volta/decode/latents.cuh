@@ -40,9 +40,10 @@ struct AttendToLatents {
         using Lane = volta::Lane;
         __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
         __device__ __forceinline__ static int warp() { return threadIdx.x >> 5; }
-        __device__ __forceinline__ static int key_token(const Lane& l) { return l.t; }
+        // of the quad-pairs that keep the later tokens' scores these are an accumulator's first
+        __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ (quad_pair(l) & 2 ? 4 : 0); }
         __device__ __forceinline__ static int key_column(const Lane& l) { return kWarpColumns * warp() + 8 * quad_pair(l); }
-        __device__ __forceinline__ static int value_token(const Lane& l) { return l.t; }
+        __device__ __forceinline__ static int value_token(const Lane& l) { return key_token(l); }
         __device__ __forceinline__ static int value_column(const Lane& l) { return HEADDIM_V + 16 * warp() + 4 * quad_pair(l); }
     };
     using Cursor = decode::Cursor<Layout>;
@@ -57,18 +58,23 @@ struct AttendToLatents {
         u32 rotary[RowTiles][2];
     };
 
+    // Steps begin at multiples of their tokens, so no page ends in one.
+    static constexpr int kUnits = 2, kTokens = decode::kUnit * kUnits;
+
     // The warps' parts of a step's scores, twice: a warp may write those of the next step while another reads. Of two row tiles and
-    // half of the tokens eight rows of four; 16 floats more than that, so that four such halves lie in different banks.
-    static constexpr int kHalf = 48, kPart = 4 * kHalf * kPairs;
+    // four tokens eight rows of these; 16 floats more than that, so that four such lie in different banks.
+    static constexpr int kHalf = 48, kPair = 4 * kHalf, kPart = kPair * kPairs * kUnits;
     static_assert(2 * Warps * kPart <= BLOCK_ROWS * decode::kPartStride, "scores lie where outputs will");
 
     __device__ __forceinline__ static bool has_rotary() { return kRotaryWarps == Warps || threadIdx.x < 32 * kRotaryWarps; }
 
-    __device__ __forceinline__ static void load(const Cursor& cursor, const Lane& lane, int seqlen_k, Latents& x) {
-        const bool exists = cursor.token + lane.t < seqlen_k;
+    __device__ __forceinline__ static void load(const DecodeParams& p, const Cursor& cursor, const Lane& lane, int unit, int end,
+                                                Latents& x) {
+        const bool exists = cursor.token + decode::kUnit * unit + Layout::key_token(lane) < end;
+        const long long offset = unit * decode::kUnit * p.cache.k.row_stride;
 #pragma unroll
-        for (int j = 0; j < kLoads; j++) decode::load_columns<0>(exists, x.latent[j], cursor.keys() + 32 * j);
-        load_rotary(exists && has_rotary(), x.rotary, cursor.values());
+        for (int j = 0; j < kLoads; j++) decode::load_columns<0>(exists, x.latent[j], cursor.keys() + offset + 32 * j);
+        load_rotary(exists && has_rotary(), x.rotary, cursor.values() + offset);
     }
 
     __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::Segment& s, const decode::RowInfo* row_info,
@@ -87,96 +93,103 @@ struct AttendToLatents {
         SoftmaxRow softmax[kPairs];
         bool is_wrong = false;
 
-        int left = (s.end - s.first + decode::kUnit - 1) / decode::kUnit;
-        if (left > 0) {
-            const int seqlen_k = s.seqlen_k;
+        const int begin = s.first, end = s.end;
+        if (begin < end) {
             // tokens that all rows see
-            const int full_first = row_info[BLOCK_ROWS - 1].position - p.problem.window_left;
-            const int full_end = min(row_info[0].position + p.problem.window_right + 1, seqlen_k);
-            float* part = parts.output + warp * kPart;
-            int buffer = 0, token = s.first;
+            const int full_first = max(row_info[BLOCK_ROWS - 1].position - p.problem.window_left, begin);
+            const int full_end = min(row_info[0].position + p.problem.window_right + 1, end);
+            int buffer = 0, token = begin / kTokens * kTokens;
 
-            Cursor cursor(p, s, s.first);
-            int ahead = left;  // steps that are not loaded
-            Latents x[2];
-            // Whether there was a step to load.
-            const auto load_next = [&](Latents& x, bool first) {
-                ahead--;
-                if (ahead < 0) return;
-                if (!first) cursor.advance(p, s);
-                is_wrong |= !cursor.stands;
-                if (!is_wrong) load(cursor, lane, seqlen_k, x);
-            };
-            load_next(x[0], true);
-            load_next(x[1], false);
-
-            const auto step = [&](Latents& x) {
-                Accumulator c[RowTiles];
+            Cursor cursor(p, s, token);
+            is_wrong = !cursor.stands;
+            Latents x[kUnits];
+            int limit = cursor.stands ? end : 0;  // no token from here on is loaded
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+            for (int u = 0; u < kUnits; u++) load(p, cursor, lane, u, limit, x[u]);
+#pragma unroll 1
+            for (; token < end; token += kTokens) {
+                float* to = parts.output + buffer + warp * kPart + quad_pair * kHalf + first_row * 4 + (lane.t & 2);
 #pragma unroll
-                for (int j = 0; j < kLoads; j++)
+                for (int u = 0; u < kUnits; u++) {
+                    Accumulator c[RowTiles];
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) {
-                        mma_row_col(c[mt], q.latent[mt][j][0], q.latent[mt][j][1], x.latent[j].x, x.latent[j].y);
-                        mma_row_col(c[mt], q.latent[mt][j][2], q.latent[mt][j][3], x.latent[j].z, x.latent[j].w);
+                    for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+#pragma unroll
+                    for (int j = 0; j < kLoads; j++) {
+                        const uint4& y = x[u].latent[j];
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++)
+                            mma_row_col(c[mt], q.latent[mt][j][0], q.latent[mt][j][1], y.x, y.y);
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++)
+                            mma_row_col(c[mt], q.latent[mt][j][2], q.latent[mt][j][3], y.z, y.w);
                     }
-                if (has_rotary()) {
+                    if (has_rotary()) {
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++)
-                        mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x.rotary.x, x.rotary.y);
-                }
-                float* to = part + buffer * (Warps * kPart) + quad_pair * kHalf + first_row * 4 + (lane.t & 2);
-#pragma unroll
-                for (int i = 0; i < kPairs; i++) {
-                    float half[8], sum[4];
-#pragma unroll
-                    for (int e = 0; e < 8; e++)
-                        half[e] = (second ? c[2 * i + 1][e] : c[2 * i][e]) +
-                                  __shfl_xor_sync(~0u, second ? c[2 * i][e] : c[2 * i + 1][e], 4);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        sum[e] = (later ? half[4 + e] : half[e]) + __shfl_xor_sync(~0u, later ? half[e] : half[4 + e], 8);
-                    *reinterpret_cast<float2*>(to + 4 * kHalf * i) = make_float2(sum[0], sum[1]);
-                    *reinterpret_cast<float2*>(to + 4 * kHalf * i + 8) = make_float2(sum[2], sum[3]);
-                }
-                __syncthreads();
-                float4 scores[kPairs];
-                const float* from = parts.output + buffer * (Warps * kPart) + quad_pair * kHalf + lane.t * 4;
-#pragma unroll
-                for (int i = 0; i < kPairs; i++) {
-                    scores[i] = *reinterpret_cast<const float4*>(from + 4 * kHalf * i);
-#pragma unroll
-                    for (int w = 1; w < Warps; w++) {
-                        const float4 y = *reinterpret_cast<const float4*>(from + 4 * kHalf * i + w * kPart);
-                        scores[i].x += y.x, scores[i].y += y.y, scores[i].z += y.z, scores[i].w += y.w;
+                        for (int mt = 0; mt < RowTiles; mt++)
+                            mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x[u].rotary.x, x[u].rotary.y);
                     }
-                }
-                buffer ^= 1;
-
-                if (token < full_first || token + decode::kUnit > full_end) {
 #pragma unroll
                     for (int i = 0; i < kPairs; i++) {
-                        const int position = row_info[16 * i + 8 * second + lane.t].position, first = token + 4 * later;
-                        const int low = position - p.problem.window_left - first;
-                        const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
-                        if (low > 0 || high < 0) scores[i].x = negative_infinity();
-                        if (low > 1 || high < 1) scores[i].y = negative_infinity();
-                        if (low > 2 || high < 2) scores[i].z = negative_infinity();
-                        if (low > 3 || high < 3) scores[i].w = negative_infinity();
+                        float half[8], sum[4];
+#pragma unroll
+                        for (int e = 0; e < 8; e++) half[e] = c[2 * i][e] + __shfl_xor_sync(~0u, c[2 * i + 1][e], 4);
+#pragma unroll
+                        for (int e = 0; e < 4; e++) sum[e] = half[e] + __shfl_xor_sync(~0u, half[4 + e], 8);
+                        float* pair = to + kPair * (kPairs * u + i);
+                        *reinterpret_cast<float2*>(pair) = make_float2(sum[0], sum[1]);
+                        *reinterpret_cast<float2*>(pair + 8) = make_float2(sum[2], sum[3]);
+                    }
+                }
+                __syncthreads();
+                const float* from = parts.output + buffer + quad_pair * kHalf + lane.t * 4;
+                float4 scores[kPairs][kUnits];
+#pragma unroll
+                for (int u = 0; u < kUnits; u++)
+#pragma unroll
+                    for (int i = 0; i < kPairs; i++) {
+                        float4& x = scores[i][u];
+                        x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+                        for (int w = 0; w < Warps; w++) {
+                            const float4 y = *reinterpret_cast<const float4*>(from + kPair * (kPairs * u + i) + w * kPart);
+                            x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+                        }
+                    }
+                buffer = Warps * kPart - buffer;
+
+                if (token < full_first || token + kTokens > full_end) {
+#pragma unroll
+                    for (int i = 0; i < kPairs; i++) {
+                        const int position = row_info[16 * i + 8 * second + lane.t].position;
+#pragma unroll
+                        for (int u = 0; u < kUnits; u++) {
+                            const int first = token + decode::kUnit * u + 4 * later;
+                            const int low = max(position - p.problem.window_left, begin) - first;
+                            const int high = min(position + p.problem.window_right, end - 1) - first;
+                            float4& x = scores[i][u];
+                            if (low > 0 || high < 0) x.x = negative_infinity();
+                            if (low > 1 || high < 1) x.y = negative_infinity();
+                            if (low > 2 || high < 2) x.z = negative_infinity();
+                            if (low > 3 || high < 3) x.w = negative_infinity();
+                        }
                     }
                     // of tokens that do not exist registers hold what was there before
-                    if (token + lane.t >= seqlen_k) {
 #pragma unroll
-                        for (int j = 0; j < kLoads; j++) x.latent[j] = make_uint4(0, 0, 0, 0);
-                    }
+                    for (int u = 0; u < kUnits; u++)
+                        if (token + decode::kUnit * u + Layout::key_token(lane) >= end) {
+#pragma unroll
+                            for (int j = 0; j < kLoads; j++) x[u].latent[j] = make_uint4(0, 0, 0, 0);
+                        }
                 }
 
                 float largest[kPairs];
                 bool exceeds = false;
 #pragma unroll
                 for (int i = 0; i < kPairs; i++) {
-                    largest[i] = fmaxf(fmaxf(scores[i].x, scores[i].y), fmaxf(scores[i].z, scores[i].w));
+                    largest[i] = negative_infinity();
+#pragma unroll
+                    for (const float4& x : scores[i]) largest[i] = fmaxf(largest[i], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
                     exceeds |= largest[i] > softmax[i].limit;
                 }
                 if (__any_sync(~0u, exceeds)) {
@@ -197,42 +210,46 @@ struct AttendToLatents {
                         }
                     }
                 }
-                // operand A of both halves of the tokens
-                u32 a[RowTiles][2][2];
-#pragma unroll
-                for (int i = 0; i < kPairs; i++) {
-                    SoftmaxRow& row = softmax[i];
-                    const float4& y = scores[i];
-                    const u32 p0 = pack_probabilities(row.probability(y.x, scale_log2), row.probability(y.y, scale_log2));
-                    const u32 p1 = pack_probabilities(row.probability(y.z, scale_log2), row.probability(y.w, scale_log2));
-#pragma unroll
-                    for (int mt = 0; mt < 2; mt++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const int source = (lane.lane & 19) | (4 * mt + 8 * h);
-                            a[2 * i + mt][h][0] = __shfl_sync(~0u, p0, source);
-                            a[2 * i + mt][h][1] = __shfl_sync(~0u, p1, source);
-                        }
+                if (token + kTokens < end) {
+                    cursor.template advance<kTokens>(p, s);
+                    is_wrong |= !cursor.stands;
                 }
+                if (!cursor.stands || token + kTokens >= end) limit = 0;
 #pragma unroll
-                for (int j = 0; j < kLoads; j++) {
-                    // Operand B of four tokens has each token twice, with different columns: this lane's token, and the other's.
-                    const uint4 y = x.latent[j];
-                    const u32 z0 = __shfl_xor_sync(~0u, lane.half ? y.x : y.z, 16);
-                    const u32 z1 = __shfl_xor_sync(~0u, lane.half ? y.y : y.w, 16);
-                    const u32 b[2][2] = {{lane.half ? z0 : y.x, lane.half ? z1 : y.y}, {lane.half ? y.z : z0, lane.half ? y.w : z1}};
+                for (int u = 0; u < kUnits; u++) {
+                    // operand A of both halves of the tokens
+                    u32 a[RowTiles][2][2];
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++)
+                    for (int i = 0; i < kPairs; i++) {
+                        SoftmaxRow& row = softmax[i];
+                        const float4& y = scores[i][u];
+                        const u32 p0 = pack_probabilities(row.probability(y.x, scale_log2), row.probability(y.y, scale_log2));
+                        const u32 p1 = pack_probabilities(row.probability(y.z, scale_log2), row.probability(y.w, scale_log2));
 #pragma unroll
-                        for (int h = 0; h < 2; h++) mma_row_row(o[mt][j], a[mt][h][0], a[mt][h][1], b[h][0], b[h][1]);
+                        for (int mt = 0; mt < 2; mt++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                const int source = (lane.lane & 19) | (4 * mt + 8 * (h ^ later));
+                                a[2 * i + mt][h][0] = __shfl_sync(~0u, p0, source);
+                                a[2 * i + mt][h][1] = __shfl_sync(~0u, p1, source);
+                            }
+                    }
+#pragma unroll
+                    for (int j = 0; j < kLoads; j++) {
+                        // Operand B of four tokens has each token twice, with different columns: this lane's, and the other's.
+                        const uint4 y = x[u].latent[j];
+                        const u32 z0 = __shfl_xor_sync(~0u, lane.half ? y.x : y.z, 16);
+                        const u32 z1 = __shfl_xor_sync(~0u, lane.half ? y.y : y.w, 16);
+                        const u32 b[2][2] = {{lane.half ? z0 : y.x, lane.half ? z1 : y.y},
+                                             {lane.half ? y.z : z0, lane.half ? y.w : z1}};
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) mma_row_row(o[mt][j], a[mt][h][0], a[mt][h][1], b[h][0], b[h][1]);
+                    }
+                    load(p, cursor, lane, u, limit, x[u]);
                 }
-                token += decode::kUnit;
-                left--;
-                load_next(x, false);
-                return left > 0 && !is_wrong;
-            };
-            if (!is_wrong)
-                while (step(x[0]) && step(x[1])) {}
+            }
         }
 
         // scores were read by all
@@ -264,7 +281,8 @@ private:
         const int group = p.problem.nheads;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            const int row = 8 * mt + lane.t, packed = s.row + row;
+            // whoever keeps the scores of a pair's second tile has that first
+            const int row = 8 * (mt ^ (Layout::quad_pair(lane) & 1)) + lane.t, packed = s.row + row;
             const bool exists = row < s.rows;
             const unsigned short* from =
                 p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride + packed % group * p.q.head_stride;

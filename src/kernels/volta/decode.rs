@@ -54,4 +54,4 @@ const fn latents(name: &'static str, block_rows: u32, threads: u32, blocks_per_s
 }
 
 /// See docs/decode-kernels.md.
-pub const LATENTS: &[Variant] = &[latents("volta_latents_16", 16, 128, 2, 200)];
+pub const LATENTS: &[Variant] = &[latents("volta_latents_16", 16, 128, 2, 227)];
