@@ -5,8 +5,9 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::launch::driver::Driver;
-use crate::ops::{self, kvcache, merge, Call, Gradients, Inputs, Saved};
-use crate::options::{KvCacheOptionArgs, OptionArgs};
+use crate::ops::{self, kvcache, kvcache::mla, merge, Call, Gradients, Inputs, Saved};
+use crate::options::{KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
+use crate::problem::LATENT_HEADDIMS;
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
@@ -289,6 +290,60 @@ pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs:
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs) -> Status {
     status("fwd_kvcache", || unsafe { kvcache::check(&cached(&*args)) })
+}
+
+/// Arguments of `volta_fa::fwd_mla`.
+#[repr(C)]
+pub struct MlaArgs {
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as the cache
+    pub q: *mut c_void,
+    /// (batch, seqlen, 1, headdim), or pages (pages, page_size, 1, headdim)
+    pub latent_cache: *mut c_void,
+    /// every keyword option, given or at its default
+    pub options: MlaOptionArgs,
+    /// as in [`AttentionArgs`]
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// The handles of `args` are valid.
+unsafe fn latents(args: &MlaArgs) -> mla::MlaCall {
+    unsafe {
+        mla::MlaCall {
+            q: required(args.q),
+            latent_cache: required(args.latent_cache),
+            options: args.options.read(|handle| tensor(handle)),
+            stream: args.stream,
+        }
+    }
+}
+
+/// `volta_fa::fwd_mla`; `outputs` receives out, softmax_lse.
+///
+/// # Safety
+/// As [`volta_fa_fwd`].
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *mut c_void) -> Status {
+    status("fwd_mla", || unsafe {
+        let (out, softmax_lse) = mla::forward(latents(&*args))?;
+        release_all(outputs, [Some(out), Some(softmax_lse)]);
+        Ok(())
+    })
+}
+
+/// What [`volta_fa_fwd_mla`] would refuse, as far as sizes are known.
+///
+/// # Safety
+/// `args` and its handles are valid.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status {
+    status("fwd_mla", || unsafe { mla::check(latents(&*args)) })
+}
+
+/// Columns of `volta_fa::fwd_mla`'s out.
+#[no_mangle]
+pub extern "C" fn volta_fa_latent_values() -> i64 {
+    LATENT_HEADDIMS[0]
 }
 
 /// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.

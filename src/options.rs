@@ -1,4 +1,5 @@
-//! The keyword options of the ops: one list for `volta_fa::fwd` and `volta_fa::bwd`, one for `volta_fa::fwd_kvcache`.
+//! The keyword options of the ops: one list for `volta_fa::fwd` and `volta_fa::bwd`, one each for `volta_fa::fwd_kvcache` and
+//! `volta_fa::fwd_mla`.
 //!
 //! Each row gives an option's name, kind and default. From the rows of a list come a struct that the ops work with
 //! ([`Options`]), and one in which the shim hands them over ([`OptionArgs`]); and in C++ the schema, the parameters and
@@ -232,5 +233,38 @@ options! {
         softcap: Float = 0.0,
         num_splits: Int = 0,
         check_lengths: Bool = false,
+    }
+}
+
+options! {
+    /// The options of `volta_fa::fwd_mla`.
+    MLA_OPTIONS, MlaOptionArgs, MlaOptions {
+        cache_seqlens: Tensor = None,
+        cu_seqlens_q: Tensor = None,
+        max_seqlen_q: OptionalInt = None,
+        block_table: Tensor = None,
+        cache_batch_idx: Tensor = None,
+        softmax_scale: OptionalFloat = None,
+        is_causal: Bool = false,
+        num_splits: Int = 0,
+        check_lengths: Bool = false,
+    }
+}
+
+impl<T> From<MlaOptions<T>> for KvCacheOptions<T> {
+    /// The same of a cache of latents, which is a KV cache too.
+    fn from(o: MlaOptions<T>) -> Self {
+        KvCacheOptions {
+            cache_seqlens: o.cache_seqlens,
+            cu_seqlens_q: o.cu_seqlens_q,
+            max_seqlen_q: o.max_seqlen_q,
+            block_table: o.block_table,
+            cache_batch_idx: o.cache_batch_idx,
+            softmax_scale: o.softmax_scale,
+            is_causal: o.is_causal,
+            num_splits: o.num_splits,
+            check_lengths: o.check_lengths,
+            ..KvCacheOptions::default()
+        }
     }
 }

@@ -6,7 +6,7 @@
 
 mod kvcache;
 
-pub use kvcache::{validate_kvcache, validate_kvcache_values, CacheOptions, CacheValues, CachedAttention, CachedSequence};
+pub use kvcache::{validate_kvcache, validate_kvcache_values, validate_mla, CacheOptions, CacheValues, CachedAttention, CachedSequence};
 
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
@@ -196,6 +196,9 @@ impl Attention {
 
 /// Largest headdim of the compiled kernels.
 pub const MAX_HEADDIM: i64 = 256;
+/// Columns of a latent of multi-head latent attention, which are its values, and of what stands behind it for positions: the only
+/// sizes that models have.
+pub const LATENT_HEADDIMS: [i64; 2] = [512, 64];
 /// Rows and keys are int32 in the kernels. The mask (csrc/mask.cuh) adds up to three sequence lengths and a tile, and four bytes
 /// for each key of an fp32 bias must not overflow either (`Bias::load4` in csrc/score_modifier.cuh).
 const MAX_SEQLEN: i64 = (1 << 29) - 1;

@@ -21,6 +21,11 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     }
 }
 
+/// The same of multi-head latent attention.
+fn latents(heads: i64, seqlen_q: i64) -> Attention {
+    Attention { nheads: heads, nheads_k: 1, headdim_v: 512, ..cached(576, 1, seqlen_q) }
+}
+
 fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
     plan::decode(a, others, d).unwrap()
 }
@@ -29,10 +34,15 @@ const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_byte
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    let mut unused: Vec<_> =
-        kernels::variants().filter(|v| matches!(v.pass, Pass::Append | Pass::Decode | Pass::Prefill)).map(|v| v.name).collect();
+    let mut unused: Vec<_> = kernels::variants()
+        .filter(|v| matches!(v.pass, Pass::Append | Pass::Decode | Pass::DecodeLatents | Pass::Prefill))
+        .map(|v| v.name)
+        .collect();
     for d in [DeviceLimits::V100, T4] {
         unused.retain(|name| *name != plan::append(5, 2, &d).unwrap().variant.name);
+        for heads in [1, 16, 32, 64, 128] {
+            unused.retain(|name| *name != plan(&latents(heads, 1), false, &d).kernel.variant.name);
+        }
         for headdim in (8..=256).step_by(8) {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
@@ -81,5 +91,20 @@ fn the_grid_is_as_large_as_the_gpu() {
         let levels = p.arrivals / (2 * i64::from(blocks));
         assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
         assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);
+    }
+}
+
+#[test]
+fn latents_have_kernels_of_their_own() {
+    for d in [DeviceLimits::V100, T4] {
+        for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
+            let p = plan(&latents(heads, seqlen_q), false, &d);
+            let v = p.kernel.variant;
+            assert_eq!((v.pass, v.headdim, v.headdim_v, p.max_rows), (Pass::DecodeLatents, 576, 512, i64::MAX), "{}", v.name);
+        }
+        // and nobody else gets them: their values are their keys
+        for headdim in [64, 256] {
+            assert_eq!(plan(&cached(headdim, 8, 1), false, &d).kernel.variant.pass, Pass::Decode);
+        }
     }
 }

@@ -64,6 +64,13 @@ def test_speculative():
         assert same == "the same tokens"
 
 
+def test_mla():
+    """It compares the two forms itself."""
+    pytest.importorskip("transformers.models.deepseek_v2", reason="no transformers with DeepSeek-V2")
+    differ, sizes = run("mla.py").splitlines()
+    assert "absorbed and expanded differ by" in differ and sizes.startswith("the cache holds ")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path):
     """Also that the module is one that examples/cpp/attention.cpp takes: (2, 9, 32), with gradients."""

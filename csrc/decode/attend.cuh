@@ -32,18 +32,24 @@ class Cursor {
     int token_;  // the step's first
 
 public:
-    __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token, const void*, int, int)
+    __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token, const void* = nullptr, int = 0, int = 0)
         : pages_(p, s, token), token_(token) {
         enter_page(p, s);
     }
+    // By tokens that no page ends between.
+    template <int Tokens = kUnit>
     __device__ __forceinline__ void advance(const DecodeParams& p, const Segment& s) {
-        token_ += kUnit;
-        k_ += kUnit * p.cache.k.row_stride;
-        v_ += kUnit * p.cache.v.row_stride;
-        if (pages_.advance(p, s)) enter_page(p, s);
+        token_ += Tokens;
+        k_ += Tokens * p.cache.k.row_stride;
+        v_ += Tokens * p.cache.v.row_stride;
+        if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
     }
     // False: the table names a page that there is not.
     __device__ __forceinline__ bool stands() const { return stands_; }
+    __device__ __forceinline__ int token() const { return token_; }
+    // Where the lane's columns of its token are.
+    __device__ __forceinline__ const unsigned short* keys() const { return k_; }
+    __device__ __forceinline__ const unsigned short* values() const { return v_; }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, uint4 (&k)[Loads]) const {

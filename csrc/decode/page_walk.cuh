@@ -35,9 +35,10 @@ public:
         row = at - page_ * p.cache.rows;
         fetch(p, s);
     }
-    // One step further. Returns whether that is another page: its row 0.
+    // By tokens that no page ends between. Returns whether that is another page: its row 0.
+    template <int Tokens = kUnit>
     __device__ __forceinline__ bool advance(const DecodeParams& p, const Segment& s) {
-        row += kUnit;
+        row += Tokens;
         if (row < p.cache.rows) return false;
         row = 0;
         page_++;

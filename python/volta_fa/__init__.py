@@ -9,6 +9,8 @@ Importing this package loads the native library, which registers
     torch.ops.volta_fa.fwd_kvcache(q, k_cache, v_cache, *, <options>)
     torch.ops.volta_fa.fwd_kvcache.append(q, k_cache, v_cache, k, v, *, <options>)
         -> (out, softmax_lse)
+    torch.ops.volta_fa.fwd_mla(q, latent_cache, *, <options>)
+        -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
         -> (out, softmax_lse)
     torch.ops.volta_fa.merge_attention_states_(out_a, softmax_lse_a, out_b, softmax_lse_b)
@@ -100,6 +102,18 @@ each call. softmax_scale, softcap, alibi_slopes, is_causal, window_left, window_
                     cache_seqlens on, as it is appended; q likewise where a mask orders the queries, else by the first position
     rotary_interleaved  dimensions 2 i and 2 i + 1 are a pair; else i and i + rotary_dim / 2
     num_splits      parts into which a sequence's keys are cut, at most; 0: as the schedule finds best
+
+fwd_mla: attention of new queries over a cache of latents (multi-head latent attention, absorbed: DeepSeek-V2, arXiv 2405.04434), one head
+that all query heads share, whose first 512 columns are the values:
+
+                    dense                                    packed (with cu_seqlens_q)
+    q               (batch, seqlen_q, nheads, 576)           (total_q, nheads, 576)
+    latent_cache    (entries, seqlen, 1, 576), or pages (pages, page_size, 1, 576) with block_table
+    out             (batch, seqlen_q, nheads, 512)           (total_q, nheads, 512)
+    softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
+
+cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, num_splits and
+check_lengths are fwd_kvcache's. Callers write the cache. volta_fa.flash_mla has FlashMLA's functions.
 
 A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
 this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that

@@ -17,6 +17,7 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::PREFILL,
     volta::APPEND,
     volta::DECODE,
+    volta::LATENTS,
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,

@@ -131,6 +131,8 @@ pub enum Pass {
     Decode,
     /// the same of many queries a sequence
     Prefill,
+    /// the same as decode over a cache of latents, whose first columns are the values
+    DecodeLatents,
     /// keys and values into a KV cache, and rotary embeddings of these and of queries
     Append,
 }
@@ -193,7 +195,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 10] = {
+pub const PASSES: [PassFacts; 11] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -212,6 +214,7 @@ pub const PASSES: [PassFacts; 10] = {
         row(Pass::Merge, P::Merge, Queries, Needs::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, Needs::NONE),
         row(Pass::Prefill, P::Forward, Queries, Needs::PAGED.union(Needs::of(&[Need::Softcap, Need::Alibi]))),
+        row(Pass::DecodeLatents, P::Decode, PackedQueries, Needs::NONE),
         row(Pass::Append, P::Append, Keys, Needs::NONE),
     ]
 };

@@ -127,6 +127,14 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     }
 }
 
+/// The CPU backend for a problem that others have validated.
+pub(crate) fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    if a.is_empty() {
+        return empty_forward(inputs, a);
+    }
+    cpu::forward(inputs, a)
+}
+
 /// `volta_fa::bwd`.
 pub(crate) fn backward(call: &Call, saved: &Saved) -> Result<Gradients> {
     let (target, a, q) = prepare(call)?;

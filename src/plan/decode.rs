@@ -6,7 +6,7 @@
 use super::{choose, holds, remembered, DeviceLimits, PlannedKernel, Reason, Remembered};
 use crate::error::Result;
 use crate::kernels::{Kernels, Needs, Pass, COMPILED};
-use crate::problem::Attention;
+use crate::problem::{Attention, MAX_HEADDIM};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
@@ -41,7 +41,9 @@ pub fn decode(a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePla
 /// The same with other kernels to choose from.
 pub fn decode_among(kernels: Kernels, a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     let shape = Shape::of(a);
-    let [(chosen, reason)] = choose(kernels, [Pass::Decode], &shape, Needs::NONE, d)?;
+    // no decode kernel but those of latents has such a headdim
+    let pass = if a.headdim > MAX_HEADDIM { Pass::DecodeLatents } else { Pass::Decode };
+    let [(chosen, reason)] = choose(kernels, [pass], &shape, Needs::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.
     const MIXED_ROWS: i64 = 32;
@@ -54,7 +56,7 @@ pub fn decode_among(kernels: Kernels, a: &Attention, others: bool, d: &DeviceLim
     let badness = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
     let variant = match reason {
         Reason::Tuned => chosen,
-        _ => kernels.of(&chosen.family, Pass::Decode).filter(fits).min_by_key(|v| badness(v.block_rows)).unwrap_or(chosen),
+        _ => kernels.of(&chosen.family, pass).filter(fits).min_by_key(|v| badness(v.block_rows)).unwrap_or(chosen),
     };
     let blocks = d.sms * variant.blocks_per_sm;
     // csrc/decode/rows.cuh: two places for each block, whose states each level of the merge has for itself

@@ -1,4 +1,4 @@
-//! The rules of `volta_fa::fwd_kvcache`.
+//! The rules of `volta_fa::fwd_kvcache`, and of `volta_fa::fwd_mla`, whose cache has latents for keys and values.
 
 use super::*;
 use crate::options::KvCacheOptions;
@@ -22,9 +22,9 @@ pub struct CachedAttention {
     pub nheads: i64,
     /// heads of the caches
     pub nheads_k: i64,
-    /// of q and the cached keys, 1 to [`MAX_HEADDIM`]
+    /// of q and the cached keys, 1 to [`MAX_HEADDIM`], or that of latents
     pub headdim: i64,
-    /// of the cached values and out, 1 to [`MAX_HEADDIM`]
+    /// of the cached values and out, 1 to [`MAX_HEADDIM`], or that of latents
     pub headdim_v: i64,
     /// pages of the caches; where dense, entries
     pub entries: i64,
@@ -60,6 +60,19 @@ impl CachedAttention {
     /// No output element.
     pub fn is_empty(&self) -> bool {
         [self.batch, self.nheads, self.total_q.unwrap_or(self.seqlen_q)].contains(&0)
+    }
+
+    /// The argument that has the keys.
+    fn keys(&self) -> &'static str {
+        match self.has_latents() {
+            true => "latent_cache",
+            false => "k_cache",
+        }
+    }
+
+    /// Whether values are the first columns of keys: no other headdim is so large.
+    pub fn has_latents(&self) -> bool {
+        self.headdim > MAX_HEADDIM
     }
 
     /// Whether each query of a sequence is rotated by a position of its own: where a mask orders them. Else all are by that of the
@@ -204,6 +217,42 @@ pub fn validate_kvcache(
     o: &CacheOptions,
     backend: Backend,
 ) -> Result<CachedAttention> {
+    validate_cached(q, k_cache, Some(v_cache), appended, o, backend)
+}
+
+/// Check everything about q, a cache of latents and the options.
+///
+/// # Errors
+/// `Value` for a wrong argument.
+pub fn validate_mla(q: &TensorDesc, latent_cache: &TensorDesc, o: &CacheOptions, backend: Backend) -> Result<CachedAttention> {
+    validate_cached(q, latent_cache, None, None, o, backend)
+}
+
+/// What latents have to be.
+fn check_latents(nheads_k: i64, headdim: i64) -> Result<()> {
+    let [latent, rotary] = LATENT_HEADDIMS;
+    if !same_size(nheads_k, 1) {
+        let allowed = "1: all query heads share one head of latents";
+        return Err(Error::value("latent_cache", format!("nheads_k {nheads_k}"), allowed));
+    }
+    if !same_size(headdim, latent + rotary) {
+        let allowed =
+            format!("headdim {}: a latent of {latent} columns, which are the values too, and {rotary} for positions", latent + rotary);
+        return Err(Error::value("latent_cache", format!("headdim {headdim}"), allowed));
+    }
+    Ok(())
+}
+
+/// `v_cache`: None where the values are the first columns of the keys.
+fn validate_cached(
+    q: &TensorDesc,
+    k_cache: &TensorDesc,
+    v_cache: Option<&TensorDesc>,
+    appended: Option<[&TensorDesc; 2]>,
+    o: &CacheOptions,
+    backend: Backend,
+) -> Result<CachedAttention> {
+    let keys = if v_cache.is_some() { "k_cache" } else { "latent_cache" };
     let CacheOptions { softmax_scale, softcap, is_causal, window_left, window_right, .. } = *o;
     let scores = Scores { softmax_scale, softcap, is_causal, window_left, window_right };
     scores.check(backend)?;
@@ -214,17 +263,31 @@ pub fn validate_kvcache(
     check_dtype("q", q, backend)?;
     let qs = check_new("q", q, q, packed_q, backend)?;
     let paged = o.block_table.is_some();
-    let [entries, rows, nheads_k, headdim] = check_cache("k_cache", k_cache, q, paged, backend)?;
-    let vs = check_cache("v_cache", v_cache, q, paged, backend)?;
-    if !same_sizes(&vs[..3], &[entries, rows, nheads_k]) {
-        let expected = format!("({}, {}, {}, headdim_v), as k_cache", number(entries), number(rows), number(nheads_k));
-        return Err(Error::value("v_cache", shape(v_cache), format!("shape {expected}")));
-    }
-    let headdim_v = vs[3];
-    check_same_size("k_cache", "headdim", headdim, "q", qs.headdim)?;
+    let [entries, rows, nheads_k, headdim] = check_cache(keys, k_cache, q, paged, backend)?;
+    let headdim_v = match v_cache {
+        None => {
+            check_latents(nheads_k, headdim)?;
+            check_same_size("q", "headdim", qs.headdim, keys, headdim)?;
+            LATENT_HEADDIMS[0]
+        }
+        Some(v_cache) => {
+            let vs = check_cache("v_cache", v_cache, q, paged, backend)?;
+            if !same_sizes(&vs[..3], &[entries, rows, nheads_k]) {
+                let expected = format!("({}, {}, {}, headdim_v), as k_cache", number(entries), number(rows), number(nheads_k));
+                return Err(Error::value("v_cache", shape(v_cache), format!("shape {expected}")));
+            }
+            let headdim_v = vs[3];
+            check_same_size("k_cache", "headdim", headdim, "q", qs.headdim)?;
+            if headdim == LATENT_HEADDIMS.iter().sum::<i64>() {
+                let given = format!("a cache of values beside keys of headdim {headdim}");
+                return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
+            }
+            check_headdim("q", "headdim", qs.headdim)?;
+            check_headdim("v_cache", "headdim", headdim_v)?;
+            headdim_v
+        }
+    };
     check_heads(qs.nheads, nheads_k, "k_cache and v_cache")?;
-    check_headdim("q", "headdim", qs.headdim)?;
-    check_headdim("v_cache", "headdim", headdim_v)?;
 
     let (batch, seqlen_q) = match &o.cu_seqlens_q {
         None => match o.max_seqlen_q {
@@ -279,7 +342,7 @@ pub fn validate_kvcache(
         None => {
             if o.cache_batch_idx.is_none() && !same_size(entries, batch) {
                 let allowed = format!("batch {}, that of q, or cache_batch_idx, which says whose is whose", number(batch));
-                return Err(Error::value("k_cache", format!("batch {entries}"), allowed));
+                return Err(Error::value(keys, format!("batch {entries}"), allowed));
             }
             (None, rows)
         }
@@ -446,7 +509,7 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
             }
             let entry = at(&values.cache_batch_idx, b, b as i64);
             if !(0..a.entries).contains(&entry) && a.max_pages.is_none() {
-                let allowed = format!("a number below {}, the entries of k_cache", a.entries);
+                let allowed = format!("a number below {}, the entries of {}", a.entries, a.keys());
                 return Err(Error::value("cache_batch_idx", format!("{entry} (entry {b})"), allowed));
             }
             let sequence = CachedSequence { seqlen_q, seqlen_new, cached, leftpad };
@@ -457,7 +520,7 @@ pub fn validate_kvcache_values(a: &CachedAttention, values: &CacheValues) -> Res
                     for i in pages.filter(|_| first < end) {
                         let page = table[b * max_pages as usize + i as usize];
                         if !(0..a.entries).contains(&i64::from(page)) {
-                            let allowed = format!("a number below {}, the pages of k_cache", a.entries);
+                            let allowed = format!("a number below {}, the pages of {}", a.entries, a.keys());
                             return Err(Error::value("block_table", format!("{page} (page {i} of sequence {b})"), allowed));
                         }
                     }

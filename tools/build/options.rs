@@ -1,6 +1,6 @@
 //! Writes `volta_fa_options.h`: the C++ view of the option lists (src/options.rs).
 
-use crate::options::{Kind, KvCacheOptionArgs, OptionArgs, Row, KVCACHE_OPTIONS, OPTIONS};
+use crate::options::{Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Row, KVCACHE_OPTIONS, MLA_OPTIONS, OPTIONS};
 use anyhow::Result;
 use std::path::Path;
 
@@ -181,11 +181,20 @@ pub fn write_header(path: &Path) -> Result<()> {
         members: "KvCacheOptions",
         macros: "VOLTA_FA_KVCACHE_OPTION",
     };
+    let mla = List {
+        rows: MLA_OPTIONS,
+        args: "MlaOptionArgs",
+        args_size: size_of::<MlaOptionArgs>(),
+        fill: "mla_option_args",
+        members: "MlaOptions",
+        macros: "VOLTA_FA_MLA_OPTION",
+    };
     let header = [
         "// generated from src/options.rs by tools/build/options.rs: do not edit\n#pragma once\n\n#include \"arguments.h\"\n",
         &attention.registration(),
         &attention.gradient(),
         &kvcache.registration(),
+        &mla.registration(),
     ]
     .concat();
     if std::fs::read_to_string(path).ok().as_ref() != Some(&header) {

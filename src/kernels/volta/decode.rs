@@ -46,3 +46,13 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x32", 256, [32, 8], 128, 2, 212),
     decode("volta_decode_256x64", 256, [64, 8], 256, 1, 204),
 ];
+
+/// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own;
+/// a step is eight tokens of the block.
+const fn latents(name: &'static str, block_rows: u32, threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let v = decode(name, 512, [block_rows, block_rows], 32, blocks_per_sm, registers);
+    Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, step: 8, threads, ..v }
+}
+
+/// See docs/decode-kernels.md.
+pub const LATENTS: &[Variant] = &[latents("volta_latents_16", 16, 128, 2, 227)];

@@ -8,7 +8,7 @@ mod merge;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
-pub use decode::{decode, DECODE};
+pub use decode::{decode, DECODE, LATENTS};
 pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
 

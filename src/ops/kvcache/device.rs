@@ -39,6 +39,15 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launc
     Ok((without_padding(out, a.headdim_v)?, softmax_lse))
 }
 
+/// The same where values are the first columns of keys: decode kernels alone have such headdims, for any number of rows. The caches
+/// and q are readable as they lie.
+pub fn attend_to_latents(q: &Tensor, call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let (out, softmax_lse) = (empty(&a.out_shape(), q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
+    decode(q, [&out, &softmax_lse], call, a, &parameters::attention(a), false, launcher)?;
+    Ok((out, softmax_lse))
+}
+
 /// `others`: whether sequences of many rows are left to another kernel.
 fn decode(
     q: &Tensor,

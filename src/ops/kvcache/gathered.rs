@@ -8,11 +8,11 @@
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
-use super::Call;
+use super::{parameters, Call};
 use crate::error::Result;
 use crate::ops::Inputs;
 use crate::options::Options;
-use crate::problem::CachedAttention;
+use crate::problem::{Attention, CachedAttention};
 use tch::{Device, Kind, Tensor};
 
 /// A number for each sequence, (batch) int64: read from memory, or the same for all.
@@ -240,6 +240,23 @@ fn keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Resul
     Ok((gathered(&call.k_cache)?, gathered(&call.v_cache)?, Some(complete)))
 }
 
+/// [`keys`], and (batch), int32: how many of them each sequence has; -1 where it cannot be.
+fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
+    let (k, v, complete) = keys(call, a, s, seqlen_k)?;
+    let possible = match complete {
+        Some(complete) => all([s.possible.shallow_clone(), complete])?,
+        None => s.possible.shallow_clone(),
+    };
+    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&possible.f_logical_not()?, -1)?.f_to_kind(Kind::Int)?;
+    Ok((k, v, used))
+}
+
+/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim) and lengths as [`used_keys`] has them.
+pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, seqlen_k)?;
+    Ok((k, used))
+}
+
 /// (out, softmax_lse). `seqlen_k`: the most keys that a sequence has, as far as anybody knows.
 ///
 /// # Errors
@@ -260,14 +277,8 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, seqlen_k: i64) -> Re
 
 fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let device = q.device();
-    let (k, v, complete) = keys(call, a, &s, seqlen_k)?;
-    let impossible = match complete {
-        Some(complete) => all([s.possible, complete])?,
-        None => s.possible,
-    }
-    .f_logical_not()?;
     // fwd makes NaN of a length that cannot be
-    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&impossible, -1)?.f_to_kind(Kind::Int)?;
+    let (k, v, used) = used_keys(call, a, &s, seqlen_k)?;
 
     let o = &call.options;
     let mut options = Options::<Tensor> {
@@ -290,5 +301,9 @@ fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_
         (k, v) = (tokens(&k)?, tokens(&v)?);
     }
     let inputs = Inputs { q: q.shallow_clone(), k, v, rng_state: None, options };
+    if a.has_latents() {
+        // a headdim that fwd has no kernels for; its CPU backend takes any
+        return super::super::forward_on_cpu(&inputs, &Attention { seqlen_k, ..parameters::attention(a) });
+    }
     super::super::forward(&super::super::Call { inputs, stream: call.stream })
 }

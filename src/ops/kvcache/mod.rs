@@ -3,6 +3,7 @@
 mod append;
 mod device;
 mod gathered;
+pub(crate) mod mla;
 mod parameters;
 mod prefill;
 

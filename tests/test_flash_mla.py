@@ -1,0 +1,103 @@
+"""volta_fa.flash_mla: FlashMLA's functions, called as its users call them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import reference
+from conftest import on, within
+from test_mla import draw, latents
+from volta_fa import flash_mla
+
+
+def call(backend, case, **options):
+    problem, given = draw(backend, case)
+    lengths = given["cache_seqlens"]
+    metadata, num_splits = flash_mla.get_mla_metadata(lengths, problem.q.shape[1] * problem.q.shape[2], 1)
+    for _ in backend._runs(problem.q, problem.k_cache):
+        found = flash_mla.flash_mla_with_kvcache(
+            problem.q, problem.k_cache, given["block_table"], lengths, 512, metadata, num_splits, **options
+        )
+    return problem, found
+
+
+@on("cpu-fp32", "cpu-fp64", "cpu-bf16", "cpu-fp16", "sim", "cuda")
+@pytest.mark.parametrize("causal", [False, True])
+def test_against_fp64(backend, causal):
+    problem, (out, lse) = call(backend, latents([(2, 37), (2, 150)], is_causal=causal), causal=causal)
+    assert out.shape == (2, 2, 16, 512) and out.dtype == problem.q.dtype
+    assert lse.shape == (2, 16, 2) and lse.dtype == torch.float32
+    for b in range(2):
+        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        scores = problem.score_options(b)
+        within(backend, "out", out[b : b + 1], ref.out, reference.forward_budget(ref, *inputs, **scores))
+        assert reference.max_error(lse[b : b + 1], ref.softmax_lse) <= reference.lse_tolerance(ref, problem.q.dtype)
+
+
+@on("cpu-fp32")
+def test_the_scale_is_that_of_the_whole_headdim(backend):
+    case = latents([(1, 37)])
+    _, found = call(backend, case)
+    backend.generator.manual_seed(backend.seed)
+    _, given = call(backend, case, softmax_scale=576**-0.5)
+    backend.generator.manual_seed(backend.seed)
+    _, other = call(backend, case, softmax_scale=192**-0.5)
+    assert torch.equal(found[0], given[0]) and not torch.equal(found[0], other[0])
+
+
+@on("cpu-fp32", "cuda")
+def test_metadata(backend):
+    """Where the lengths are, and of the shapes that callers keep buffers for; newer callers give none."""
+    metadata, num_splits = flash_mla.get_mla_metadata(backend.ints([3, 4, 5]), 16, 1)
+    assert metadata.shape == (0, 8) and num_splits.shape == (4,)
+    assert {t.dtype for t in (metadata, num_splits)} == {torch.int32}
+    assert {t.device.type for t in (metadata, num_splits)} == {backend.device}
+    flash_mla.get_mla_metadata()
+
+
+def test_the_arguments_are_flashmlas():
+    """By name and in order, as its README and vLLM call them."""
+    assert list(inspect.signature(flash_mla.get_mla_metadata).parameters)[:3] == ["cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"]
+    assert list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters) == [
+        "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal",
+        "is_fp8_kvcache", "indices",
+    ]  # fmt: skip
+
+
+WRONG = {
+    "head_dim_v": ({"head_dim_v": 576}, ValueError, "head_dim_v: got 576, expected 512"),
+    "fp8": ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache: got True, expected False"),
+    "sparse": ({"indices": torch.zeros(2, 1, 64)}, NotImplementedError, r"indices: got a tensor of shape \(2, 1, 64\), expected None"),
+    "table": ({"block_table": None}, NotImplementedError, "block_table: got None"),
+    "lengths": ({"cache_seqlens": None}, NotImplementedError, "cache_seqlens: got None"),
+    "heads": ({"k_cache": torch.zeros(4, 64, 2, 576)}, ValueError, "latent_cache: got nheads_k 2"),
+    "headdim": ({"k_cache": torch.zeros(4, 64, 1, 512)}, ValueError, "latent_cache: got headdim 512"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    wrong, error, message = WRONG[name]
+    arguments = {
+        "q": torch.zeros(2, 1, 16, 576),
+        "k_cache": torch.zeros(4, 64, 1, 576),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
+        "head_dim_v": 512,
+    }
+    flash_mla.flash_mla_with_kvcache(**arguments)
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_with_kvcache(**{**arguments, **wrong})
+
+
+def test_wrong_metadata():
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="num_heads_k: got 2, expected 1"):
+        flash_mla.get_mla_metadata(lengths, 16, 2)
+    with pytest.raises(NotImplementedError, match="is_fp8_kvcache: got True"):
+        flash_mla.get_mla_metadata(lengths, 16, 1, is_fp8_kvcache=True)
+    with pytest.raises(NotImplementedError, match="topk: got 2048"):
+        flash_mla.get_mla_metadata(lengths, 16, 1, topk=2048)

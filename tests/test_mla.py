@@ -1,0 +1,338 @@
+"""volta_fa::fwd_mla: attention over a cache of latents, one for all heads, whose first columns are the values."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import reference
+from cached import Cached
+from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
+from test_kvcache import ints, spoiled
+from test_validation import refused
+
+fwd_mla = torch.ops.volta_fa.fwd_mla
+HEADDIM, HEADDIM_V = 576, 512
+OPTIONS = ("cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "block_table", "cache_batch_idx", "softmax_scale", "is_causal", "num_splits")
+
+
+def latents(lengths, nheads=16, page=64, **options) -> Cached:
+    """`lengths`: (queries, cached tokens) of each sequence."""
+    return Cached(tuple((q, n, 0) for q, n in lengths), HEADDIM, HEADDIM_V, nheads, 1, page, **options)
+
+
+def draw(backend, case):
+    """The problem, and the options of fwd_mla. What is no token is NaN in the cache."""
+    problem = case.problem(backend)
+    problem.v_cache = problem.k_cache[..., :HEADDIM_V]
+    return problem, {name: problem.options[name] for name in OPTIONS if name in problem.options}
+
+
+def run(backend, problem, options):
+    """Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+    results = [fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)]
+    for other in results[1:]:
+        for name, a, b in zip(("out", "softmax_lse"), results[0], other):
+            assert_same_bits(name, a, b)
+    return results[0]
+
+
+def check(backend, case):
+    problem, options = draw(backend, case)
+    out, lse = run(backend, problem, options)
+    q = problem.q
+    assert out.shape == (*q.shape[:-1], HEADDIM_V) and out.dtype == q.dtype and out.is_contiguous()
+    rows, nheads = q.shape[:-2], q.shape[-2]
+    assert lse.shape == (*rows[:-1], nheads, rows[-1]) and lse.dtype == torch.float32 and lse.is_contiguous()
+    for b, (seqlen_q, _, _) in enumerate(case.lengths):
+        if seqlen_q == 0:
+            continue
+        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        scores = problem.score_options(b)
+        found = problem.sequence(out, problem.cu_q, b)[None]
+        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
+        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, q.dtype)
+        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
+        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 1, 7, 8, 9, 63, 64, 65, 200)
+CASES = [
+    latents([(1, n) for n in LENGTHS]),
+    latents([(1, n) for n in LENGTHS], page=0, nheads=5),
+    latents([(2, n) for n in LENGTHS], page=16, nheads=20, is_causal=False),
+    latents([(3, 40), (3, 2), (3, 129)], nheads=16, page=256),
+    latents([(8, 70), (8, 5)], nheads=6),
+    latents([(1, 33), (4, 90), (0, 7), (2, 1)], packed=True, nheads=16),
+    latents([(70, 90), (1, 30)], packed=True, nheads=2, page=48),
+    latents([(1, 100), (1, 31)], nheads=128),
+    latents([(2, 37), (2, 80)], nheads=64, page=0, batch_idx=True),
+    latents([(2, 37), (2, 80)], layout="wide", nheads=32),
+    latents([(2, 37), (2, 80)], layout="wide", page=0, softmax_scale=-0.05),
+    latents([(1, 64), (1, 64)], all_cached=True, spread=2.0),
+    latents([(2, 37), (2, 80)], softmax_scale=192**-0.5),
+]
+#: More than one block has of a row set; kernels alone, since the reference takes its time.
+SHARED = [
+    latents([(1, 1000), (1, 30)]),
+    latents([(1, 2500), (1, 0), (1, 700)], nheads=8, page=0),
+    latents([(2, 2000)], nheads=40, num_splits=3),
+]
+
+
+@on_cases((ALL, CASES), (BF16_KERNELS, CASES[::4]), (["sim", "cuda"], SHARED))
+def test_against_fp64(backend, case):
+    check(backend, case)
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("offset", [8, 3])
+def test_latents_off_boundaries(backend, offset):
+    """Part of a wider tensor: where the kernels read it, and where its tokens are copied."""
+    problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4))
+    expected = run(backend, problem, options)
+    wide = torch.full((*problem.k_cache.shape[:-1], HEADDIM + 16), math.nan, dtype=backend.dtype, device=backend.device)
+    wide[..., offset : offset + HEADDIM] = problem.k_cache
+    problem.k_cache = wide[..., offset : offset + HEADDIM]
+    for a, b in zip(run(backend, problem, options), expected):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_nothing_to_do(backend):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    cache = backend.randn(3, 16, 1, HEADDIM)
+    lengths, table = backend.ints([3, 0]), backend.ints([2, 0]).view(2, 1)
+    for shape in [(2, 0, 4, HEADDIM), (0, 1, 4, HEADDIM)]:
+        batch = shape[0]
+        out, lse = fwd_mla(backend.randn(*shape), cache, cache_seqlens=lengths[:batch], block_table=table[:batch])
+        assert out.shape == (*shape[:-1], HEADDIM_V) and lse.shape == (shape[0], 4, shape[1])
+    # no key at all: an empty cache, an empty table, entries without rows
+    q = backend.randn(2, 1, 4, HEADDIM)
+    for out, lse in (
+        fwd_mla(q, cache[:0], cache_seqlens=lengths * 0, block_table=table),
+        fwd_mla(q, cache, cache_seqlens=lengths * 0, block_table=table[:, :0]),
+        fwd_mla(q, cache[:2, :0]),
+        fwd_mla(q, cache[:2], cache_seqlens=lengths * 0),
+    ):
+        assert (out == 0).all() and (lse == math.inf).all()
+
+
+@on("sim")
+def test_the_grid_is_the_gpus(backend):
+    """Whatever the heads: tiles of rows are in the blocks' schedule."""
+    problem, options = draw(backend, latents([(1, 100)], nheads=128))
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+    torch.ops.volta_fa._sim_report()
+    fwd_mla(problem.q, problem.k_cache, **options)
+    (launch,) = json.loads(torch.ops.volta_fa._sim_report())
+    assert launch["kernel"].startswith("volta_latents") and launch["spill_insts_static"] == 0
+
+
+@on("sim")
+def test_a_turing_gpu_gets_voltas_kernel(backend):
+    """Through PTX, since Turing's family has none; here its machine code stands for that."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
+    check(backend, latents([(1, 100), (2, 31)], packed=True))
+    backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "turing")
+    problem, options = draw(backend, latents([(1, 100)]))
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    refused(
+        lambda: fwd_mla(problem.q, problem.k_cache, **options),
+        NotImplementedError,
+        "volta_fa::fwd_mla",
+        "no turing kernel (DecodeLatents) for headdim 576 and headdim_v 512",
+        "VOLTA_FA_FAMILY",
+    )
+
+
+# ---- PyTorch's contract ----------------------------------------------------------------------------------------------
+
+CONTRACT = [
+    latents([(2, 9), (2, 17)], nheads=2),
+    latents([(2, 9), (0, 3), (3, 0)], nheads=2, packed=True),
+    latents([(2, 9), (2, 17)], nheads=2, page=0, batch_idx=True),
+]
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+@on("cpu-fp32", "cpu-bf16", "sim", "cuda")
+def test_opcheck(backend, case):
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    problem, options = draw(backend, case)
+    opcheck(fwd_mla.default, (problem.q, problem.k_cache.nan_to_num(0.0)), options)
+
+
+@on("cpu-fp32")
+def test_compile_with_dynamic_shapes(backend):
+    compiled = torch.compile(fwd_mla.default, dynamic=True, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for lengths in ([(2, 9), (2, 17)], [(3, 40), (3, 1), (3, 5)]):
+        problem, options = draw(backend, latents(lengths, nheads=2))
+        for a, b in zip(compiled(problem.q, problem.k_cache, **options), fwd_mla(problem.q, problem.k_cache, **options)):
+            torch.testing.assert_close(a, b)
+
+
+@on("cpu-fp32")
+def test_no_gradient(backend):
+    problem, options = draw(backend, CONTRACT[0])
+    out, _ = fwd_mla(problem.q.requires_grad_(), problem.k_cache, **options)
+    with pytest.raises(RuntimeError, match="fwd_mla"):
+        out.sum().backward()
+
+
+@on("cpu-bf16")
+def test_autocast(backend):
+    problem, options = draw(backend, CONTRACT[0])
+    expected = fwd_mla(problem.q, problem.k_cache, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fwd_mla(problem.q.float(), problem.k_cache, **options)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+@on("cuda")
+def test_cuda_graph(backend):
+    problem, options = draw(backend, latents([(1, 1000), (1, 17), (1, 300)]))
+    lengths = options["cache_seqlens"]
+    fwd_mla(problem.q, problem.k_cache, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fwd_mla(problem.q, problem.k_cache, **options)
+    for values in ((0, 0, 0), (1000, 1, 15), (16, 17, 299)):
+        lengths.copy_(backend.ints(values))
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse"), captured, fwd_mla(problem.q, problem.k_cache, **options)):
+            assert_same_bits(name, a, b)
+
+
+# ---- wrong arguments -------------------------------------------------------------------------------------------------
+
+
+def good(backend, page=16):
+    problem, options = draw(backend, latents([(2, 9), (2, 17)], nheads=3, page=page))
+    return {"q": problem.q, "latent_cache": problem.k_cache, **options}
+
+
+def call(arguments):
+    arguments = dict(arguments)
+    tensors = arguments.pop("q"), arguments.pop("latent_cache")
+    return lambda: fwd_mla(*tensors, **arguments)
+
+
+WRONG = {
+    "q rank": (lambda a: {"q": a["q"][0]}, ["q: got a tensor of rank 3", "cu_seqlens_q"]),
+    "q dtype": (lambda a: {"q": a["q"].int()}, ["q: got dtype torch.int32"]),
+    "q headdim": (lambda a: {"q": a["q"][..., :512]}, ["q: got headdim 512, expected headdim 576, that of latent_cache"]),
+    "q stride": (lambda a: {"q": a["q"].mT.contiguous().mT}, ["q: got stride", "contiguous last dimension"]),
+    "cache rank": (lambda a: {"latent_cache": a["latent_cache"][:, :, 0]}, ["latent_cache: got a tensor of rank 3", "(pages, page_size"]),
+    "cache heads": (lambda a: {"latent_cache": a["latent_cache"].repeat(1, 1, 2, 1)}, ["latent_cache: got nheads_k 2", "1: all query heads"]),
+    "cache headdim": (lambda a: {"latent_cache": a["latent_cache"][..., :512]}, ["latent_cache: got headdim 512", "576", "512 columns"]),
+    "cache dtype": (lambda a: {"latent_cache": a["latent_cache"].to(torch.bfloat16)}, ["latent_cache: got dtype torch.bfloat16"]),
+    "int8 cache": (lambda a: {"latent_cache": a["latent_cache"].nan_to_num().to(torch.int8)}, ["latent_cache: got dtype torch.int8"]),
+    "cache device": (lambda a: {"latent_cache": a["latent_cache"].to("meta")}, ["latent_cache: got device meta"]),
+    "page size": (lambda a: {"latent_cache": a["latent_cache"][:, :12]}, ["latent_cache: got pages of 12 tokens", "multiple of 16"]),
+    "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64"]),
+    "table batch": (lambda a: {"block_table": a["block_table"][:1]}, ["block_table: got shape", "(batch, max_pages)"]),
+    "lengths dtype": (lambda a: {"cache_seqlens": a["cache_seqlens"].long()}, ["cache_seqlens: got dtype torch.int64"]),
+    "batch_idx": (lambda a: {"cache_batch_idx": a["cache_seqlens"]}, ["cache_batch_idx: got a tensor", "block_table is given"]),
+    "max_seqlen_q": (lambda a: {"max_seqlen_q": 3}, ["max_seqlen_q: got 3", "cu_seqlens_q is not given"]),
+    "scale": (lambda a: {"softmax_scale": math.inf}, ["softmax_scale: got inf"]),
+    "num_splits": (lambda a: {"num_splits": -1}, ["num_splits: got -1"]),
+    # values
+    "negative length": (lambda a: {"cache_seqlens": ints(a, 9, -1)}, ["cache_seqlens: got -1 (entry 1)", "from 0 to"]),
+    "long length": (lambda a: {"cache_seqlens": ints(a, 9, 65)}, ["cache_seqlens: got 65 (entry 1)", "from 0 to 64"]),
+    "page": (lambda a: {"block_table": spoiled(a["block_table"], 1, 1, 99)}, ["block_table: got 99 (page 1 of sequence 1)", "of latent_cache"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@on("cpu-fp32", "sim", "cuda")
+def test_wrong_arguments(backend, name):
+    spoil, words = WRONG[name]
+    arguments = good(backend)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
+        torch.ops.volta_fa._sim_report()
+    refused(call({**arguments, **spoil(arguments), "check_lengths": True}), ValueError, "volta_fa::fwd_mla", *words)
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_dense_entries(backend):
+    arguments = good(backend, page=0)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    one = {**arguments, "latent_cache": arguments["latent_cache"][:1]}
+    refused(call(one), ValueError, "volta_fa::fwd_mla", "latent_cache: got batch 1", "cache_batch_idx")
+    wrong = {**arguments, "cache_batch_idx": ints(arguments, 0, 2), "check_lengths": True}
+    refused(call(wrong), ValueError, "volta_fa::fwd_mla", "cache_batch_idx: got 2 (entry 1)", "the entries of latent_cache")
+
+
+@on("cpu-fp32", "sim", "cuda")
+def test_a_second_tensor_of_values(backend):
+    """fwd_kvcache has no latents: it says who has."""
+    arguments = good(backend)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    cache, table, lengths = (arguments[name] for name in ("latent_cache", "block_table", "cache_seqlens"))
+    kvcache = torch.ops.volta_fa.fwd_kvcache
+    refused(
+        lambda: kvcache(arguments["q"], cache, cache[..., :512].contiguous(), block_table=table, cache_seqlens=lengths),
+        ValueError,
+        "volta_fa::fwd_kvcache",
+        "v_cache: got a cache of values beside keys of headdim 576",
+        "volta_fa::fwd_mla",
+    )
+
+
+UNCHECKED = {
+    "negative length": (16, lambda a: {"cache_seqlens": ints(a, -1, 17)}),
+    "long length": (16, lambda a: {"cache_seqlens": ints(a, 2**31 - 1, 17)}),
+    "page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, 2**31 - 1)}),
+    "negative page": (16, lambda a: {"block_table": spoiled(a["block_table"], 0, 0, -(2**31))}),
+    "entry": (0, lambda a: {"cache_batch_idx": ints(a, 2, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+@on("sim", "cuda", "sim-bf16", "cuda-bf16")
+def test_unchecked_values(backend, name):
+    """The sequence is NaN, the other is right."""
+    page, spoil = UNCHECKED[name]
+    arguments = good(backend, page=page)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    expected = call(arguments)()
+    if backend.machine == "cuda":
+        poison_cuda(arguments["q"])
+    out, lse = call({**arguments, **spoil(arguments)})()
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    torch.testing.assert_close(out[1], expected[0][1], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[1], expected[1][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [16, 33])
+@on("sim", "cuda")
+def test_num_splits_of_one_is_the_sequences_own(backend, heads):
+    """Its result depends on no other sequence then."""
+    case = latents([(1, 300), (1, 1000), (1, 17)], nheads=heads, num_splits=1)
+    problem, options = draw(backend, case)
+    out, lse = run(backend, problem, options)
+    own = {name: t[:1] if torch.is_tensor(t) else t for name, t in options.items()}
+    alone = fwd_mla(problem.q[:1], problem.k_cache, **own) if backend.machine == "cuda" else simulated(backend, problem, own)
+    assert_same_bits("out", alone[0], out[:1])
+    assert_same_bits("softmax_lse", alone[1], lse[:1])
+
+
+def simulated(backend, problem, options):
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    return fwd_mla(problem.q[:1], problem.k_cache, **options)
