@@ -54,6 +54,7 @@ def calls(f) -> set[str]:
 
 LOADER = """
 import sys, torch
+import torch._inductor.codecache  # torch 2.10 takes for granted that somebody did
 library, package = sys.argv[1:]
 torch.ops.load_library(library)  # all that is needed of volta_fa
 model = torch._inductor.aoti_load_package(package)

@@ -8,7 +8,7 @@ import torch
 import reference
 import volta_fa
 from cached import Cached
-from conftest import on
+from conftest import on, run_python
 from volta_fa import cascade_attention
 
 BACKENDS = on("cpu-fp32", "cpu-fp64", "sim", "cuda")
@@ -73,7 +73,9 @@ def test_cascade_errors(backend):
 # ---- PyTorch's door --------------------------------------------------------------------------------------------------
 
 attention = pytest.importorskip("torch.nn.attention")
-NEEDS_DOOR = pytest.mark.skipif(not hasattr(attention, "activate_flash_attention_impl"), reason="this torch has no such door")
+HAS_DOOR = hasattr(attention, "activate_flash_attention_impl")
+# torch 2.10's leads in, and not out again
+NEEDS_DOOR = pytest.mark.skipif(not hasattr(attention, "restore_flash_attention_impl"), reason="this torch has no door with a way back")
 
 
 @pytest.fixture
@@ -154,6 +156,22 @@ def test_sdpa_through_the_door(backend, active, layout):
         assert counts["fwd"] >= 1
         close(backend, out.transpose(1, 2), ref.out)
         assert all(g.shape == q.shape and g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.skipif(not HAS_DOOR, reason="this torch has no such door")
+def test_a_program_that_stays_inside():
+    code = """
+        import torch, volta_fa
+        from torch.nn.attention import activate_flash_attention_impl
+        from torch.nn.attention.varlen import varlen_attn
+
+        activate_flash_attention_impl("VOLTA")
+        q, k, v = torch.randn(3, 9, 2, 16).unbind()
+        lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
+        expected, *_ = torch.ops.volta_fa.fwd(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5)
+        print(torch.equal(varlen_attn(q, k, v, lengths, lengths, 5, 5), expected))
+    """
+    assert run_python(code) == "True"
 
 
 @NEEDS_DOOR

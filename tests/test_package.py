@@ -472,9 +472,9 @@ def test_a_missing_toolchain_is_one_line_each(program, no_toolchain):
 
 
 def make(*arguments, **environ) -> subprocess.CompletedProcess:
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX")
-    }
+    # nothing of the environment, nor of the make that may run the tests
+    dropped = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "TORCH", "ARGS", "VIRTUAL_ENV", "CONDA_PREFIX")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return subprocess.run([shutil.which("make"), "-C", REPOSITORY, *arguments], capture_output=True, text=True, env={**kept, **environ})
 
 

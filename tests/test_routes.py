@@ -213,6 +213,7 @@ def need_aot_inductor(backend):
 
 AOTI = """
     import sys, torch
+    import torch._inductor.codecache  # torch 2.10 takes for granted that somebody did
     library, package, data = sys.argv[1:]
     torch.ops.load_library(library)
     x, expected = torch.load(data)

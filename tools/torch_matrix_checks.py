@@ -278,7 +278,7 @@ def kv_cache() -> None:
 def flash_attention_door() -> None:
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         raise NotHereError("this release has no such door")
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+    from torch.nn.attention import activate_flash_attention_impl
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t[0].repeat_interleave(4 // t.shape[2], 1).contiguous() for t in qkv(seqlen=(9, 9)))
@@ -287,7 +287,8 @@ def flash_attention_door() -> None:
     try:
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 5, 5)
     finally:
-        restore_flash_attention_impl()
+        # before 2.11 there is no way back, and what comes after this check does without PyTorch's own kernels
+        getattr(torch.nn.attention, "restore_flash_attention_impl", lambda: None)()
     close([out], [torch.cat([eager(*(t[a:b][None] for t in (q, k, v)))[0] for a, b in ((0, 4), (4, 9))])])
 
 

@@ -3,7 +3,7 @@
 PyTorch (from 2.10 on) lets a library take the place of its flash attention kernels by name. Importing volta_fa registers the
 name; activating it makes volta_fa run what calls them: `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attention_forward`, and
 scaled_dot_product_attention where that chooses flash attention. (It does not on Volta and Turing: `enable_sdpa` reaches it there.)
-`restore_flash_attention_impl()` gives PyTorch its own kernels back.
+`restore_flash_attention_impl()`, from 2.11 on, gives PyTorch its own kernels back.
 """
 
 from __future__ import annotations
