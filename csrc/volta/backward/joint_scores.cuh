@@ -1,8 +1,8 @@
 // Kernels that do one thing to scores besides, where a warp has both S^T and dP^T of its keys (small.cuh): from these to P^T, which
 // goes to shared memory, and dS^T.
 //
-// As in modifiers.cuh a rolled loop over the tiles, on the registers of the first. What the loop has no more use for takes what comes
-// out: of the tiles of dP, dS.
+// As in modifiers.cuh a rolled loop over the tiles, on the registers of the first. What the loop has no more use for takes what
+// comes out: of the tiles of dP, dS.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -27,11 +27,12 @@ struct JointScores {
     // What ALiBi's distance of the lane's first key is more than a step's first query.
     static __device__ __forceinline__ int first_distance(const BlockSequence& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
-        return pinned(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key - KeysLayout::first_key(lane));
+        return pinned(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
+                      KeysLayout::first_key(lane));
     }
 
-    // `row` is the step's first, rows from row_end on see no key, `stats` are the lane's, `packed` its address of P, of which keys_left
-    // keys exist from its first on.
+    // `row` is the step's first, rows from row_end on see no key, `stats` are the lane's, `packed` its address of P, of which
+    // keys_left keys exist from its first on.
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         const ScoreOptions& options = p.score_options;
@@ -46,7 +47,8 @@ struct JointScores {
                 load_rows(lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
                 const Softcap softcap = softcap_here(p);
 #pragma unroll
-                for (int r = 0; r < KeysLayout::kRows; r++) lse[r] = fmaf(lse[r], p.problem.scale_log2, softcap.cap + kExponentShift);
+                for (int r = 0; r < KeysLayout::kRows; r++)
+                    lse[r] = fmaf(lse[r], p.problem.scale_log2, softcap.cap + kExponentShift);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const float logistic = softcap.logistic(x[v]);

@@ -1,6 +1,6 @@
 // Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks
 // an SM. A warp computes both S^T and dP^T of its keys, so P and dS meet in registers and share one tile
-// of shared memory, one after the other.
+// of shared memory, one after the other. General kernels do one thing to scores (joint_scores.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -94,7 +94,8 @@ struct BackwardSmall {
                 PackedTile ds[2][2];
                 const bool masked = !range.unmasked.contain(row);
                 if (kGeneral) {
-                    Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left, distance);
+                    Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
+                               distance);
 #pragma unroll
                     for (int m = 0; m < 2; m++)
 #pragma unroll
