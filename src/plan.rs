@@ -269,14 +269,19 @@ fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
 }
 
-/// The grid of a kernel: what its rows are, the pass says.
-fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
-    let (rows, heads) = match variant.pass.facts().rows {
+/// What a kernel has blocks of, and for how many heads.
+fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
+    match variant.pass.facts().rows {
         Rows::Queries => (a.seqlen_q, a.nheads),
         Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         Rows::Keys => (a.seqlen_k, a.nheads_k),
         Rows::PackedQueries => unreachable!("decode kernels have a planner of their own"),
-    };
+    }
+}
+
+/// The grid of a kernel: what its rows are, the pass says.
+fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
+    let (rows, heads) = rows_and_heads(variant, a);
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
     // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
@@ -299,14 +304,17 @@ fn scratch(variant: &Variant) -> Scratch {
 /// The variant of the same headdims with smaller blocks, where its grid
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
-/// - or has no more blocks than the large one's (seqlen_q fits one block): half of those rows were padding;
+/// - or has no more blocks than the large one's (all rows fit one block): half of those rows were padding;
 /// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
 /// - or would, under a causal mask, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
-/// Figures: `docs/forward-kernel.md`, `docs/turing-kernels.md`.
+/// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
 fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
-    let blocks = |v: &Variant| (a.seqlen_q as u64).div_ceil(v.block_rows as u64) * (a.nheads * a.batch) as u64;
+    let blocks = |v: &Variant| {
+        let (rows, heads) = rows_and_heads(v, a);
+        (rows as u64).div_ceil(v.block_rows as u64) * (heads * a.batch) as u64
+    };
     // rows that an SM has worked on when it is done, side by side and one after the other
     let rows = |v: &Variant| {
         let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
@@ -378,6 +386,10 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
             }
         }
     };
+    let chosen = chosen.map(|(large, reason)| {
+        let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
+        small.unwrap_or((large, reason))
+    });
     let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;

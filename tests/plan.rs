@@ -137,6 +137,31 @@ fn causal_grids_that_run_at_once_get_small_blocks() {
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
 }
 
+/// The same of the backward pass' blocks of keys, which are those of key heads.
+#[test]
+fn small_backward_grids_get_small_blocks() {
+    let keys = |nheads, nheads_k, seqlen, headdim, right| {
+        let window = Window { left: None, right };
+        let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
+        let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
+        assert_eq!((plan.prepare.reason, plan.finish.reason), (Reason::Cheapest, Reason::Cheapest));
+        assert_eq!(
+            plan.main.blocks.iter().product::<u32>() as i64,
+            (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k
+        );
+        (plan.main.variant.block_rows, plan.main.reason)
+    };
+    for headdim in [64, 128] {
+        assert_eq!(keys(8, 8, 512, headdim, None), (64, Reason::Resident));
+        assert_eq!(keys(40, 40, 512, headdim, None), (128, Reason::Cheapest));
+    }
+    assert_eq!(keys(40, 10, 512, 128, None), (64, Reason::Resident), "80 blocks on as many places");
+    assert_eq!(keys(40, 11, 512, 128, None), (128, Reason::Cheapest));
+    assert_eq!(keys(40, 40, 512, 64, Some(0)), (64, Reason::ShorterLongest), "160 places for blocks of 128 keys");
+    assert_eq!(keys(41, 41, 512, 64, Some(0)), (128, Reason::Cheapest));
+    assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
+}
+
 /// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
 #[test]
 fn blocks_of_a_family_with_three_sizes() {
@@ -197,11 +222,12 @@ fn grids_cover_every_row() {
 #[test]
 fn the_deterministic_backward_has_no_accumulator() {
     for headdim in [32, 64, 96, 128, 192, 256] {
-        let a = attention(1000, 700, headdim, headdim);
+        // enough heads for large blocks
+        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 700, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &DeviceLimits::V100).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
         assert_eq!(p.headdim_rounded, 0);
-        assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (2, 8), "heads of keys, heads of queries");
+        assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.blocks[0] * p.finish.variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
         let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
@@ -662,7 +688,8 @@ fn a_tuned_kernel_brings_its_family() {
         named("finish", like("volta_bwd_finish", turing)),
     ];
     let kernels = volta_and(&[&rows]);
-    let a = attention(1000, 1000, 64, 64);
+    // enough heads for large blocks
+    let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
     let backward = |d: &DeviceLimits| {
         let plan = plan::backward_among(kernels, &a, DEFAULT, d).unwrap();
         [plan.prepare, plan.main, plan.finish].map(|k| k.variant.name)
@@ -739,7 +766,8 @@ fn what_stands_in_for_a_failed_kernel() {
     let small = attention(64, 64, 64, 64);
     assert_eq!(forward_of(&small, &DeviceLimits::V100), ("volta_fwd_64x64_small", Reason::Resident));
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
-    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_96");
+    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
+    assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_96");
     // nothing with atomics is left: without; and nothing without: an error, since atomics were excluded
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);

@@ -1,8 +1,8 @@
-// The order of dq's fp32 accumulator: that in which the lanes of a warp hold their sums (dq_product.cuh), so that a warp adds to whole
-// lines of 128 bytes.
+// The order of dq's fp32 accumulator: that in which the lanes of a warp hold their sums (dq_product.cuh), so that a warp adds to
+// whole lines of 128 bytes.
 //
 // 256 floats are 32 queries by 8 columns, or 16 by 16 at headdims whose steps have 16 queries. They are eight lines, one for each
-// accumulator element v of a lane; in its line a lane is number lane(), so that two columns of a query are neighbours.
+// accumulator element v of a lane; in its line a lane is number place(), so that two columns of a query are neighbours.
 #pragma once
 
 namespace volta {
@@ -21,7 +21,8 @@ struct DqAccumulator {
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);
-        return (row - in_step) * headdim + (in_step & 2) * kLineFloats + (in_step & 1) * 2 + (in_step & 12) * 2 + (in_step & 16) / 4;
+        return (row - in_step) * headdim + (in_step & 2) * kLineFloats + (in_step & 1) * 2 + (in_step & 12) * 2 +
+               (in_step & 16) / 4;
     }
     static __device__ __forceinline__ int column(int column, int headdim) {
         return has_short_steps(headdim) ? column / 16 * kTileFloats + (column & 8) / 2 : column / 8 * kTileFloats;

@@ -20,8 +20,8 @@ struct DqProduct {
     static constexpr int kUnitChunks = kShortSteps ? 2 : 1;
     static constexpr int kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
-    // The loop's code for the cache; one of its two halves' latency behind the other.
-    static constexpr int kKeysAtOnce = S::kHeaddim <= 64 || S::kHeaddim == 128 ? 16 : 8;
+    // 16 hide more latency, 8 leave more of the instruction cache. (Which is better where, the simulator said.)
+    static constexpr int kKeysAtOnce = !kGeneral && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
     // Column-major A operand: four keys of four queries, the first of the lane's eight. The others are 8 bytes before or behind.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {

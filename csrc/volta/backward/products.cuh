@@ -52,15 +52,35 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
 // Over the rows of a step (at most 32); the warp has every BlockStep-th block of columns.
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address) {
-    constexpr int kHalvesAtOnce = kGeneral && S::kHeaddim > 64 ? 1 : 2;  // general code is past the instruction cache
+    constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
+    if (kGeneral) {  // by four rows: general code is past the instruction cache
 #pragma unroll 1
-    for (int chunk = 0; chunk < (S::kStep < 32 ? S::kStep : 32) / 8; chunk++) {
+        for (int row = 0; row < kRows; row += 4) {
+            const u32 a0 = a_address ^ (row * 2);  // chunks of a row of scores are a power of two
+            uint2 a[M];
+#pragma unroll
+            for (int m = 0; m < M; m++) a[m] = load_shared2(a0 + m * 16 * kScoreRowBytes);
+            const u32 b0 = chunk_after<S::kChunks>(b_address, row % 8 ? row_swizzle<S::kChunks>(4) : 0) + row * S::kRowBytes;
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+                const uint4 b = load_shared(chunk_after<S::kChunks>(b0, 4 * BlockStep * j));
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    mma_row_row(c[m][j][0], a[m].x, a[m].y, b.x, b.y);
+                    mma_row_row(c[m][j][1], a[m].x, a[m].y, b.z, b.w);
+                }
+            }
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int chunk = 0; chunk < kRows / 8; chunk++) {
         const u32 a0 = chunk_after<kScoreChunks>(a_address, chunk);
         uint4 a[M];
 #pragma unroll
         for (int m = 0; m < M; m++) a[m] = load_shared(a0 + m * 16 * kScoreRowBytes);
         const u32 b_row = b_address + chunk * (8 * S::kRowBytes);
-#pragma unroll kHalvesAtOnce
+#pragma unroll
         for (int h = 0; h < 2; h++) {  // four rows
             const u32 b_half = chunk_after<S::kChunks>(b_row, row_swizzle<S::kChunks>(4 * h));
             uint4 b[J];

@@ -1,6 +1,6 @@
 // Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks
 // an SM. A warp computes both S^T and dP^T of its keys, so P and dS meet in registers and share one tile
-// of shared memory, one after the other.
+// of shared memory, one after the other. General kernels do one thing to scores (joint_scores.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -10,6 +10,7 @@
 #include "backward/walk.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
+#include "volta/backward/joint_scores.cuh"
 #include "volta/backward/products.cuh"
 
 namespace volta {
@@ -24,6 +25,8 @@ struct BackwardSmall {
     static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
+    using Joint = JointScores<S>;
+    static_assert(!kGeneral || kOneFeature, "joint_scores.cuh");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -48,13 +51,15 @@ struct BackwardSmall {
                                           shared + S::kStepS + StepTiles<S>::offset());
         const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
 
+        const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
         Gradient<2, kBlocks> dk, dv;
         clear(dk);
         clear(dv);
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        // Query heads that share this block's keys. General kernels have no register for it.
+        const auto group = [&] { return (kGeneral ? pinned(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
 #pragma unroll 1
-        for (int head = KeysBlock::head(p) * group; head < (KeysBlock::head(p) + 1) * group; head++) {
+        for (int head = KeysBlock::head(p) * group(); head < (KeysBlock::head(p) + 1) * group(); head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
             const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
             if (first >= range.end) break;
@@ -65,8 +70,7 @@ struct BackwardSmall {
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
-            load_stats(s, stats + RowStats::kLseAt + first * RowStats::kRowFloats);
-            load_stats(dp, stats + RowStats::kDeltaAt + first * RowStats::kRowFloats);
+            Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
             __syncthreads();  // the last head's tile is done with
             tiles.store(query_addresses.second());
             __syncthreads();
@@ -86,24 +90,34 @@ struct BackwardSmall {
                         vo.multiply_high(dp);
                     }
                 }
-                if (!range.unmasked.contain(row)) {
-                    // Rare: everything is derived again, so that none of it takes a register in the loop.
-                    const int thread = thread_index_here();
-                    apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeysBlock::number(p) * S::kRows + thread / 32 * 32);
-                }
-
                 const u32 packed = packed_addresses.second();
                 PackedTile ds[2][2];
-                exponentials(s, p.problem.scale_log2, kExponentShift);
+                const bool masked = !range.unmasked.contain(row);
+                if (kGeneral) {
+                    Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
+                               distance);
 #pragma unroll
-                for (int m = 0; m < 2; m++)
+                    for (int m = 0; m < 2; m++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
-#pragma unroll
-                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
-                        ds[m][n] = pack_tile(dp[m][n]);
+                        for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
+                } else {
+                    if (masked) {
+                        // Rare: everything is derived again, so that none of it takes a register in the loop.
+                        const int thread = thread_index_here();
+                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeysBlock::number(p) * S::kRows + thread / 32 * 32);
                     }
+
+                    exponentials(s, p.problem.scale_log2, kExponentShift);
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int n = 0; n < 2; n++) {
+                            store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+#pragma unroll
+                            for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
+                            ds[m][n] = pack_tile(dp[m][n]);
+                        }
+                }
                 __syncwarp();
 
                 // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
@@ -122,8 +136,7 @@ struct BackwardSmall {
                 Dq product;
                 if (WithDq) product.multiply(dq_operands.first(), dq_operands.second());
                 const int next = range.next_step(p, row);
-                load_stats(s, stats + RowStats::kLseAt + next * RowStats::kRowFloats);
-                load_stats(dp, stats + RowStats::kDeltaAt + next * RowStats::kRowFloats);
+                Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
                 if (WithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 __syncthreads();  // the next tile is there, and dS is free
             }
@@ -133,8 +146,10 @@ struct BackwardSmall {
         __syncthreads();
         const int end_key = KeysBlock::number(p) * S::kRows,
                   end_warp_key = thread_index_here() / 32 * 32;  // derived again, as above
+        float dv_factor = 1.f / kProbabilityUnit;
+        if (asks_for_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
-        to_shared<S, 1>(dv, p, 1.f / kProbabilityUnit, shared + S::kOwnDp, end_warp_key, 0);
+        to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSequence end_sequence(p.problem, p.lengths, blockIdx.z);
         shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.first_k(), end_key, end_sequence.stored_k(),

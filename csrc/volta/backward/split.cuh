@@ -1,9 +1,9 @@
-// Backward, main kernel for headdim above 64: 8 warps in two roles of four. Warps 0 to 3 compute S^T, P and
+// Backward, main kernel for headdim above 64, and for small grids: 8 warps in two roles of four. Warps 0 to 3 compute S^T, P and
 // dV, warps 4 to 7 dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's
 // registers. P goes to the second role through shared memory; dQ is everyone's.
 //
 // With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of the gradient. With 64
-// keys (headdim above 128) two warps share 32 keys: of the scores each has half the queries (or, in steps
+// keys (headdim above 128, and small grids) two warps share 32 keys: of the scores each has half the queries (or, in steps
 // of 16 queries, half the keys), of the gradient every second block of 32 columns.
 #pragma once
 
@@ -160,8 +160,7 @@ struct BackwardSplit {
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
         const AddressPair packed_addresses(score_operand(own_scores, lane, gradient_key),
                                            packed_address(scores, lane, score_key0, score_query0 / 8));
-        const AddressPair dq_operands(Dq::a_operand(scores + S::kScoreTile, lane),
-                                      Dq::b_operand(shared + S::kOwnS, lane, warp));
+        const AddressPair dq_operands(Dq::a_operand(scores + S::kScoreTile, lane), Dq::b_operand(shared + S::kOwnS, lane, warp));
         const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kStepS : S::kStepDp), lane, share),
                                           shared + S::kStepS + StepTiles<S>::offset());
         const int stats_lane = lane_stats_offset(lane) + score_query0 * RowStats::kRowFloats;

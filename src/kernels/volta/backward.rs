@@ -112,6 +112,22 @@ const MAIN: [Variant; 6] = [
     },
 ];
 
+/// Blocks of 64 keys in two roles, for grids that are small (`plan::smaller`): at most half as long as the others', if slower a key.
+const fn small(name: &'static str, main: Variant, blocks_per_sm: u32, registers: u32) -> Variant {
+    Variant {
+        name,
+        source: "volta/backward/split.cu",
+        block_rows: 64,
+        threads: 256,
+        shared_bytes: 4 * main.headdim * (64 + main.step) + 2 * 64 * 64,
+        blocks_per_sm,
+        registers,
+        ..main
+    }
+}
+/// At headdim 64 two blocks an SM by registers, 32 KB each; at 128 one.
+const SMALL: [Variant; 2] = [small("volta_bwd_64_small", MAIN[1], 2, 120), small("volta_bwd_128_small", MAIN[3], 1, 168)];
+
 /// deterministic=True: dq from blocks of queries, as the main kernels' from blocks of keys.
 const QUERIES: [Variant; 6] = [
     // Four warps with 32 queries each: dQ is 32 registers of a thread; three blocks an SM. Shared: Q, dO 16 KB,
@@ -259,16 +275,16 @@ const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, r
 const GENERAL: [Variant; 5] = [
     general("volta_bwd_general_64", 64, 128, 32, 179),
     general("volta_bwd_general_96", 96, 128, 32, 212),
-    general("volta_bwd_general_128", 128, 128, 32, 248),
+    general("volta_bwd_general_128", 128, 128, 32, 242),
     general("volta_bwd_general_192", 192, 64, 32, 212),
-    general("volta_bwd_general_256", 256, 64, 16, 252),
+    general("volta_bwd_general_256", 256, 64, 16, 254),
 ];
 
-/// A general kernel that does one thing to scores, which a problem has to ask for: its branches on the others are gone, and with them the
-/// misses of the instruction cache.
-const fn with(need: Need, name: &'static str, general: Variant, registers: u32) -> Variant {
+/// A kernel that does one thing to scores, which a problem has to ask for: a general one without its branches on the others, and so without
+/// the misses of the instruction cache; or, where registers allow, one of plain tiles (`volta/backward/joint_scores.cuh`).
+const fn with(need: Need, name: &'static str, tiles: Variant, registers: u32) -> Variant {
     let requires = Needs::of(&[need]);
-    Variant { requires, ..general }.covering(Needs::RAGGED.union(requires), name, registers)
+    Variant { requires, ..tiles }.covering(Needs::RAGGED.union(requires), name, registers)
 }
 
 /// The main kernel `main` without its dQ product.
@@ -284,6 +300,8 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[3],
     MAIN[4],
     MAIN[5],
+    SMALL[0],
+    SMALL[1],
     // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles and, but for
     // headdim 64, fewer registers ...
     keys(MAIN[0], "volta_bwd_keys_32", "volta/backward/small_keys.cu", 193),
@@ -312,14 +330,14 @@ pub const BACKWARD: &[Variant] = &[
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 214).covering(Needs::RAGGED, "volta_bwd_ragged_keys_128", 228),
     QUERIES[1].covering(Needs::RAGGED, "volta_bwd_ragged_queries_64", 200),
     QUERIES[3].covering(Needs::RAGGED, "volta_bwd_ragged_queries_128", 229),
-    with(Need::Softcap, "volta_bwd_softcap_64", GENERAL[0], 165),
-    with(Need::Softcap, "volta_bwd_softcap_128", GENERAL[2], 248),
-    with(Need::Alibi, "volta_bwd_alibi_64", GENERAL[0], 161),
-    with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 244),
-    with(Need::Bias, "volta_bwd_bias_64", GENERAL[0], 180),
-    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 248),
-    with(Need::Dropout, "volta_bwd_dropout_64", GENERAL[0], 163),
-    with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 245),
+    with(Need::Softcap, "volta_bwd_softcap_64", MAIN[1], 255),
+    with(Need::Softcap, "volta_bwd_softcap_128", GENERAL[2], 240),
+    with(Need::Alibi, "volta_bwd_alibi_64", MAIN[1], 255),
+    with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 236),
+    with(Need::Bias, "volta_bwd_bias_64", MAIN[1], 255),
+    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 242),
+    with(Need::Dropout, "volta_bwd_dropout_64", MAIN[1], 254),
+    with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 238),
     GENERAL[0],
     GENERAL[1],
     GENERAL[2],
@@ -328,11 +346,11 @@ pub const BACKWARD: &[Variant] = &[
     keys(GENERAL[0], "volta_bwd_general_keys_64", "volta/backward/split_keys.cu", 170),
     keys(GENERAL[1], "volta_bwd_general_keys_96", "volta/backward/split_keys.cu", 205),
     keys(GENERAL[2], "volta_bwd_general_keys_128", "volta/backward/split_keys.cu", 232),
-    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 188),
+    keys(GENERAL[3], "volta_bwd_general_keys_192", "volta/backward/split_keys.cu", 186),
     keys(GENERAL[4], "volta_bwd_general_keys_256", "volta/backward/split_keys.cu", 252),
     QUERIES[1].covering(Needs::GENERAL, "volta_bwd_general_queries_64", 193),
     QUERIES[2].covering(Needs::GENERAL, "volta_bwd_general_queries_96", 212),
     QUERIES[3].covering(Needs::GENERAL, "volta_bwd_general_queries_128", 227),
-    QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 174),
-    QUERIES[5].covering(Needs::GENERAL, "volta_bwd_general_queries_256", 152),
+    QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 168),
+    QUERIES[5].covering(Needs::GENERAL, "volta_bwd_general_queries_256", 149),
 ];

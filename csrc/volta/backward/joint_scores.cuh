@@ -1,0 +1,184 @@
+// Kernels that do one thing to scores besides, where a warp has both S^T and dP^T of its keys (small.cuh): from these to P^T, which
+// goes to shared memory, and dS^T.
+//
+// As in modifiers.cuh a rolled loop over the tiles, on the registers of the first. What the loop has no more use for takes what
+// comes out: of the tiles of dP, dS.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "volta/backward/block.cuh"
+#include "volta/backward/dropped_keys.cuh"
+
+namespace volta {
+
+template <class S>
+struct JointScores {
+    using Scores = Accumulator[2][2];
+    using Place = ScorePlace<KeysLayout>;
+
+    // Softcap needs the product itself, dropout dP: their initial accumulators are 0, and the statistic is added behind.
+    static constexpr bool kBeginWithLse = !kHasSoftcap, kBeginWithDelta = !kHasDropout;
+    // `stats` are the lane's of a step: see load_stats.
+    static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
+        begin<kBeginWithLse>(s, stats + RowStats::kLseAt);
+        begin<kBeginWithDelta>(dp, stats + RowStats::kDeltaAt);
+    }
+
+    // What ALiBi's distance of the lane's first key is more than a step's first query.
+    static __device__ __forceinline__ int first_distance(const BlockSequence& sequence, const Lane& lane, int key) {
+        if (!kHasAlibi) return 0;
+        return pinned(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
+                      KeysLayout::first_key(lane));
+    }
+
+    // `row` is the step's first, rows from row_end on see no key, `stats` are the lane's, `packed` its address of P, of which
+    // keys_left keys exist from its first on.
+    static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
+                                               const float* stats, bool masked, u32 packed, int keys_left, int distance) {
+        const ScoreOptions& options = p.score_options;
+        float slope = 0.f;
+        if (asks_for_alibi(options)) slope = load_slope(options, head);
+#pragma unroll 1
+        for (int tile = 0; tile < 4; tile++) {
+            const int m = tile / 2, n = tile % 2;
+            Accumulator &x = s[0][0], &dx = dp[0][0];
+            if (asks_for_softcap(options)) {
+                float lse[KeysLayout::kRows];
+                load_rows(lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
+                const Softcap softcap = softcap_here(p);
+#pragma unroll
+                for (int r = 0; r < KeysLayout::kRows; r++)
+                    lse[r] = fmaf(lse[r], p.problem.scale_log2, softcap.cap + kExponentShift);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const float logistic = softcap.logistic(x[v]);
+                    x[v] = fmaf(-2.f * softcap.cap, logistic, lse[KeysLayout::row_of(v)]);
+                    dx[v] *= Softcap::derivative(logistic);
+                }
+            } else {
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, kExponentShift);
+            }
+            if (asks_for_alibi(options)) {
+                const float first = static_cast<float>(distance + row + 16 * (n - m));
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Place::query_minus_key(v))), x[v]);
+            }
+            if (asks_for_bias(options)) {
+                if (options.bias_is_fp32)
+                    add_bias<true>(x, p, head, row_end, place(p, row, m, n));
+                else
+                    add_bias<false>(x, p, head, row_end, place(p, row, m, n));
+            }
+            if (masked)
+                mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place(p, row, m, n));
+#pragma unroll
+            for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v]);
+            PackedTile probabilities = pack_probability_tile(x);
+            if (asks_for_dropout(options)) {
+                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place(p, row, m, n));
+                float delta[KeysLayout::kRows];
+                load_rows(delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const bool is_dropped = dropped.signs(packed_word(v)) & (v % 2 ? 0x80000000 : 0x8000);
+                    dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, delta[KeysLayout::row_of(v)]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) probabilities.x[i] &= ~halves_of(dropped.signs(i));
+            }
+            store(packed, m, n, probabilities, keys_left);
+#pragma unroll
+            for (int v = 0; v < 8; v++) dx[v] *= x[v] * kExponentUnit;
+            if (kHasBias && p.dbias) add_bias_gradient(dx, p, head, place(p, row, m, n));
+            const PackedTile ds = pack_tile(dx);
+            next_tile(s);
+            next_tile(dp);
+#pragma unroll
+            for (int i = 0; i < 4; i++) dp[1][1][i] = __uint_as_float(ds.x[i]);
+        }
+    }
+    // dS of a tile, behind run().
+    static __device__ __forceinline__ PackedTile gradients(const Accumulator& dp) {
+        return {{__float_as_uint(dp[0]), __float_as_uint(dp[1]), __float_as_uint(dp[2]), __float_as_uint(dp[3])}};
+    }
+
+private:
+    template <bool WithStats>
+    static __device__ __forceinline__ void begin(Scores& c, const float* stats) {
+        if (WithStats) {
+            load_stats(c, stats);
+        } else {
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) clear(c[m][n]);
+        }
+    }
+    // A parameter that takes no register between the steps, nor does what is made of it.
+    static __device__ __forceinline__ float here(float x) {
+        float y;
+        asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+    static __device__ __forceinline__ Softcap softcap_here(const BwdParams& p) {
+        ScoreOptions options = p.score_options;
+        options.softcap = here(options.softcap), options.inverse_softcap = here(options.inverse_softcap);
+        return Softcap(p.problem, options);
+    }
+    static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
+        return __ldg(o.alibi_slopes + block_batch_here() * o.alibi_batch_stride + head) * -kLog2e;
+    }
+    // As that of modifiers.cuh, with one branch on the type around all of it and four registers less for fp32.
+    template <bool FP32>
+    static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Place& at) {
+        ScoreOptions options = p.score_options;
+        options.bias_is_fp32 = FP32;
+        asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as here()
+        const Bias bias(p.problem, options, block_batch_here(), head);
+        constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
+#pragma unroll
+        for (int first = 0; first < kRows; first += kAtOnce) {
+            uint4 loaded[kAtOnce];
+#pragma unroll
+            for (int r = 0; r < kAtOnce; r++)
+                loaded[r] = bias.load4(options, min(at.query(KeysLayout::element(first + r, 0)) + 1, row_end) - 1, at.key(0) & ~3);
+            if (FP32) __syncwarp();  // one row's four registers after the other's
+            float2 of_keys[kAtOnce];
+            Bias::every_second(options, loaded, at.key(0) & 1, of_keys);
+#pragma unroll
+            for (int r = 0; r < kAtOnce; r++) {
+                float &first_key = x[KeysLayout::element(first + r, 0)], &second_key = x[KeysLayout::element(first + r, 1)];
+                first_key = fmaf(of_keys[r].x, kLog2e, first_key);
+                second_key = fmaf(of_keys[r].y, kLog2e, second_key);
+            }
+        }
+    }
+    // One statistic of the lane's queries in a tile.
+    static __device__ __forceinline__ void load_rows(float (&x)[KeysLayout::kRows], const float* stats) {
+#pragma unroll
+        for (int r = 0; r < KeysLayout::kRows; r += 2) {
+            const float2 two = __ldg(reinterpret_cast<const float2*>(stats + RowStats::offset(r)));
+            x[r] = two.x, x[r + 1] = two.y;
+        }
+    }
+    // Derived again wherever it is asked for.
+    static __device__ __forceinline__ Place place(const BwdParams& p, int row, int m, int n) {
+        const int thread = thread_index_here();
+        return Place(Lane(thread & 31), row + 16 * n, KeysBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
+    }
+    // As store_packed(), without branches.
+    static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {
+        store_shared2_if(keys_left > 16 * m, packed_first(address, m, n), tile.x[0], tile.x[1]);
+        store_shared2_if(keys_left > 16 * m + 2, packed_second(address, m, n), tile.x[2], tile.x[3]);
+    }
+    static __device__ __forceinline__ void store_shared2_if(bool exists, u32 address, u32 x, u32 y) {
+        asm volatile(
+            "{.reg .pred exists;\n"
+            "setp.ne.s32 exists, %3, 0;\n"
+            "@exists st.shared.v2.u32 [%0], {%1, %2};}" ::"r"(address),
+            "r"(x), "r"(y), "r"(static_cast<int>(exists)));
+    }
+};
+
+}  // namespace volta
