@@ -300,13 +300,16 @@ def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
     names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
     given = dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None) | options
     dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
-    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (32 + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
+    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
 
 
+@pytest.mark.parametrize("rank,rotary", [(64, 16), (512, 64)])
 @BACKENDS
-def test_latents(backend):
-    """Mixed batches over latents of a size that the operator takes today; values are the keys' first columns."""
-    rank, rotary, impl = 64, 16, latent_implementation(64, 16)
+def test_latents(backend, rank, rotary):
+    """Mixed batches over small latents and DeepSeek's; values are the keys' first columns."""
+    if not paged.takes_latents(rank + rotary, rank):
+        pytest.skip("this build has no fwd_mla")
+    impl = latent_implementation(rank, rotary)
     server = Server(backend, nheads_k=1, headdim=rank + rotary)
     cache = server.kv_cache = torch.full(
         VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, rank + rotary), math.nan, dtype=backend.dtype, device=backend.device

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .paged import CACHE_DTYPES, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
+from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -154,7 +154,7 @@ class VoltaBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Those whose rows the kernels read where they lie."""
-        return list(range(8, 257, 8))
+        return list(range(8, MAX_HEADDIM + 1, 8))
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
