@@ -94,7 +94,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
         spec = self.kv_cache_spec
-        token = 2 * num_kv_heads * spec.head_size * torch.finfo(spec.dtype).bits // 8
+        token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
         return common_prefix_len * (len(query_lens) - 1) * token > _CASCADE_BYTES
 
 

@@ -1,11 +1,12 @@
 """What vLLM's attention is made of, on the operators: the cache in its layouts, writing to it, attending to it.
 
-Nothing here imports vLLM, waits for a GPU, or looks at a value on one.
+Nothing here imports vLLM; nor waits for a GPU or looks at a value on one, unless VOLTA_FA_CHECK_LENGTHS=1 asks for that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
         k_cache, v_cache: as `split_cache` gives them.
         slot_mapping: integers (tokens), block * block_size + row; a negative one: the token is not written.
     """
-    if slot_mapping.device.type == "cpu":
-        # where the op looks at values and refuses a page that there is not; kernels leave such a token out themselves
+    if slot_mapping.device.type == "cpu" or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1":
+        # where the op looks at values, it refuses a page that there is not; kernels leave such a token out themselves
         there = slot_mapping >= 0
         if not there.all():
             key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
