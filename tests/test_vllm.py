@@ -300,13 +300,16 @@ def latent_implementation(kv_lora_rank, rotary, nheads=4, **options):
     names = ("num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type")
     given = dict(zip(names, (1, None, None, "auto", None, AttentionType.DECODER)), kv_sharing_target_layer_name=None) | options
     dims = dict(q_lora_rank=None, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=32, qk_rope_head_dim=rotary, qk_head_dim=32 + rotary)
-    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (32 + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
+    return VoltaMLAImpl(nheads, kv_lora_rank + rotary, (kv_lora_rank + rotary) ** -0.5, **given, **dims, v_head_dim=32, kv_b_proj=None)
 
 
+@pytest.mark.parametrize("rank,rotary", [(64, 16), (512, 64)])
 @BACKENDS
-def test_latents(backend):
-    """Mixed batches over latents of a size that the operator takes today; values are the keys' first columns."""
-    rank, rotary, impl = 64, 16, latent_implementation(64, 16)
+def test_latents(backend, rank, rotary):
+    """Mixed batches over small latents and DeepSeek's; values are the keys' first columns."""
+    if not paged.takes_latents(rank + rotary, rank):
+        pytest.skip("this build has no fwd_mla")
+    impl = latent_implementation(rank, rotary)
     server = Server(backend, nheads_k=1, headdim=rank + rotary)
     cache = server.kv_cache = torch.full(
         VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, rank + rotary), math.nan, dtype=backend.dtype, device=backend.device
@@ -625,6 +628,64 @@ def test_vllm_layer(backend, monkeypatch):
             out = layer(*(t.flatten(1) for t in (q, k, v)))
         server.check(queries, q, out.view_as(q), is_causal=True, window_left=6)
     server.check_cache()
+
+
+@pytest.mark.skipif(not REAL, reason="no vLLM")
+@on("cpu-fp32")
+def test_vllm_latent_layer(backend, monkeypatch, tmp_path):
+    """vLLM's own layer of latent attention, which multiplies the up-projections into queries and outputs, against attention to expanded
+    keys and values: prompts, chunks and decoding."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
+    heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(
+            world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{tmp_path}/rendezvous", backend="gloo"
+        )
+        parallel_state.initialize_model_parallel()
+        projection = ColumnParallelLinear(rank, heads * (nope + columns), bias=False)
+        projection.weight.data = backend.randn(heads * (nope + columns), rank) * rank**-0.5
+        dims = dict(qk_nope_head_dim=nope, qk_rope_head_dim=rotary, v_head_dim=columns, q_lora_rank=None, kv_lora_rank=rank)
+        layer = mla_attention.MLAAttention(num_heads=heads, scale=0.2, kv_b_proj=projection, prefix="layer", **dims)
+        layer.process_weights_after_loading(torch.float32)
+    try:
+        assert isinstance(layer.impl, VoltaMLAImpl)
+        server = Server(backend, nheads_k=1, headdim=rank + rotary)
+        layer.kv_cache = torch.full(VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, rank + rotary), math.nan)
+        builder = VoltaMLAMetadataBuilder(server.spec, ["layer"], None, torch.device("cpu"))
+        for queries in STEPS:
+            _, latents, _, slots, common = server.step(queries)
+            latent, k_pe = latents.split((rank, rotary), dim=-1)
+            k_nope, v = (latent[:, 0] @ projection.weight.T).view(-1, heads, nope + columns).split((nope, columns), dim=-1)
+            k = torch.cat([k_nope, k_pe.expand(-1, heads, -1)], -1)
+            first = 0
+            for s, n in queries.items():
+                server.tokens[s][-n:] = zip(k[first : first + n], v[first : first + n])
+                first += n
+            q = backend.randn(len(latents), heads, nope + rotary)
+            metadata = {"layer": builder.build(0, common)}
+            with (
+                torch.inference_mode(),
+                set_current_vllm_config(config),
+                set_forward_context(metadata, config, slot_mapping={"layer": slots}),
+            ):
+                out = layer(q, latent[:, 0], k_pe, output_shape=(len(q), heads * columns))
+            first = 0
+            for s, n in queries.items():
+                inputs = (q[first : first + n][None], *(torch.stack(t)[None] for t in zip(*server.tokens[s])))
+                expected = reference.forward(*inputs, is_causal=True, softmax_scale=0.2).out[0].float()
+                # products in another order than those of expanded keys: fp32's rounding, of sums of 64
+                torch.testing.assert_close(out.view(-1, heads, columns)[first : first + n], expected, rtol=1e-5, atol=1e-5)
+                first += n
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 FOLDERS = [folder for folder in os.environ.get("VOLTA_FA_TEST_VLLM", "").split(":") if folder]

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .paged import CACHE_DTYPES, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
+from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -94,7 +94,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
         spec = self.kv_cache_spec
-        token = 2 * num_kv_heads * spec.head_size * torch.finfo(spec.dtype).bits // 8
+        token = 2 * num_kv_heads * spec.head_size * spec.dtype.itemsize
         return common_prefix_len * (len(query_lens) - 1) * token > _CASCADE_BYTES
 
 
@@ -154,7 +154,7 @@ class VoltaBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Those whose rows the kernels read where they lie."""
-        return list(range(8, 257, 8))
+        return list(range(8, MAX_HEADDIM + 1, 8))
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -6,8 +6,8 @@ whose first columns are the values too. Here that is done for all tokens, those 
 (576 + 512) / (192 + 128) = 3.4 times the products of attention to expanded keys, and needs no expanded keys, no workspace for them, and no
 lengths on the host.
 
-The cache's writer is there for all sizes. Attention is as soon as `volta_fa::fwd_kvcache` takes a headdim of 576; until then the
-backend says no when vLLM asks.
+Attention is `volta_fa::fwd_mla`'s, which has DeepSeek's sizes, 512 columns and 64; to models of others, and of all in a build without
+it, the backend says no when vLLM asks.
 """
 
 from __future__ import annotations

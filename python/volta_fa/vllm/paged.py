@@ -1,11 +1,12 @@
 """What vLLM's attention is made of, on the operators: the cache in its layouts, writing to it, attending to it.
 
-Nothing here imports vLLM, waits for a GPU, or looks at a value on one.
+Nothing here imports vLLM; nor waits for a GPU or looks at a value on one, unless VOLTA_FA_CHECK_LENGTHS=1 asks for that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from ..cascade import cascade_attention
 #: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them: `auto` is the model's own type,
 #: and a model that runs here is float16.
 CACHE_DTYPES = ("auto", "float16")
+
+#: Of `volta_fa::fwd_kvcache`.
+MAX_HEADDIM = 256
 
 #: Of the sizes of vLLM's blocks: what `volta_fa::fwd_kvcache` asks of its pages.
 PAGE_GROUP = 16
@@ -61,8 +65,8 @@ def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
         k_cache, v_cache: as `split_cache` gives them.
         slot_mapping: integers (tokens), block * block_size + row; a negative one: the token is not written.
     """
-    if slot_mapping.device.type == "cpu":
-        # where the op looks at values and refuses a page that there is not; kernels leave such a token out themselves
+    if slot_mapping.device.type == "cpu" or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1":
+        # where the op looks at values, it refuses a page that there is not; kernels leave such a token out themselves
         there = slot_mapping >= 0
         if not there.all():
             key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
@@ -216,37 +220,40 @@ def write_latents(latent: Tensor, rotary: Tensor, cache: Tensor, slot_mapping: T
 
 
 def attend_to_latents(query: Tensor, cache: Tensor, kv_lora_rank: int, softmax_scale: float, batch: Batch) -> Tensor:
-    """Attention of many query heads, (tokens, nheads, kv_lora_rank + rotary), to the cache's one: (tokens, nheads, kv_lora_rank)."""
+    """Attention of many query heads, (tokens, nheads, kv_lora_rank + rotary), to the cache's one: (tokens, nheads, kv_lora_rank).
+
+    By `volta_fa::fwd_mla`, which has kernels for the sizes of DeepSeek's models; what `volta_fa::fwd_kvcache` takes is that of small ones.
+    """
     latents = cache[:, :, None]
-    out, _ = torch.ops.volta_fa.fwd_kvcache(
-        query,
-        latents,
-        latents[..., :kv_lora_rank],
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_q=batch.max_query_len,
-        cache_seqlens=batch.seq_lens,
-        block_table=batch.block_table,
-        is_causal=batch.causal,
-        softmax_scale=softmax_scale,
-    )
+    options: dict[str, Any] = {
+        "cu_seqlens_q": batch.query_start_loc,
+        "max_seqlen_q": batch.max_query_len,
+        "cache_seqlens": batch.seq_lens,
+        "block_table": batch.block_table,
+        "is_causal": batch.causal,
+        "softmax_scale": softmax_scale,
+    }
+    if query.shape[-1] > MAX_HEADDIM:
+        out, _ = torch.ops.volta_fa.fwd_mla(query, latents, **options)
+    else:
+        out, _ = torch.ops.volta_fa.fwd_kvcache(query, latents, latents[..., :kv_lora_rank], **options)
     return out
 
 
 def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
-    """Whether the operator of this build does: asked with tensors that have no data."""
+    """Whether the operators of this build do: asked with tensors that have no data."""
     query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_GROUP, head_size)))
     ints = torch.empty(2, dtype=torch.int32, device="meta")
     try:
-        attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
-    except (ValueError, NotImplementedError):
+        out = attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
+    except (AttributeError, ValueError, NotImplementedError):  # AttributeError: a build without fwd_mla
         return False
-    return True
+    return out.shape[-1] == kv_lora_rank
 
 
 def check_latents(head_size: int, kv_lora_rank: int) -> None:
-    """Raise NotImplementedError where the operator does not."""
+    """Raise NotImplementedError where they do not."""
     if not takes_latents(head_size, kv_lora_rank):
         raise NotImplementedError(
-            f"volta_fa: head_size: got {head_size} with kv_lora_rank {kv_lora_rank}, expected sizes that volta_fa::fwd_kvcache takes: this "
-            "build has no kernels for latent attention"
+            f"volta_fa: head_size: got {head_size} with kv_lora_rank {kv_lora_rank}, expected sizes that volta_fa::fwd_mla takes"
         )
