@@ -189,6 +189,25 @@ def test_wrong_arguments(module, arguments, named):
     assert named in str(complaint.value) and "\n" not in str(complaint.value)
 
 
+def test_decode_sweep(tmp_path):
+    need("sim")
+    from benchmarks import decode_sweep, docs
+
+    files = {kind: tmp_path / f"decode_sweep.{kind}" for kind in ("json", "plot", "markdown")}
+    arguments = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    small = ["--headdims", "64", "--tokens", "128", "--sweeps", "page", "rows"]
+    assert decode_sweep.main([*arguments, *small]) == 0
+    found = json.loads(files["json"].read_text())["points"]
+    assert [(p["sweep"], p["value"]) for p in found] == [(s, v) for s in ("page", "rows") for v in decode_sweep.SWEEPS[s][0]]
+    assert all(0 < p["share"] < 1 and p["gb_s"] > 0 for p in found)
+    # more rows take no less time, and the tables have what the JSON has
+    section = files["markdown"].read_text()
+    assert all(f"{p['us']:.1f}, {p['gb_s']:.0f}, {p['share']:.0%}" in section for p in found) and "Published by others" in section
+    assert files["plot"].read_bytes().startswith(PNG)
+    page = REPOSITORY / "docs" / "decode-kernels.md"
+    assert section in docs.fill(page.read_text(), "decode_sweep", section)
+
+
 def test_docs(tmp_path):
     page, folder = tmp_path / "page.md", tmp_path / "results"
     page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n")

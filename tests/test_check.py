@@ -242,7 +242,9 @@ def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
 
 def test_a_wrong_reference_of_a_cache_is_noticed(monkeypatch):
     attend = rule.attend
-    monkeypatch.setattr(cached.rule, "attend", lambda q, *rest, **options: attend(q * (1.01 if q.dtype == torch.float64 else 1), *rest, **options))
+    monkeypatch.setattr(
+        cached.rule, "attend", lambda q, *rest, **options: attend(q * (1.01 if q.dtype == torch.float64 else 1), *rest, **options)
+    )
     verdict = right.check_kernel(CPU, CPU_DECODE, 0, quick=True)
     assert not verdict.passed and not verdict.complaints and "out of the CPU backend in float64 is" in verdict.doubts[0]
 

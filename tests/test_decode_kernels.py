@@ -77,7 +77,7 @@ def test_num_splits(backend, num_splits):
 
 
 @on("sim", "cuda")
-@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256)])
+@pytest.mark.parametrize("queries, headdim", [(2, 64), (8, 64), (8, 256), (40, 64)])
 def test_wrong_sequences_are_nan_and_alone(backend, queries, headdim):
     lengths = tuple((queries, n, 0) for n in (40, 300, 60, 90, 33))
     case = Cached(lengths, headdim=headdim, nheads=16, nheads_k=2)

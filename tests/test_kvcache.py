@@ -98,6 +98,9 @@ READ = [
     Cached(((2, 32, 0), (2, 32, 0)), all_cached=True),
     Cached(((2, 19, 0), (2, 19, 0)), all_cached=True, page=0, layout="hnd"),
     Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, nheads=4, nheads_k=2),
+    # around a page's end, in every layout; of the second so many rows that the forward kernels' tiles have them
+    *(Cached(tuple((1, n, 0) for n in (0, 1, 47, 48, 49)), page=48, layout=layout) for layout in ("hnd", "kv", "wide")),
+    *(Cached(tuple((40, n, 0) for n in (0, 1, 47, 48, 49, 95)), page=48, layout=layout) for layout in ("hnd", "kv", "wide")),
 ]
 APPENDED = [
     Cached(APPEND),

@@ -106,7 +106,8 @@ struct Attend {
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
                                                   const BlockParts<kParts>& parts) {
         const typename Layout::Lane lane;
-        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups, first_row = warp % RowGroups * (8 * RowTiles);
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
+                  first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
         unsigned q[RowTiles][kKeyLoads][4];
@@ -231,7 +232,8 @@ private:
     template <class Unused>
     struct StepsOf<true, Unused> {
         using Steps = SharedSteps<Layout, RowGroups>;
-        static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float), "a set's buffers lie where its part will");
+        static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float),
+                      "a set's buffers lie where its part will");
     };
 
     // What does not exist is zero.

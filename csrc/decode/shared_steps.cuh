@@ -7,8 +7,8 @@
 // There are two buffers: what a warp lays down before a barrier, all have read before the barrier before.
 //
 // Of a Layout whose kShares is true
-//   key_slot(token, chunk), key_slot(lane)   where, of a block of 64 slots, the chunk of eight of 64 columns lies; and where a lane's
-//                                            operands of the first 32 columns do. Those of the others lie at that ^ kKeySlots
+//   key_slot(token, chunk)    where, of a block of 64 slots, the chunk of eight of 64 columns lies
+//   key_slot(lane)            where the lane's operands of the first 32 columns do. Those of the others lie at that ^ kKeySlots
 //   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
 #pragma once
 
@@ -19,23 +19,23 @@ namespace decode {
 // Of `Groups` warps, of which this is number `group`; `set` is theirs.
 template <class Layout, int Groups>
 class SharedSteps {
-    static constexpr int kBlocks = HEADDIM / 64;       // of 64 columns
-    static constexpr int kColumns = 16 * Groups;       // from one of a warp's loads to its next
+    static constexpr int kBlocks = HEADDIM / 64;  // of 64 columns
+    static constexpr int kColumns = 16 * Groups;  // from one of a warp's loads to its next
     static constexpr int kLoads = HEADDIM / kColumns;  // keys or values of four tokens
     static constexpr int kSlot = sizeof(uint4);
-    static constexpr int kSlots = 2 * 64 * kBlocks;    // of 16 bytes, of a step: keys, then values
+    static constexpr int kSlots = 2 * 64 * kBlocks;  // of 16 bytes, of a step: keys, then values
     static_assert(HEADDIM == HEADDIM_V && Groups % 4 == 0 && HEADDIM % kColumns == 0 && Layout::kValueTokens == 4, "whole loads");
 
     PageWalk pages_;
     const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
     long long page_stride_, row_stride_;
-    int mine_;                     // of a step's tokens the lane's
-    int columns_;                  // that its row has from the lane's on; kNone: a table has named a page that there is not
-    int barrier_;                  // of the set
-    char* buffer_;                 // of the step that was laid down last
-    int other_;                    // from there to the other buffer
-    int to_, keys_, values_;       // in either, of this lane: its first load's place; its operands'
-    int token_;                    // the next step's first
+    int mine_;  // of a step's tokens the lane's
+    int columns_;  // that its row has from the lane's on; kNone: a table has named a page that there is not
+    int barrier_;  // of the set
+    char* buffer_;  // of the step that was laid down last
+    int other_;  // from there to the other buffer
+    int to_, keys_, values_;  // in either, of this lane: its first load's place; its operands'
+    int token_;  // the next step's first
     uint4 loaded_[kLoads] = {};
 
     static constexpr int kNone = -(1 << 30);
@@ -43,14 +43,16 @@ class SharedSteps {
 public:
     static constexpr int kBytes = 2 * kSlots * kSlot;  // of a set
     __device__ __forceinline__ SharedSteps(const DecodeParams& p, const Segment& s, int token, void* buffers, int set, int group)
-        : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2), token_(token) {
+        : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2),
+          token_(token) {
         const bool has_values = group & 2;
         const int lane = threadIdx.x & 31, chunk = lane & 7, block = group >> 2;
         const typename Layout::Lane own;
         const Operand& x = has_values ? p.cache.v : p.cache.k;
         mine_ = 4 * (group & 1) + (lane >> 3);
         columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 64 * block - 8 * chunk;
-        to_ = 64 * (block + has_values * kBlocks) + (has_values ? Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk));
+        to_ =
+            64 * (block + has_values * kBlocks) + (has_values ? Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk));
         to_ *= kSlot;
         keys_ = Layout::key_slot(own) * kSlot;
         values_ = (64 * kBlocks + Layout::value_slot(own)) * kSlot;

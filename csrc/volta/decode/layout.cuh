@@ -28,8 +28,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // The places of decode/shared_steps.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those that
-    // write the chunks of one token nor neighbours that read their operands.
+    // The places of decode/shared_steps.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those
+    // that write the chunks of one token nor neighbours that read their operands.
     static constexpr bool kShares = true;
     static constexpr int kKeySlots = 32 ^ 2;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }

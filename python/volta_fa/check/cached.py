@@ -68,7 +68,9 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
         kind = variant["dtype"]
         return [
             Problem(((3, 40, 0), (3, 17, 0), (3, 0, 0)), 40, 24, 3, dtype=kind),
-            Problem(((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, page=0, packed=True, dtype=kind, rotary="half", softcap=20.0, sinks=True),
+            Problem(
+                ((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, page=0, packed=True, dtype=kind, rotary="half", softcap=20.0, sinks=True
+            ),
         ]
     if pass_ == "Append":  # it takes any headdim
         return [
@@ -87,7 +89,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
     else:
-        asked = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
+        asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
             Problem(((45, 205, 0), (45, 31, 0)), d, dv, 2, **asked),
             Problem(((70, 77, 0), (0, 20, 0), (50, 3, 0)), d - 8, dv - 8, 2, page=0, packed=True, window_left=50, **asked),
@@ -150,7 +152,7 @@ class Inputs:
         else:
             entries, rows = batch, max(ends) + 3
             places = [(torch.full((n,), b), torch.arange(n)) for b, n in enumerate(ends)]
-        caches = []
+        caches: list[Tensor] = []
         for headdim in (p.headdim, p.headdim_v):
             cache = torch.full((entries, rows, _NHEADS_K, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
@@ -179,7 +181,7 @@ class Inputs:
             options["rotary_interleaved"] = p.rotary == "interleaved"
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         scratch = sum(4 * k.get("partials", 0) + 8 * k.get("arrivals", 0) for k in kernels)
-        return cls(p, q, *caches, new, options, places, scratch)
+        return cls(p, q, caches[0], caches[1], new, options, places, scratch)
 
     @property
     def given(self) -> list[Tensor]:
@@ -208,7 +210,8 @@ class Inputs:
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:
         """Of each sequence with queries q, k and v as a dense problem, its options for `rule.attend`, and where it lies in q."""
-        p, found, first = self.problem, [], 0
+        p, first = self.problem, 0
+        found: list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]] = []
         for b, (n, _, _) in enumerate(p.lengths):
             at: slice | int = slice(first, first + n) if p.packed else b
             first += n
@@ -216,7 +219,9 @@ class Inputs:
                 continue
             entry, row = (t.to(q.device) for t in self.places[b])
             tensors = (q[at][None], k_cache[entry, row][None], v_cache[entry, row][None])
-            options = {name: self.options[name] for name in ("is_causal", "window_left", "softcap", "sinks") if name in self.options}
+            options: dict[str, Any] = {
+                name: self.options[name] for name in ("is_causal", "window_left", "softcap", "sinks") if name in self.options
+            }
             if p.alibi:
                 options["alibi_slopes"] = self.options["alibi_slopes"][b : b + 1]
             found.append((tensors, options, at))
@@ -246,9 +251,7 @@ def expect(inputs: Inputs) -> Expected:
     values = exact.run()
     # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
     k_cache, v_cache, q = host.k_cache.clone(), host.v_cache.clone(), host.q.clone()
-    for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(
-        zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)
-    ):
+    for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)):
         of_q: Any = slice(first_q, first_q + n) if p.packed else b
         q[of_q] = _rotated(host.q[of_q].double(), cached, p, host.options).to(p.dtype)
         if new:
@@ -259,10 +262,13 @@ def expect(inputs: Inputs) -> Expected:
     lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
     sums = tolerance = 0.0
     for tensors, options, at in host.sequences(q, k_cache, v_cache):
-        doubled = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
+        doubled: dict[str, Any] = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
         ref = rule.attend(*(t.double() for t in tensors), **doubled)
         again[at], (lse[:, at] if p.packed else lse[at])[:] = ref.out[0], ref.softmax_lse[0]
-        on_device = [t.to(inputs.q.device) for t in tensors], {n: t.to(inputs.q.device) if isinstance(t, Tensor) else t for n, t in options.items()}
+        on_device = (
+            [t.to(inputs.q.device) for t in tensors],
+            {n: t.to(inputs.q.device) if isinstance(t, Tensor) else t for n, t in options.items()},
+        )
         eager = first_that_can(lambda part: rule.eager(*part[0], **part[1]), on_device, (tensors, options))
         out[at] = eager[0].cpu()
         sums = max(sums, rule.forward_sums(ref, tensors[0], tensors[2]))

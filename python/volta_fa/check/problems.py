@@ -238,7 +238,8 @@ class Part:
         return self.queries(self.inputs.q), self.keys(self.inputs.k), self.keys(self.inputs.v)
 
 
-_Given, _Result = TypeVar("_Given"), TypeVar("_Result")
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 
 
 def first_that_can(work: Callable[[_Given], _Result], *parts: _Given) -> _Result:

@@ -226,7 +226,8 @@ def _show_speeds(speeds: Speeds) -> None:
     ratios = [r for p in speeds.points if (r := p.of_prediction)]
     if ratios:
         _console.print(f"of what was predicted: median {median(ratios):.0%}, from {min(ratios):.0%} to {max(ratios):.0%}")
-    late = sum(why == fast.OUT_OF_TIME for p in [*speeds.points, *speeds.cached] for why in p.missing.values())
+    missing = [p.missing for p in speeds.points] + [p.missing for p in speeds.cached]
+    late = sum(why == fast.OUT_OF_TIME for of_point in missing for why in of_point.values())
     if late:
         _console.print(f"{late} figures were left out for lack of time")
 
@@ -234,7 +235,9 @@ def _show_speeds(speeds: Speeds) -> None:
 def _show_cached(points: Sequence[CachePoint]) -> None:
     if not points:
         return
-    _console.print(f"KV cache, pages of {PAGE} tokens, {GROUP} query heads a key head; GB/s of the cache, prefill TFLOP/s; beside it dense tensors")
+    _console.print(
+        f"KV cache, pages of {PAGE} tokens, {GROUP} query heads a key head; GB/s of the cache, prefill TFLOP/s; beside it dense tensors"
+    )
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for number, column in enumerate(["sequences", "volta_fa", "eff.", "math"]):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)

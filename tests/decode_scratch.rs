@@ -1,0 +1,135 @@
+//! The scratch memory of a decode kernel, launched again and again: as a CUDA graph replays it, with the same parameters on what the last
+//! replay left, and as calls find it that get memory which others have used.
+#![cfg(feature = "sim")]
+
+use volta_fa::kernels::image;
+use volta_fa::launch::bytes_of;
+use volta_fa::params::{DecodeParams, Operand, Output};
+use volta_fa::plan::{self, DecodePlan, DeviceLimits};
+use volta_fa::problem::{Attention, Features, Window};
+use volta_sim::{Extent, Launch, Module, Schedule};
+
+const TOKENS: i64 = 3000;
+const HEADS: i64 = 8;
+const HEADDIM: i64 = 64;
+
+/// fp16 numbers between 0.5 and 1, and between -1 and -0.5.
+fn numbers(count: i64, seed: u64) -> Vec<u16> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        state >> 40
+    };
+    (0..count).map(|_| next()).map(|x| 0x3800 | (x & 0x3ff) as u16 | ((x & 0x400) << 5) as u16).collect()
+}
+
+/// One query of eight heads against a dense entry, which many blocks share.
+struct Call {
+    plan: DecodePlan,
+    module: Module,
+    q: Vec<u16>,
+    k: Vec<u16>,
+    v: Vec<u16>,
+    partials: Vec<f32>,
+    arrivals: Vec<u64>,
+}
+
+impl Call {
+    fn new() -> Call {
+        let a = attention();
+        let plan = plan::decode(&a, false, &DeviceLimits::V100).unwrap();
+        let module = Module::load(&image(plan.kernel.variant).cubin().unwrap()).unwrap();
+        Call {
+            module,
+            q: numbers(HEADS * HEADDIM, 1),
+            k: numbers(TOKENS * HEADDIM, 2),
+            v: numbers(TOKENS * HEADDIM, 3),
+            partials: vec![f32::NAN; plan.partials as usize],
+            arrivals: vec![u64::MAX; plan.arrivals as usize],
+            plan,
+        }
+    }
+
+    /// The bits of out and softmax_lse.
+    fn run(&mut self, call_number: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
+        let (mut out, mut lse) = (vec![u16::MAX; self.q.len()], vec![u32::MAX; HEADS as usize]);
+        let cache = |x: &[u16]| Operand { ptr: x.as_ptr(), batch_stride: TOKENS * HEADDIM, row_stride: HEADDIM, head_stride: HEADDIM };
+        // SAFETY: numbers and pointers, of which null says that there is nothing.
+        let mut p: DecodeParams = unsafe { std::mem::zeroed() };
+        p.q = Operand { ptr: self.q.as_ptr(), batch_stride: HEADS * HEADDIM, row_stride: HEADS * HEADDIM, head_stride: HEADDIM };
+        p.out = Output { ptr: out.as_mut_ptr(), batch_stride: HEADS * HEADDIM, row_stride: HEADS * HEADDIM, head_stride: HEADDIM };
+        p.softmax_lse = lse.as_mut_ptr().cast();
+        (p.cache.k, p.cache.v, p.cache.entries, p.cache.rows) = (cache(&self.k), cache(&self.v), 1, TOKENS as i32);
+        p.problem = plan::problem_block(&attention(), 1);
+        p.max_rows = i32::MAX;
+        (p.partials, p.arrivals, p.call_number) = (self.partials.as_mut_ptr(), self.arrivals.as_mut_ptr(), call_number);
+        let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only };
+        let read = |name, x: &[u16]| extent(name, x.as_ptr() as *mut u8, size_of_val(x), true);
+        let extents = [
+            read("q", &self.q),
+            read("k_cache", &self.k),
+            read("v_cache", &self.v),
+            extent("out", out.as_mut_ptr().cast(), size_of_val(&out[..]), false),
+            extent("softmax_lse", lse.as_mut_ptr().cast(), size_of_val(&lse[..]), false),
+            extent("partials", self.partials.as_mut_ptr().cast(), size_of_val(&self.partials[..]), false),
+            extent("arrivals", self.arrivals.as_mut_ptr().cast(), size_of_val(&self.arrivals[..]), false),
+        ];
+        let v = self.plan.kernel.variant;
+        let launch = Launch {
+            grid: [self.plan.kernel.blocks[0], 1, 1],
+            block: [v.threads, 1, 1],
+            dynamic_smem: v.shared_bytes,
+            params: bytes_of(&p),
+            extents: &extents,
+        };
+        // SAFETY: the extents are all that the kernel may touch, and this function's.
+        unsafe { self.module.run(v.name, &launch, &Schedule { quantum, threads: 2 }) }.unwrap();
+        (out, lse)
+    }
+}
+
+fn attention() -> Attention {
+    Attention {
+        batch: 1,
+        seqlen_q: 1,
+        seqlen_k: TOKENS,
+        nheads: HEADS,
+        nheads_k: 1,
+        headdim: HEADDIM,
+        headdim_v: HEADDIM,
+        softmax_scale: 0.125,
+        window: Window { left: None, right: None },
+        packed: None,
+        features: Features::default(),
+    }
+}
+
+fn is_finite(out: &[u16]) -> bool {
+    out.iter().all(|x| x & 0x7c00 != 0x7c00)
+}
+
+#[test]
+fn a_graph_may_replay_a_call() {
+    let mut call = Call::new();
+    let first = call.run(7, 20_000);
+    assert!(is_finite(&first.0));
+    assert!(call.arrivals.contains(&0), "blocks shared the row set");
+    for i in 0..60 {
+        assert_eq!(call.run(7, [20_000, 1, 37][i % 3]), first, "replay {i}");
+    }
+}
+
+/// Whatever the memory holds but counts of this very call: other calls' counts, of those that died too.
+#[test]
+fn calls_may_get_used_memory() {
+    let mut call = Call::new();
+    let first = call.run(1, 20_000);
+    assert!(is_finite(&first.0));
+    for number in 2..40_u64 {
+        for (i, x) in call.arrivals.iter_mut().enumerate() {
+            *x = ((number - 1) << 16) | i as u64 % 30;
+        }
+        call.partials.fill(f32::INFINITY);
+        assert_eq!(call.run(number, 500), first, "call {number}");
+    }
+}
