@@ -77,6 +77,9 @@ CASES = [
     latents([(2, 37), (2, 80)], layout="wide", page=0, softmax_scale=-0.05),
     latents([(1, 64), (1, 64)], all_cached=True, spread=2.0),
     latents([(2, 37), (2, 80)], softmax_scale=192**-0.5),
+    # scores that grow by more than the softmax's slack: references move
+    latents([(1, 200), (1, 90)], spread=3.0),
+    latents([(2, 200), (2, 90)], nheads=20, spread=3.0),
 ]
 #: More than one block has of a row set; kernels alone, since the reference takes its time.
 SHARED = [

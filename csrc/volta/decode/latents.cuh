@@ -24,8 +24,9 @@ __device__ __forceinline__ void load_rotary(bool exists, uint2& x, const unsigne
                  : "l"(from), "r"(static_cast<int>(exists)));
 }
 
-template <int RowTiles, int Warps>
-struct AttendToLatents {
+// What a warp has of latents, queries and output, and its way through the products.
+template <int RowTiles, int Warps, int Units>
+struct LatentShare {
     static constexpr int kParts = 1;
     static constexpr int kWarpColumns = HEADDIM_V / Warps, kLoads = kWarpColumns / 32;
     // Of the columns behind the latent so many warps have 16 each. Warps four apart have one scheduler, so these are spread evenly.
@@ -59,12 +60,7 @@ struct AttendToLatents {
     };
 
     // Steps begin at multiples of their tokens, so no page ends in one.
-    static constexpr int kUnits = 2, kTokens = decode::kUnit * kUnits;
-
-    // The warps' parts of a step's scores, twice: a warp may write those of the next step while another reads. Of two row tiles and
-    // four tokens eight rows of these; 16 floats more than that, so that four such lie in different banks.
-    static constexpr int kHalf = 48, kPair = 4 * kHalf, kPart = kPair * kPairs * kUnits;
-    static_assert(2 * Warps * kPart <= BLOCK_ROWS * decode::kPartStride, "scores lie where outputs will");
+    static constexpr int kUnits = Units, kTokens = decode::kUnit * kUnits;
 
     __device__ __forceinline__ static bool has_rotary() { return kRotaryWarps == Warps || threadIdx.x < 32 * kRotaryWarps; }
 
@@ -77,18 +73,118 @@ struct AttendToLatents {
         load_rotary(exists && has_rotary(), x.rotary, cursor.values() + offset);
     }
 
+    // This warp's part of the scores of eight tokens, in each quad-pair that of its columns.
+    __device__ __forceinline__ static void multiply(const Queries& q, const Latents& x, Accumulator (&c)[RowTiles]) {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+#pragma unroll
+        for (int j = 0; j < kLoads; j++) {
+            const uint4& y = x.latent[j];
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.latent[mt][j][0], q.latent[mt][j][1], y.x, y.y);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.latent[mt][j][2], q.latent[mt][j][3], y.z, y.w);
+        }
+        if (has_rotary()) {
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+                mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x.rotary.x, x.rotary.y);
+        }
+    }
+    // A reduce-scatter over quad-pairs: of each pair of tiles a lane keeps, of the tile that it has first, the first four of its tokens,
+    // two rows of two: put(pair, first row, second row).
+    template <class Put>
+    __device__ __forceinline__ static void add_quad_pairs(const Accumulator (&c)[RowTiles], Put put) {
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+            float half[8], sum[4];
+#pragma unroll
+            for (int e = 0; e < 8; e++) half[e] = c[2 * i][e] + __shfl_xor_sync(~0u, c[2 * i + 1][e], 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[e] = half[e] + __shfl_xor_sync(~0u, half[4 + e], 8);
+            put(i, make_float2(sum[0], sum[1]), make_float2(sum[2], sum[3]));
+        }
+    }
+
+    // Operand B of four tokens has each token twice, with different columns: this lane's, and those of the lane 16 further.
+    __device__ __forceinline__ static void to_values(const Lane& lane, const uint4& y, u32 (&b)[2][2]) {
+        const u32 z0 = __shfl_xor_sync(~0u, lane.half ? y.x : y.z, 16);
+        const u32 z1 = __shfl_xor_sync(~0u, lane.half ? y.y : y.w, 16);
+        b[0][0] = lane.half ? z0 : y.x, b[0][1] = lane.half ? z1 : y.y;
+        b[1][0] = lane.half ? y.z : z0, b[1][1] = lane.half ? y.w : z1;
+    }
+
+    // Of tokens that do not exist registers hold what was there before.
+    __device__ __forceinline__ static void clear_missing(const Lane& lane, int token, int end, Latents& x) {
+        if (token + Layout::key_token(lane) >= end) {
+#pragma unroll
+            for (int j = 0; j < kLoads; j++) x.latent[j] = make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    __device__ __forceinline__ static void write_output(const Lane& lane, const Accumulator (&o)[RowTiles][kLoads], float* to) {
+        const int first_row = (lane.t & 1) + 4 * lane.half;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int j = 0; j < kLoads; j++)
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) {
+                    const int row = 8 * mt + first_row + (e & 2);
+                    const int column =
+                        kWarpColumns * Layout::warp() + 32 * j + 8 * Layout::quad_pair(lane) + (lane.t & 2) + (e & 4);
+                    *reinterpret_cast<float2*>(to + row * decode::kPartStride + column) = make_float2(o[mt][j][e], o[mt][j][e + 1]);
+                }
+    }
+
+    // What does not exist is zero.
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::Segment& s, Queries& q) {
+        const Lane lane;
+        const int group = p.problem.nheads;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            // whoever keeps the scores of a pair's second tile has that first
+            const int row = 8 * (mt ^ (Layout::quad_pair(lane) & 1)) + lane.t, packed = s.row + row;
+            const bool exists = row < s.rows;
+            const unsigned short* from =
+                p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride + packed % group * p.q.head_stride;
+#pragma unroll
+            for (int j = 0; j < kLoads; j++) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (exists) x = load_global(from + Layout::key_column(lane) + 32 * j);
+                x = flipped(x, p.problem.sign_flip);
+                q.latent[mt][j][0] = x.x, q.latent[mt][j][1] = x.y, q.latent[mt][j][2] = x.z, q.latent[mt][j][3] = x.w;
+            }
+            uint2 x = make_uint2(0, 0);
+            if (exists && has_rotary()) x = __ldg(reinterpret_cast<const uint2*>(from + Layout::value_column(lane)));
+            q.rotary[mt][0] = x.x ^ p.problem.sign_flip, q.rotary[mt][1] = x.y ^ p.problem.sign_flip;
+        }
+    }
+};
+
+// Every warp has all scores behind the barrier, four neighbours of one row in a lane, and does the softmax for itself.
+template <int RowTiles, int Warps>
+struct AttendToLatents : LatentShare<RowTiles, Warps, 2> {
+    using Share = LatentShare<RowTiles, Warps, 2>;
+    using Share::kLoads, Share::kParts, Share::kPairs, Share::kUnits, Share::kTokens;
+
+    // The warps' parts of a step's scores, twice: a warp may write those of the next step while another reads. Of two row tiles and
+    // four tokens eight rows of these; 16 floats more than that, so that four such lie in different banks.
+    static constexpr int kHalf = 48, kPair = 4 * kHalf, kPart = kPair * kPairs * kUnits;
+    static_assert(2 * Warps * kPart <= BLOCK_ROWS * decode::kPartStride, "scores lie where outputs will");
+
     __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::Segment& s, const decode::RowInfo* row_info,
                                                   const decode::BlockParts<kParts>& parts) {
         const Lane lane;
-        const int warp = threadIdx.x >> 5, quad_pair = Layout::quad_pair(lane);
+        const int warp = threadIdx.x >> 5, quad_pair = Share::Layout::quad_pair(lane);
         // after the reduce-scatter: of a pair of tiles the second, and the later half of the tokens
         const bool second = quad_pair & 1, later = quad_pair >> 1;
         // of the accumulator's rows the first; the other is two further
         const int first_row = (lane.t & 1) + 4 * lane.half;
         const float scale_log2 = p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-        Queries q;
-        load_queries(p, s, q);
+        typename Share::Queries q;
+        Share::load_queries(p, s, q);
         Accumulator o[RowTiles][kLoads] = {};
         SoftmaxRow softmax[kPairs];
         bool is_wrong = false;
@@ -100,46 +196,24 @@ struct AttendToLatents {
             const int full_end = min(row_info[0].position + p.problem.window_right + 1, end);
             int buffer = 0, token = begin / kTokens * kTokens;
 
-            Cursor cursor(p, s, token);
+            typename Share::Cursor cursor(p, s, token);
             is_wrong = !cursor.stands();
-            Latents x[kUnits];
+            typename Share::Latents x[kUnits];
             int limit = cursor.stands() ? end : 0;  // no token from here on is loaded
 #pragma unroll
-            for (int u = 0; u < kUnits; u++) load(p, cursor, lane, u, limit, x[u]);
+            for (int u = 0; u < kUnits; u++) Share::load(p, cursor, lane, u, limit, x[u]);
 #pragma unroll 1
             for (; token < end; token += kTokens) {
                 float* to = parts.output + buffer + warp * kPart + quad_pair * kHalf + first_row * 4 + (lane.t & 2);
 #pragma unroll
                 for (int u = 0; u < kUnits; u++) {
                     Accumulator c[RowTiles];
-#pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
-#pragma unroll
-                    for (int j = 0; j < kLoads; j++) {
-                        const uint4& y = x[u].latent[j];
-#pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++)
-                            mma_row_col(c[mt], q.latent[mt][j][0], q.latent[mt][j][1], y.x, y.y);
-#pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++)
-                            mma_row_col(c[mt], q.latent[mt][j][2], q.latent[mt][j][3], y.z, y.w);
-                    }
-                    if (has_rotary()) {
-#pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++)
-                            mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x[u].rotary.x, x[u].rotary.y);
-                    }
-#pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
-                        float half[8], sum[4];
-#pragma unroll
-                        for (int e = 0; e < 8; e++) half[e] = c[2 * i][e] + __shfl_xor_sync(~0u, c[2 * i + 1][e], 4);
-#pragma unroll
-                        for (int e = 0; e < 4; e++) sum[e] = half[e] + __shfl_xor_sync(~0u, half[4 + e], 8);
+                    Share::multiply(q, x[u], c);
+                    Share::add_quad_pairs(c, [&](int i, float2 first, float2 second) {
                         float* pair = to + kPair * (kPairs * u + i);
-                        *reinterpret_cast<float2*>(pair) = make_float2(sum[0], sum[1]);
-                        *reinterpret_cast<float2*>(pair + 8) = make_float2(sum[2], sum[3]);
-                    }
+                        *reinterpret_cast<float2*>(pair) = first;
+                        *reinterpret_cast<float2*>(pair + 8) = second;
+                    });
                 }
                 __syncthreads();
                 const float* from = parts.output + buffer + quad_pair * kHalf + lane.t * 4;
@@ -174,13 +248,8 @@ struct AttendToLatents {
                             if (low > 3 || high < 3) x.w = negative_infinity();
                         }
                     }
-                    // of tokens that do not exist registers hold what was there before
 #pragma unroll
-                    for (int u = 0; u < kUnits; u++)
-                        if (token + decode::kUnit * u + Layout::key_token(lane) >= end) {
-#pragma unroll
-                            for (int j = 0; j < kLoads; j++) x[u].latent[j] = make_uint4(0, 0, 0, 0);
-                        }
+                    for (int u = 0; u < kUnits; u++) Share::clear_missing(lane, token + decode::kUnit * u, end, x[u]);
                 }
 
                 float largest[kPairs];
@@ -236,18 +305,14 @@ struct AttendToLatents {
                     }
 #pragma unroll
                     for (int j = 0; j < kLoads; j++) {
-                        // Operand B of four tokens has each token twice, with different columns: this lane's, and the other's.
-                        const uint4 y = x[u].latent[j];
-                        const u32 z0 = __shfl_xor_sync(~0u, lane.half ? y.x : y.z, 16);
-                        const u32 z1 = __shfl_xor_sync(~0u, lane.half ? y.y : y.w, 16);
-                        const u32 b[2][2] = {{lane.half ? z0 : y.x, lane.half ? z1 : y.y},
-                                             {lane.half ? y.z : z0, lane.half ? y.w : z1}};
+                        u32 b[2][2];
+                        Share::to_values(lane, x[u].latent[j], b);
 #pragma unroll
                         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                             for (int h = 0; h < 2; h++) mma_row_row(o[mt][j], a[mt][h][0], a[mt][h][1], b[h][0], b[h][1]);
                     }
-                    load(p, cursor, lane, u, limit, x[u]);
+                    Share::load(p, cursor, lane, u, limit, x[u]);
                 }
             }
         }
@@ -261,42 +326,7 @@ struct AttendToLatents {
             if (is_wrong) sum = __int_as_float(0x7fffffff);
             if (warp == 0 && !later) parts.state[16 * i + 8 * second + lane.t] = {softmax[i].reference, sum};
         }
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kLoads; j++)
-#pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const int row = 8 * mt + first_row + (e & 2);
-                    const int column = kWarpColumns * warp + 32 * j + 8 * quad_pair + (lane.t & 2) + (e & 4);
-                    *reinterpret_cast<float2*>(parts.output + row * decode::kPartStride + column) =
-                        make_float2(o[mt][j][e], o[mt][j][e + 1]);
-                }
-    }
-
-private:
-    // What does not exist is zero.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::Segment& s, Queries& q) {
-        const Lane lane;
-        const int group = p.problem.nheads;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            // whoever keeps the scores of a pair's second tile has that first
-            const int row = 8 * (mt ^ (Layout::quad_pair(lane) & 1)) + lane.t, packed = s.row + row;
-            const bool exists = row < s.rows;
-            const unsigned short* from =
-                p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride + packed % group * p.q.head_stride;
-#pragma unroll
-            for (int j = 0; j < kLoads; j++) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (exists) x = load_global(from + Layout::key_column(lane) + 32 * j);
-                x = flipped(x, p.problem.sign_flip);
-                q.latent[mt][j][0] = x.x, q.latent[mt][j][1] = x.y, q.latent[mt][j][2] = x.z, q.latent[mt][j][3] = x.w;
-            }
-            uint2 x = make_uint2(0, 0);
-            if (exists && has_rotary()) x = __ldg(reinterpret_cast<const uint2*>(from + Layout::value_column(lane)));
-            q.rotary[mt][0] = x.x ^ p.problem.sign_flip, q.rotary[mt][1] = x.y ^ p.problem.sign_flip;
-        }
+        Share::write_output(lane, o, parts.output);
     }
 };
 

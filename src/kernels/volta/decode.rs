@@ -47,12 +47,15 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x64", 256, [64, 8], 256, 1, 204),
 ];
 
-/// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own;
-/// a step is eight tokens of the block.
-const fn latents(name: &'static str, block_rows: u32, threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+/// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own.
+const fn latents(name: &'static str, source: &'static str, block_rows: u32, threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    // outputs of one set of tokens in shared memory, as of one warp
     let v = decode(name, 512, [block_rows, block_rows], 32, blocks_per_sm, registers);
-    Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, step: 8, threads, ..v }
+    Variant { pass: Pass::DecodeLatents, source, headdim: 576, threads, ..v }
 }
 
-/// See docs/decode-kernels.md.
-pub const LATENTS: &[Variant] = &[latents("volta_latents_16", 16, 128, 2, 227)];
+/// With 16 rows memory decides, and what is in flight; with more the time goes into arithmetic and shuffles.
+pub const LATENTS: &[Variant] = &[
+    latents("volta_latents_16", "volta/decode/latents.cu", 16, 128, 2, 227),
+    latents("volta_latents_32", "volta/decode/latents_pipelined.cu", 32, 256, 1, 218),
+];

@@ -1,0 +1,108 @@
+"""MLA decode over a paged cache of latents: bytes of the cache a second and TFLOP/s, on a simulated V100.
+
+    python -m benchmarks.mla [--only WORDS] [--json FILE]
+
+As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM and with
+3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16, in pages of 64 in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import volta_fa  # noqa: F401  (the ops)
+
+from .decode import DRAM_GB_S, LATENCIES, _aligned
+from .measure import simulated
+
+HEADDIM, HEADDIM_V, PAGE = 576, 512, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    nheads: int
+    batch: int
+    seqlen: int
+    seqlen_q: int = 1
+    bar: float = 0.0  # share of DRAM
+    slow_bar: float = 0.0
+    tflops_bar: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.nheads} heads, {self.batch} x {self.seqlen}, queries {self.seqlen_q}"
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.seqlen * HEADDIM * 2
+
+    @property
+    def flops(self) -> int:
+        return self.batch * self.seqlen * self.nheads * self.seqlen_q * 2 * (HEADDIM + HEADDIM_V)
+
+
+def cases() -> Iterator[Case]:
+    yield Case(16, 4, 65536, bar=0.88, slow_bar=0.88)
+    yield Case(16, 16, 16384, bar=0.88, slow_bar=0.88)
+    yield Case(16, 64, 4096, bar=0.78)
+    yield Case(16, 1, 65536, bar=0.88, slow_bar=0.88)
+    yield Case(16, 1, 16384)
+    yield Case(16, 16, 4096, seqlen_q=2)
+    yield Case(32, 2, 65536)
+    yield Case(64, 16, 4096)
+    yield Case(128, 16, 4096, tflops_bar=60)
+    yield Case(128, 1, 32768, tflops_bar=60)
+
+
+def problem(case: Case) -> tuple[Tensor, Tensor, dict]:
+    pages = -(-case.seqlen // PAGE)
+    cache = _aligned((case.batch * pages, PAGE, 1, HEADDIM), "cpu").fill_(0.01)  # no time depends on the values
+    table = torch.randperm(case.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(case.batch, pages)
+    q = _aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), "cpu").fill_(0.01)
+    lengths = torch.full((case.batch,), case.seqlen, dtype=torch.int32)
+    return q, cache, {"block_table": table, "cache_seqlens": lengths, "is_causal": True}
+
+
+def simulate(case: Case, settings: str) -> dict:
+    q, cache, options = problem(case)
+    (report,) = simulated(lambda: torch.ops.volta_fa.fwd_mla(q, cache, **options), settings)
+    us = report["timing"]["kernel_us"]
+    gb_s = case.bytes / us / 1e3
+    return {"kernel": report["kernel"], "us": us, "gb_s": gb_s, "share": gb_s / DRAM_GB_S, "tflops": case.flops / us / 1e6}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.mla", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args(arguments)
+    rows, failed = [], 0
+    for case in cases():
+        if options.only not in case.name:
+            continue
+        cells = []
+        for latency, settings in LATENCIES.items():
+            found = simulate(case, settings)
+            bar = case.bar if latency == "430" else case.slow_bar
+            missed = found["share"] < bar or (latency == "430" and found["tflops"] < case.tflops_bar)
+            failed += missed
+            cells.append(f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its bar' if missed else ''}")
+            rows.append({**asdict(case), "latency": latency, **found})
+        print(f"{case.name:34s} {found['kernel']:18s} {' | '.join(cells)}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if failed:
+        print(f"{failed} figures below their bars")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
