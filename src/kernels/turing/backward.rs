@@ -124,7 +124,7 @@ const PREPARE: Variant = Variant {
 
 /// As `PREPARE`: any headdim.
 const FINISH: Variant =
-    Variant { name: "turing_bwd_finish", pass: Pass::BackwardFinish, source: "turing/backward/finish.cu", registers: 39, ..PREPARE };
+    Variant { name: "turing_bwd_finish", pass: Pass::BackwardFinish, source: "turing/backward/finish.cu", registers: 38, ..PREPARE };
 
 /// The main kernel `main` without its dQ product.
 const fn keys(main: Variant, name: &'static str, source: &'static str, registers: u32) -> Variant {
