@@ -25,6 +25,7 @@ fn variant(v: &Variant) -> Value {
         "needs": names(v.needs),
         "requires": names(v.requires),
         "source": v.source,
+        "cache": v.cache.name(),
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
         "block_rows": v.block_rows,

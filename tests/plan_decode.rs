@@ -1,6 +1,6 @@
 //! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
 
-use volta_fa::kernels::{self, Pass};
+use volta_fa::kernels::{self, CacheFormat, Pass};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
 use volta_fa::problem::{Attention, Features, Window};
 
@@ -22,7 +22,7 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
 }
 
 fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    plan::decode(a, others, d).unwrap()
+    plan::decode(a, CacheFormat::Float, others, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };

@@ -5,7 +5,7 @@
 
 use super::{choose, holds, DeviceLimits, PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{Kernels, Needs, Pass, COMPILED};
+use crate::kernels::{CacheFormat, Kernels, Needs, Pass, COMPILED};
 use crate::problem::Attention;
 use crate::tuning::Shape;
 
@@ -32,13 +32,13 @@ pub fn rows(a: &Attention) -> i64 {
 }
 
 /// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
-pub fn decode(a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    decode_among(COMPILED, a, others, d)
+pub fn decode(a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    decode_among(COMPILED, a, cache, others, d)
 }
 
 /// The same with other kernels to choose from.
-pub fn decode_among(kernels: Kernels, a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    let shape = Shape::of(a);
+pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    let shape = Shape { cache, ..Shape::of(a) };
     let [(chosen, reason)] = choose(kernels, [Pass::Decode], &shape, Needs::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.

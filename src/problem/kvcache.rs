@@ -1,7 +1,9 @@
 //! The rules of `volta_fa::fwd_kvcache`.
 
+use super::quantised::{cache_format, check_scales};
 use super::*;
 use crate::options::KvCacheOptions;
+use crate::params::CacheFormat;
 
 /// The options of a call, with its tensors described.
 pub type CacheOptions = KvCacheOptions<TensorDesc>;
@@ -22,6 +24,8 @@ pub struct CachedAttention {
     pub nheads: i64,
     /// heads of the caches
     pub nheads_k: i64,
+    /// what the caches' elements are
+    pub format: CacheFormat,
     /// of q and the cached keys, 1 to [`MAX_HEADDIM`]
     pub headdim: i64,
     /// of the cached values and out, 1 to [`MAX_HEADDIM`]
@@ -133,7 +137,6 @@ fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend:
         };
         return Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), format!("rank 4, {layout}")));
     };
-    check_same(name, "dtype", d.dtype, "q", q.dtype)?;
     check_same(name, "device", d.device, "q", q.device)?;
     check_layout(name, d, backend)?;
     let rows = sizes[1];
@@ -214,13 +217,14 @@ pub fn validate_kvcache(
     check_dtype("q", q, backend)?;
     let qs = check_new("q", q, q, packed_q, backend)?;
     let paged = o.block_table.is_some();
-    let [entries, rows, nheads_k, headdim] = check_cache("k_cache", k_cache, q, paged, backend)?;
+    let format = cache_format(k_cache, v_cache, q)?;
+    let [entries, rows, nheads_k, elements] = check_cache("k_cache", k_cache, q, paged, backend)?;
     let vs = check_cache("v_cache", v_cache, q, paged, backend)?;
     if !same_sizes(&vs[..3], &[entries, rows, nheads_k]) {
         let expected = format!("({}, {}, {}, headdim_v), as k_cache", number(entries), number(rows), number(nheads_k));
         return Err(Error::value("v_cache", shape(v_cache), format!("shape {expected}")));
     }
-    let headdim_v = vs[3];
+    let (headdim, headdim_v) = (format.columns(elements), format.columns(vs[3]));
     check_same_size("k_cache", "headdim", headdim, "q", qs.headdim)?;
     check_heads(qs.nheads, nheads_k, "k_cache and v_cache")?;
     check_headdim("q", "headdim", qs.headdim)?;
@@ -329,6 +333,7 @@ pub fn validate_kvcache(
             }
         }
     };
+    check_scales(o, format, [entries, rows, nheads_k], batch, q)?;
     let (rotary_dim, rotary_rows) = check_rotary(o, q, headdim, appended.is_some())?;
     if let Some(d) = &o.alibi_slopes {
         check_alibi(d, q, batch, qs.nheads)?;
@@ -342,6 +347,7 @@ pub fn validate_kvcache(
         total_q: packed_q.map(|_| qs.rows),
         nheads: qs.nheads,
         nheads_k,
+        format,
         headdim,
         headdim_v,
         entries,

@@ -3,7 +3,7 @@
 //! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
 
 use crate::python::Environment;
-use crate::tables::variants::{Need, Needs, ParamBlock, Variant};
+use crate::tables::variants::{Need, Needs, ParamBlock, Pass, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::collections::HashSet;
@@ -205,6 +205,9 @@ impl Compiler {
             ("NEEDS", variant.needs.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
+        }
+        if variant.pass == Pass::Decode {
+            options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
         }
         // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here
         if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.facts().params, variant.family.scratch) {

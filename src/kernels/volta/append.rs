@@ -1,6 +1,6 @@
 //! The kernel that appends to a KV cache.
 
-use super::{Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
 
 /// One for all headdims, which it learns at run time. In decode a block has a token of a key head and of its query heads, some 400 words
 /// of 4 bytes: two for each thread, all in flight at once.
@@ -10,6 +10,7 @@ pub const APPEND: &[Variant] = &[Variant {
     pass: Pass::Append,
     needs: Needs::NONE,
     requires: Needs::NONE,
+    cache: CacheFormat::Float,
     source: "append/append.cu",
     headdim: 256,
     headdim_v: 256,

@@ -5,7 +5,7 @@
 //! a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what warps with other tokens found out, in fp32, for the
 //! merge behind the loop.
 
-use super::{Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
 
 /// Of `rows` the first are `block_rows`, the second `step`.
 pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
@@ -17,6 +17,7 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         pass: Pass::Decode,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "volta/decode/decode.cu",
         headdim,
         headdim_v: headdim,

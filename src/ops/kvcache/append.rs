@@ -64,6 +64,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
             rotary_interleaved: o.rotary_interleaved as i32,
             queries_have_positions: a.queries_have_positions() as i32,
             element: tensor::element_type(q),
+            scales: parameters::scales(call, a, first),
             rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, tensor::element_type),
         };
         device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
