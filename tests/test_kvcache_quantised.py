@@ -127,8 +127,18 @@ def check(backend, case):
         found = problem.sequence(out, problem.cu_q, b)[None]
         within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
         error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, problem.q.dtype)
+        if gathers(backend, case):
+            # what the cache stands for is rounded to fp16 first, as the eager result's inputs are
+            tolerance += reference.max_error(reference.forward(*inputs, **scores).softmax_lse, ref.softmax_lse)
         assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
         assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+
+
+def gathers(backend, case) -> bool:
+    """Whether kernels get the tokens in q's type: of many queries, of rows off 16 bytes, for bf16."""
+    rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
+    bytes_of_rows = [d // (2 if case.kv_dtype == "int4" else 1) for d in (case.headdim, case.headdim_v or case.headdim)]
+    return backend.kernels and (rows > 64 or any(n % 16 for n in bytes_of_rows) or backend.dtype == torch.bfloat16)
 
 
 def check_cache(problem, k_cache, v_cache, options):

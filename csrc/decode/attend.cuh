@@ -17,17 +17,9 @@
 //   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
 #pragma once
 
-#include "decode/block.cuh"
+#include "decode/cache_registers.cuh"
 
 namespace decode {
-
-// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
-template <int Column>
-__device__ __forceinline__ void load_columns(int columns, uint4& x, const unsigned short* from) {
-    asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
-                 : "l"(from), "r"(columns), "n"(Column));
-}
 
 // Steps through keys and values in their order, page by page.
 template <class Layout>
@@ -36,7 +28,8 @@ class Cursor {
     int page_;  // number of the page in the sequence
     int first_page_;  // that the lanes' page numbers begin with
     int pages_;  // of the table: that of page first_page_ + lane
-    const unsigned short *k_, *v_;  // of this lane
+    const Stored *k_, *v_;  // of this lane
+    const float* scale_;  // of this lane: StepScales
 
 public:
     int token;  // the step's first
@@ -54,6 +47,7 @@ public:
         row_ += kUnit;
         k_ += kUnit * p.cache.k.row_stride;
         v_ += kUnit * p.cache.v.row_stride;
+        if constexpr (kTokenScales) scale_ += kUnit * lane_scale(p).row_stride;
         if (row_ >= p.cache.rows) {
             row_ = 0;
             page_++;
@@ -63,34 +57,37 @@ public:
     }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
-    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, uint4 (&k)[Loads]) const {
+    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads>& k) const {
         const typename Layout::Lane lane;
-        const int columns = token + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - Layout::key_column(lane) : 0;
-        load_keys<0>(columns, k);
+        k.load(token + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - key_column() : 0, k_);
     }
     template <int Loads>
-    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, uint4 (&v)[Loads][2]) const {
+    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads>& v) const {
         const typename Layout::Lane lane;
-        const int columns = p.problem.headdim_v - Layout::value_column(lane), first = token + Layout::value_token(lane);
-        load_values<0>(first < seqlen_k ? columns : 0, 0, v_, v);
-        load_values<0>(first + Layout::kValueTokens < seqlen_k ? columns : 0, 1, v_ + Layout::kValueTokens * p.cache.v.row_stride,
-                       v);
+        const int columns = p.problem.headdim_v - value_column(), first = token + Layout::value_token(lane);
+        v.token[0].load(first < seqlen_k ? columns : 0, v_);
+        v.token[1].load(first + Layout::kValueTokens < seqlen_k ? columns : 0, v_ + Layout::kValueTokens * p.cache.v.row_stride);
+    }
+    // Of tokens that do not exist 0.
+    __device__ __forceinline__ void load_scales(int seqlen_k, StepScales& scales) const {
+        const int lane = threadIdx.x & 31;
+        const bool exists = lane < 8 * kScaleTensors && token + lane % 8 < seqlen_k;
+        asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                     : "=&f"(scales.own)
+                     : "l"(scale_), "r"(static_cast<int>(exists)));
     }
 
 private:
-    template <int J, int Loads>
-    __device__ __forceinline__ void load_keys(int columns, uint4 (&k)[Loads]) const {
-        if constexpr (J < Loads) {
-            load_columns<32 * J>(columns, k[J], k_ + 32 * J);
-            load_keys<J + 1>(columns, k);
-        }
+    __device__ __forceinline__ static int key_column() {
+        return Keys<HEADDIM / 32>::of(Layout::key_column(typename Layout::Lane()));
     }
-    template <int J, int Loads>
-    __device__ __forceinline__ void load_values(int columns, int h, const unsigned short* from, uint4 (&v)[Loads][2]) const {
-        if constexpr (J < Loads) {
-            load_columns<64 * J>(columns, v[J][h], from + 64 * J);
-            load_values<J + 1>(columns, h, from, v);
-        }
+    __device__ __forceinline__ static int value_column() {
+        return Columns<HEADDIM_V / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
+    }
+    __device__ __forceinline__ static const CacheScale& lane_scale(const DecodeParams& p) {
+        const int tensor = (threadIdx.x & 31) / 8;
+        const CacheScales& s = p.scales;
+        return !kZeroPoints || tensor < 2 ? tensor % 2 == 0 ? s.k : s.v : tensor == 2 ? s.k_zero_point : s.v_zero_point;
     }
     // Of tokens that exist alone: behind them the table may hold anything.
     __device__ __forceinline__ void fetch_pages(const DecodeParams& p, const Segment& s) {
@@ -104,10 +101,15 @@ private:
         int page = __shfl_sync(~0u, pages_, page_ - first_page_);
         if (!p.cache.block_table) page = CachedSequence::entry(p.cache, s.batch);
         stands = has_page(p.cache, page);
-        k_ = row_of_page(p.cache.k, page, row_ + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride +
-             Layout::key_column(lane);
-        v_ = row_of_page(p.cache.v, page, row_ + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride +
-             Layout::value_column(lane);
+        const int key_row = row_ + Layout::key_token(lane), value_row = row_ + Layout::value_token(lane);
+        if constexpr (kQuantised) {
+            k_ = bytes_of_page(p.cache.k, page, key_row, s.head_k) + stored(key_column());
+            v_ = bytes_of_page(p.cache.v, page, value_row, s.head_k) + stored(value_column());
+        } else {
+            k_ = row_of_page(p.cache.k, page, key_row) + s.head_k * p.cache.k.head_stride + key_column();
+            v_ = row_of_page(p.cache.v, page, value_row) + s.head_k * p.cache.v.head_stride + value_column();
+        }
+        if constexpr (kTokenScales) scale_ = scale_of_page(lane_scale(p), page, row_ + (threadIdx.x & 7), s.head_k);
     }
 };
 
@@ -130,6 +132,7 @@ struct Attend {
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
+        ValueUnit unit[RowTiles];
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -144,22 +147,50 @@ struct Attend {
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             Cursor<Layout> cursor(p, s, s.first + part * each * kUnit);
-            uint4 k[kKeyLoads] = {}, v[kValueLoads][2] = {};
+            Keys<kKeyLoads> ks[kDepth] = {};
+            Values<kValueLoads> vs[kDepth] = {};
+            StepScales of_tokens[kDepth];
+            const float key_scale = kQuantised && !kTokenScales
+                                        ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale
+                                        : 1.f;
+            float query_sum[RowTiles] = {};
+            if constexpr (kZeroPoints) sum_queries(q, query_sum);
+            int next_token = cursor.token;  // of the step that follows
             is_wrong = !cursor.stands;
-            if (!is_wrong) {
-                cursor.load_keys(p, seqlen_k, k);
-                cursor.load_values(p, seqlen_k, v);
+#pragma unroll
+            for (int set = 0; set < kDepth; set++) {
+                if (set > 0 && set < left && !is_wrong) {
+                    cursor.advance(p, s);
+                    is_wrong = !cursor.stands;
+                }
+                if (set < left && !is_wrong) {
+                    cursor.load_keys(p, seqlen_k, ks[set]);
+                    cursor.load_values(p, seqlen_k, vs[set]);
+                    if constexpr (kTokenScales) cursor.load_scales(seqlen_k, of_tokens[set]);
+                }
             }
             while (left > 0 && !is_wrong) {
+              // each step takes the next of the sets of registers
+#pragma unroll
+              for (int set = 0; set < kDepth; set++) {
+                if (set > 0 && (left <= 0 || is_wrong)) break;
+                Keys<kKeyLoads>& k = ks[set];
+                Values<kValueLoads>& v = vs[set];
                 float2 x[RowTiles];
                 Layout::scores(q, k, x);
-                const int token = cursor.token;
+                const int token = kDepth == 1 ? cursor.token : next_token;
+                next_token += kUnit;
                 left--;
-                if (left > 0) {
+                const bool more = left >= kDepth;  // steps, of which one takes this set again
+                const StepScales scales = of_tokens[set];
+                if (more) {
                     cursor.advance(p, s);
                     is_wrong = !cursor.stands;
                     if (!is_wrong) cursor.load_keys(p, seqlen_k, k);
+                    if constexpr (kTokenScales)
+                        if (!is_wrong) cursor.load_scales(seqlen_k, of_tokens[set]);
                 }
+                if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
 
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
                 const int first_token = token + Layout::score_token(lane);
@@ -179,16 +210,14 @@ struct Attend {
                     // of tokens that do not exist registers hold what was there before
 #pragma unroll
                     for (int h = 0; h < 2; h++)
-                        if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) {
-#pragma unroll
-                            for (int j = 0; j < kValueLoads; j++) v[j][h] = make_uint4(0, 0, 0, 0);
-                        }
+                        if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) v.token[h].clear();
                 }
 
                 bool exceeds = false;
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= fmaxf(x[mt].x, x[mt].y) > softmax[mt].limit;
-                if (__any_sync(~0u, exceeds)) {
+                const bool moved = __any_sync(~0u, exceeds);
+                if (moved) {
                     float factor[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
@@ -196,18 +225,32 @@ struct Attend {
 #pragma unroll
                         for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                         factor[mt] = softmax[mt].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
                     }
                     Layout::rescale(lane, o, factor);
                 }
                 unsigned packed[RowTiles];
+                if constexpr (kTokenScales) {
+                    float2 probability[RowTiles];
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++)
-                    packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
-                                                    softmax[mt].probability(x[mt].y, scale_log2));
+                    for (int mt = 0; mt < RowTiles; mt++)
+                        probability[mt] = make_float2(softmax[mt].probability(x[mt].x, scale_log2),
+                                                      softmax[mt].probability(x[mt].y, scale_log2));
+                    scale_probabilities(lane, scales, moved, probability, softmax, unit, o);
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(probability[mt].x, probability[mt].y);
+                } else {
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++)
+                        packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
+                                                        softmax[mt].probability(x[mt].y, scale_log2));
+                }
                 Layout::add_values(lane, o, packed, v);
-                if (left > 0 && !is_wrong) cursor.load_values(p, seqlen_k, v);
+                if (more && !is_wrong) cursor.load_values(p, seqlen_k, v);
+              }
             }
         }
+        if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -224,11 +267,108 @@ struct Attend {
         }
         float* output = parts.output + (part * BLOCK_ROWS + first_row) * kPartStride;
         Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-            *reinterpret_cast<float2*>(output + row * kPartStride + column) = make_float2(x, y);
+            using Order = Columns<kValueLoads, 64>;
+            float* to = output + row * kPartStride;
+            if constexpr (CacheElement::column(1) == 1) {
+                *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+            } else {
+                to[Order::of(column)] = x;
+                to[Order::of(column + 1)] = y;
+            }
         });
     }
 
 private:
+    // Of each row, for zero points: its product with keys of ones.
+    __device__ __forceinline__ static void sum_queries(const unsigned (&q)[RowTiles][kKeyLoads][4], float (&sum)[RowTiles]) {
+        struct Ones {
+            __device__ __forceinline__ uint4 unit(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
+        };
+        float2 x[RowTiles];
+        Layout::scores(q, Ones(), x);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x;
+    }
+
+    // From products with codes to products with keys.
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales, float key_scale,
+                                                        const float (&query_sum)[RowTiles], float2 (&x)[RowTiles]) {
+        float2 scale = make_float2(key_scale, key_scale), zero = {};
+        if constexpr (kTokenScales) scale = scales.pair(0, Layout::score_token(lane));
+        if constexpr (kZeroPoints) {
+            zero = scales.pair(2, Layout::score_token(lane));
+            zero = make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
+        }
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            // e4m3's NaN came as an infinity
+            if constexpr (kFormat == CacheFormat::E4m3) x[mt] = make_float2(fmaf(x[mt].x, 0.f, x[mt].x), fmaf(x[mt].y, 0.f, x[mt].y));
+            if constexpr (kZeroPoints)
+                x[mt] = make_float2(fmaf(zero.x, query_sum[mt], x[mt].x), fmaf(zero.y, query_sum[mt], x[mt].y));
+            x[mt] = make_float2(x[mt].x * scale.x, x[mt].y * scale.y);
+        }
+    }
+
+    // From probabilities to what is packed; `moved`: whether references have.
+    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales, bool moved,
+                                                               float2 (&p)[RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               ValueUnit (&unit)[RowTiles],
+                                                               typename Layout::template Output<kValueLoads>& o) {
+        const float2 scale = scales.pair(1, Layout::score_token(lane));
+        float2 product[RowTiles];
+        bool exceeds = moved;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            product[mt] = unit[mt].scaled(p[mt], scale);
+            exceeds |= ValueUnit::exceeds(product[mt]);
+        }
+        if (__any_sync(~0u, exceeds)) {
+            constexpr float kOne = 5.1922969e33f;  // 2^112: softmax.cuh
+            float factor[RowTiles];
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float largest = fmaxf(p[mt].x * kOne * scale.x, p[mt].y * kOne * scale.y);
+#pragma unroll
+                for (int mate : Layout::kRowMates) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mate));
+                factor[mt] = unit[mt].move(largest);
+                product[mt] = unit[mt].scaled(p[mt], scale);
+                if (ValueUnit::exceeds(product[mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+            }
+            Layout::rescale(lane, o, factor);
+        }
+        float2 zero = {};
+        if constexpr (kZeroPoints) {
+            zero = scales.pair(3, Layout::score_token(lane));
+            zero = make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
+        }
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            p[mt] = product[mt];
+            if constexpr (kZeroPoints) unit[mt].offset = fmaf(p[mt].x, zero.x, fmaf(p[mt].y, zero.y, unit[mt].offset));
+        }
+    }
+
+    // From units to what the other kernels have.
+    __device__ __forceinline__ static void finish_values(const DecodeParams& p, const Segment& s, const typename Layout::Lane& lane,
+                                                         const ValueUnit (&unit)[RowTiles],
+                                                         typename Layout::template Output<kValueLoads>& o) {
+        float factor[RowTiles], offset[RowTiles] = {};
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            factor[mt] = kTokenScales ? 1.f / unit[mt].inverse
+                                      : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
+            if constexpr (kZeroPoints) {
+                offset[mt] = unit[mt].offset * 5.1922969e33f;  // 2^112: softmax.cuh
+#pragma unroll
+                for (int mate : Layout::kRowMates) offset[mt] += __shfl_xor_sync(~0u, offset[mt], mate);
+            }
+        }
+        // e4m3's NaN came as an infinity
+        if constexpr (kFormat == CacheFormat::E4m3) Layout::each_output(lane, o, factor, [](float x, float) { return fmaf(x, 0.f, x); });
+        if constexpr (kZeroPoints) Layout::each_output(lane, o, offset, [](float x, float own) { return x + own; });
+        Layout::rescale(lane, o, factor);
+    }
+
     // What does not exist is zero.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
                                                         unsigned (&q)[RowTiles][kKeyLoads][4]) {
@@ -238,12 +378,13 @@ private:
         for (int mt = 0; mt < RowTiles; mt++) {
             const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;
             const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride +
-                                         (s.head_k * group + packed % group) * p.q.head_stride + Layout::key_column(lane);
+                                         (s.head_k * group + packed % group) * p.q.head_stride;
 #pragma unroll
             for (int j = 0; j < kKeyLoads; j++) {
+                const int column = Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
                 uint4 x = make_uint4(0, 0, 0, 0);
-                if (row < s.rows && 32 * j + Layout::key_column(lane) < p.problem.headdim) x = load_global(from + 32 * j);
-                x = flipped(x, p.problem.sign_flip);
+                if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
+                x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
                 q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
             }
         }

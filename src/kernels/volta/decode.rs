@@ -32,6 +32,11 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
     }
 }
 
+/// The same of a quantised cache.
+const fn quantised(cache: CacheFormat, name: &'static str, headdim: u32, rows: [u32; 2], blocks_per_sm: u32, registers: u32) -> Variant {
+    Variant { cache, ..decode(name, headdim, rows, 128, blocks_per_sm, registers) }
+}
+
 /// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
 pub const DECODE: &[Variant] = &[
     decode("volta_decode_64x8", 64, [8, 8], 128, 4, 108),
@@ -45,4 +50,40 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x8", 256, [8, 8], 128, 2, 227),
     decode("volta_decode_256x16", 256, [16, 8], 128, 2, 228),
     decode("volta_decode_256x32", 256, [32, 8], 128, 2, 228),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 4, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 3, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 3, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 4, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x16", 128, [16, 16], 2, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x32", 128, [32, 16], 2, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 2, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x16", 256, [16, 8], 2, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x32", 256, [32, 8], 2, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x8", 64, [8, 8], 4, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x16", 64, [16, 16], 3, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x32", 64, [32, 16], 3, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x8", 128, [8, 8], 3, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x16", 128, [16, 16], 2, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x32", 128, [32, 16], 2, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x8", 256, [8, 8], 2, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x16", 256, [16, 8], 2, 0),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x32", 256, [32, 8], 2, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x8", 64, [8, 8], 4, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x16", 64, [16, 16], 3, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x32", 64, [32, 16], 3, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x8", 128, [8, 8], 3, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x16", 128, [16, 16], 2, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x32", 128, [32, 16], 2, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x8", 256, [8, 8], 2, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x16", 256, [16, 8], 2, 0),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x32", 256, [32, 8], 2, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x8", 64, [8, 8], 4, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x16", 64, [16, 16], 3, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x32", 64, [32, 16], 3, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x8", 128, [8, 8], 3, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x16", 128, [16, 16], 2, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x32", 128, [32, 16], 2, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x8", 256, [8, 8], 2, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x16", 256, [16, 8], 2, 0),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 2, 0),
 ];

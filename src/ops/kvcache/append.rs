@@ -43,6 +43,10 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
     ];
     ranges.extend(rotates.then(|| memory_range("q, rotated", &rotated, true)));
     ranges.extend(parameters::ranges(o));
+    // what a quantised cache's scales are written to
+    let written = [("k_scale", &o.k_scale), ("v_scale", &o.v_scale), ("k_zero_point", &o.k_zero_point), ("v_zero_point", &o.v_zero_point)];
+    ranges.retain(|range| written.iter().all(|(name, _)| range.name != *name));
+    ranges.extend(written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t.as_ref()?, true))));
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));
     let ((rotary_cos, rotary_cos_stride), (rotary_sin, rotary_sin_stride)) = (table(&o.rotary_cos), table(&o.rotary_sin));
     let problem = plan::problem_block(&parameters::attention(a), 0);

@@ -47,7 +47,7 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
         gathered::check_scales(call, &a, seqlen_k)?;
     }
     match target {
-        Target::Kernels(launcher) if has_room(&a) && a.format == CacheFormat::Float => {
+        Target::Kernels(launcher) if has_room(&a) => {
             let q = append::run(call, &a, &*launcher)?;
             if a.is_empty() {
                 empty(call, &a)

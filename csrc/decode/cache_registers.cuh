@@ -1,0 +1,141 @@
+// A warp's keys and values in registers as the cache has them, whatever its format: eight columns at a time become fp16 where a
+// product takes them. And what scales do to the scores and probabilities of a step.
+#pragma once
+
+#include "decode/block.cuh"
+#include "quantised.cuh"
+
+namespace decode {
+
+constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
+constexpr bool kQuantised = kFormat != CacheFormat::Float;
+// A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
+constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
+constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
+using CacheElement = Element<kFormat>;
+// What pointers into the cache count.
+template <bool Quantised>
+struct CacheUnit {
+    using Type = unsigned short;
+};
+template <>
+struct CacheUnit<true> {
+    using Type = unsigned char;
+};
+using Stored = CacheUnit<kQuantised>::Type;
+// Columns before `column`, in units of Stored.
+__device__ __forceinline__ constexpr int stored(int column) { return kFormat == CacheFormat::Int4 ? column / 2 : column; }
+
+// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
+template <int Column, int Words>
+__device__ __forceinline__ void load_columns(int columns, unsigned* x, const Stored* from) {
+    static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");
+    if constexpr (Words == 4)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else if constexpr (Words == 2)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %3, %4; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+                     : "+r"(x[0]), "+r"(x[1])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p ld.global.nc.u32 %0, [%1];}"
+                     : "+r"(x[0])
+                     : "l"(from), "r"(columns), "n"(Column));
+}
+
+// What a lane has of rows: Units times eight columns of fp16, of each `Spread` columns. In memory the lane's columns lie together
+// as far as a load of 16 bytes reaches: kTogether units. (Columns are counted as if it were one: a layout's `first` column
+// and then each Spread further. of() says which of the tensor these are.)
+template <int Units, int Spread>
+struct Columns {
+    static constexpr int kWords = CacheElement::kBits / 4;  // of eight columns
+    static constexpr int kTogether = Units < 4 / kWords ? Units : 4 / kWords;
+    static_assert(Units % kTogether == 0, "whole loads");
+    unsigned words[Units * kWords];
+
+    __device__ __forceinline__ static constexpr int of(int column) {
+        const int unit = column / Spread, lane = column % Spread / 8;
+        return unit / kTogether * (Spread * kTogether) + lane * (8 * kTogether) + unit % kTogether * 8 +
+               CacheElement::column(column % 8);
+    }
+    // Of a row whose lane has `columns` columns left, from its first on.
+    template <int J = 0>
+    __device__ __forceinline__ void load(int columns, const Stored* from) {
+        if constexpr (J < Units / kTogether) {
+            constexpr int kColumn = J * Spread * kTogether;
+            load_columns<kColumn>(columns, from);
+        }
+    }
+    template <int Column>
+    __device__ __forceinline__ void load_columns(int columns, const Stored* from) {
+        decode::load_columns<Column, kTogether * kWords>(columns, words + Column / Spread * kWords, from + stored(Column));
+        load<Column / (Spread * kTogether) + 1>(columns, from);
+    }
+    __device__ __forceinline__ uint4 unit(int j) const { return CacheElement::eight(words + j * kWords); }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < Units * kWords; i++) words[i] = 0;
+    }
+};
+
+template <int Loads>
+using Keys = Columns<Loads, 32>;
+
+// Of a lane's two tokens.
+template <int Loads>
+struct Values {
+    Columns<Loads, 64> token[2];
+    __device__ __forceinline__ uint4 unit(int j, int h) const { return token[h].unit(j); }
+};
+
+// Steps whose bytes are in registers. A warp of few bytes a step has several in flight: an SM needs some 24 KB where memory takes
+// 3000 clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps.
+constexpr int kStepBytes = 8 * (HEADDIM + HEADDIM_V) * CacheElement::kBits / 8;
+constexpr int kDepth = kStepBytes >= 2048 ? 1 : 2048 / kStepBytes;
+
+// The scales of a step's eight tokens, in one register of each lane: lane 8 i + t has that of token t; i is 0 for keys, 1 for values,
+// 2 and 3 for their zero points.
+constexpr int kScaleTensors = kZeroPoints ? 4 : 2;
+struct StepScales {
+    float own = 0.f;
+
+    // Of two neighbouring tokens.
+    __device__ __forceinline__ float2 pair(int tensor, int token) const {
+        return make_float2(__shfl_sync(~0u, own, 8 * tensor + token), __shfl_sync(~0u, own, 8 * tensor + token + 1));
+    }
+};
+
+// The scales of values, on their way into probabilities.
+//
+// Packed probabilities, which softmax.cuh keeps between 2^-14 and 2^15, have little room for a factor. So a row has a unit, a power of
+// two: what is packed is probability * scale / unit, and accumulated output counts units. Like the softmax's reference it moves
+// lazily: where a product does not fit, and, so that small scales lose no bits, wherever the reference moved. Scales that are negative or
+// not finite make a row's sum NaN.
+struct ValueUnit {
+    float inverse = 1.f;  // 1 / unit
+    float offset = 0.f;   // int4: what zero points add to all columns, in units, times 2^-112 as the probabilities
+
+    // The largest that may be packed, in probabilities' own scale: bits of 2^(15 - 112). Compared as an integer, so that NaN and what
+    // is negative exceed it.
+    static constexpr unsigned kLargest = (127u - 97u) << 23;
+    __device__ __forceinline__ static bool exceeds(float2 p) {
+        return __float_as_uint(p.x) > kLargest || __float_as_uint(p.y) > kLargest;
+    }
+    // (adding 0 makes 0 of -0)
+    __device__ __forceinline__ float2 scaled(float2 p, float2 scale) const {
+        return make_float2(fmaf(p.x, scale.x * inverse, 0.f), fmaf(p.y, scale.y * inverse, 0.f));
+    }
+    // Where `largest` is the row's largest product of a probability (1 is 1) and a scale. Returns the factor for what is accumulated.
+    __device__ __forceinline__ float move(float largest) {
+        // between 2^-40 and 2^40: outputs are fp16, whatever is beyond
+        const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -40), 40);
+        const float moved = largest > 0.f ? __uint_as_float((127 - exponent) << 23) : inverse;
+        const float factor = moved / inverse;
+        inverse = moved;
+        offset *= factor;
+        return factor;
+    }
+};
+
+}  // namespace decode
