@@ -23,11 +23,12 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
 //   eight(words)  the columns, in pairs: from as many words as they take
 //   arrange(x)    eight columns of fp16 in that order
 //   column(p)     which column is at place p of the order
-//   kScale        what is in registers is so many times what the bytes stand for
+//   kScale        what is in registers is so many times what the bytes stand for,
+//   kOffset       less this
 template <CacheFormat Format>
 struct Element {
     static constexpr int kBits = 16;
-    static constexpr float kScale = 1.f;
+    static constexpr float kScale = 1.f, kOffset = 0.f;
     __device__ __forceinline__ static uint4 eight(const unsigned* words) {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -37,7 +38,7 @@ struct Element {
 
 struct ByteElement {
     static constexpr int kBits = 8;
-    static constexpr float kScale = 1.f;
+    static constexpr float kScale = 1.f, kOffset = 0.f;
     __device__ __forceinline__ static uint4 arrange(const uint4& x) { return x; }
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };

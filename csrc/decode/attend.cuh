@@ -29,7 +29,7 @@ class Cursor {
     int first_page_;  // that the lanes' page numbers begin with
     int pages_;  // of the table: that of page first_page_ + lane
     const Stored *k_, *v_;  // of this lane
-    const float* scale_;  // of this lane: StepScales
+    const float* scale_[StepScales::kRegisters];  // of this lane
 
 public:
     int token;  // the step's first
@@ -47,7 +47,10 @@ public:
         row_ += kUnit;
         k_ += kUnit * p.cache.k.row_stride;
         v_ += kUnit * p.cache.v.row_stride;
-        if constexpr (kTokenScales) scale_ += kUnit * lane_scale(p).row_stride;
+        if constexpr (kTokenScales) {
+#pragma unroll
+            for (int i = 0; i < StepScales::kRegisters; i++) scale_[i] += kUnit * StepScales::of_lane(p.scales, i).row_stride;
+        }
         if (row_ >= p.cache.rows) {
             row_ = 0;
             page_++;
@@ -57,24 +60,36 @@ public:
     }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
-    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads>& k) const {
+    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kTiles]) const {
         const typename Layout::Lane lane;
-        k.load(token + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - key_column() : 0, k_);
+        const int columns = p.problem.headdim - key_column();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+            k[tile].load(token + kTile * tile + Layout::key_token(lane) < seqlen_k ? columns : 0,
+                         k_ + kTile * tile * p.cache.k.row_stride);
     }
     template <int Loads>
-    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads>& v) const {
+    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kTiles]) const {
         const typename Layout::Lane lane;
-        const int columns = p.problem.headdim_v - value_column(), first = token + Layout::value_token(lane);
-        v.token[0].load(first < seqlen_k ? columns : 0, v_);
-        v.token[1].load(first + Layout::kValueTokens < seqlen_k ? columns : 0, v_ + Layout::kValueTokens * p.cache.v.row_stride);
+        const int columns = p.problem.headdim_v - value_column();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = kTile * tile + Layout::kValueTokens * h;
+                v[tile].token[h].load(token + row + Layout::value_token(lane) < seqlen_k ? columns : 0,
+                                      v_ + row * p.cache.v.row_stride);
+            }
     }
     // Of tokens that do not exist 0.
-    __device__ __forceinline__ void load_scales(int seqlen_k, StepScales& scales) const {
+    __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
-        const bool exists = lane < 8 * kScaleTensors && token + lane % 8 < seqlen_k;
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
-                     : "=&f"(scales.own)
-                     : "l"(scale_), "r"(static_cast<int>(exists)));
+        const bool exists = lane < StepScales::kLanes && token + lane % kUnit < seqlen_k;
+#pragma unroll
+        for (int i = 0; i < StepScales::kRegisters; i++)
+            asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                         : "=&f"(scales.own[i])
+                         : "l"(scale_[i]), "r"(static_cast<int>(exists)));
     }
 
 private:
@@ -83,11 +98,6 @@ private:
     }
     __device__ __forceinline__ static int value_column() {
         return Columns<HEADDIM_V / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
-    }
-    __device__ __forceinline__ static const CacheScale& lane_scale(const DecodeParams& p) {
-        const int tensor = (threadIdx.x & 31) / 8;
-        const CacheScales& s = p.scales;
-        return !kZeroPoints || tensor < 2 ? tensor % 2 == 0 ? s.k : s.v : tensor == 2 ? s.k_zero_point : s.v_zero_point;
     }
     // Of tokens that exist alone: behind them the table may hold anything.
     __device__ __forceinline__ void fetch_pages(const DecodeParams& p, const Segment& s) {
@@ -109,7 +119,11 @@ private:
             k_ = row_of_page(p.cache.k, page, key_row) + s.head_k * p.cache.k.head_stride + key_column();
             v_ = row_of_page(p.cache.v, page, value_row) + s.head_k * p.cache.v.head_stride + value_column();
         }
-        if constexpr (kTokenScales) scale_ = scale_of_page(lane_scale(p), page, row_ + (threadIdx.x & 7), s.head_k);
+        if constexpr (kTokenScales) {
+#pragma unroll
+            for (int i = 0; i < StepScales::kRegisters; i++)
+                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row_ + threadIdx.x % kUnit, s.head_k);
+        }
     }
 };
 
@@ -147,48 +161,33 @@ struct Attend {
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             Cursor<Layout> cursor(p, s, s.first + part * each * kUnit);
-            Keys<kKeyLoads> ks[kDepth] = {};
-            Values<kValueLoads> vs[kDepth] = {};
-            StepScales of_tokens[kDepth];
+            Keys<kKeyLoads> k[kTiles] = {};
+            Values<kValueLoads> v[kTiles] = {};
+            StepScales next_scales;
             const float key_scale = kQuantised && !kTokenScales
                                         ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale
                                         : 1.f;
             float query_sum[RowTiles] = {};
             if constexpr (kZeroPoints) sum_queries(q, query_sum);
-            int next_token = cursor.token;  // of the step that follows
             is_wrong = !cursor.stands;
-#pragma unroll
-            for (int set = 0; set < kDepth; set++) {
-                if (set > 0 && set < left && !is_wrong) {
-                    cursor.advance(p, s);
-                    is_wrong = !cursor.stands;
-                }
-                if (set < left && !is_wrong) {
-                    cursor.load_keys(p, seqlen_k, ks[set]);
-                    cursor.load_values(p, seqlen_k, vs[set]);
-                    if constexpr (kTokenScales) cursor.load_scales(seqlen_k, of_tokens[set]);
-                }
+            if (!is_wrong) {
+                cursor.load_keys(p, seqlen_k, k);
+                cursor.load_values(p, seqlen_k, v);
+                if constexpr (kTokenScales) cursor.load_scales(p, seqlen_k, next_scales);
             }
             while (left > 0 && !is_wrong) {
-              // each step takes the next of the sets of registers
+                float2 x[kTiles][RowTiles];
 #pragma unroll
-              for (int set = 0; set < kDepth; set++) {
-                if (set > 0 && (left <= 0 || is_wrong)) break;
-                Keys<kKeyLoads>& k = ks[set];
-                Values<kValueLoads>& v = vs[set];
-                float2 x[RowTiles];
-                Layout::scores(q, k, x);
-                const int token = kDepth == 1 ? cursor.token : next_token;
-                next_token += kUnit;
+                for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
+                const int token = cursor.token;
+                const StepScales scales = next_scales;
                 left--;
-                const bool more = left >= kDepth;  // steps, of which one takes this set again
-                const StepScales scales = of_tokens[set];
-                if (more) {
+                if (left > 0) {
                     cursor.advance(p, s);
                     is_wrong = !cursor.stands;
                     if (!is_wrong) cursor.load_keys(p, seqlen_k, k);
                     if constexpr (kTokenScales)
-                        if (!is_wrong) cursor.load_scales(seqlen_k, of_tokens[set]);
+                        if (!is_wrong) cursor.load_scales(p, seqlen_k, next_scales);
                 }
                 if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
 
@@ -196,32 +195,38 @@ struct Attend {
                 const int first_token = token + Layout::score_token(lane);
                 if (is_modified) {
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token, x[mt]);
+                    for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token + kTile * tile, x[tile][mt]);
                 }
                 if (token < full_first || token + kUnit > full_end) {
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) {
-                        const int position = rows[8 * mt].position;
-                        const int low = position - p.problem.window_left - first_token;
-                        const int high = min(position + p.problem.window_right, seqlen_k - 1) - first_token;
-                        if (low > 0 || high < 0) x[mt].x = negative_infinity();
-                        if (low > 1 || high < 1) x[mt].y = negative_infinity();
-                    }
-                    // of tokens that do not exist registers hold what was there before
+                    for (int tile = 0; tile < kTiles; tile++) {
 #pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) v.token[h].clear();
+                        for (int mt = 0; mt < RowTiles; mt++) {
+                            const int position = rows[8 * mt].position, first = first_token + kTile * tile;
+                            const int low = position - p.problem.window_left - first;
+                            const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
+                            if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
+                            if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
+                        }
+                        // of tokens that do not exist registers hold what was there before
+#pragma unroll
+                        for (int h = 0; h < 2; h++)
+                            if (token + kTile * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
+                                v[tile].token[h].clear();
+                    }
                 }
 
                 bool exceeds = false;
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) exceeds |= fmaxf(x[mt].x, x[mt].y) > softmax[mt].limit;
+                for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
                 if (moved) {
                     float factor[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
-                        float m = fmaxf(x[mt].x, x[mt].y);
+                        float m = largest(x, mt);
 #pragma unroll
                         for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                         factor[mt] = softmax[mt].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
@@ -229,25 +234,21 @@ struct Attend {
                     }
                     Layout::rescale(lane, o, factor);
                 }
-                unsigned packed[RowTiles];
-                if constexpr (kTokenScales) {
-                    float2 probability[RowTiles];
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++)
-                        probability[mt] = make_float2(softmax[mt].probability(x[mt].x, scale_log2),
-                                                      softmax[mt].probability(x[mt].y, scale_log2));
-                    scale_probabilities(lane, scales, moved, probability, softmax, unit, o);
+                        x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
+                                                  softmax[mt].probability(x[tile][mt].y, scale_log2));
+                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, unit, o);
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(probability[mt].x, probability[mt].y);
-                } else {
+                for (int tile = 0; tile < kTiles; tile++) {
+                    unsigned packed[RowTiles];
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++)
-                        packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
-                                                        softmax[mt].probability(x[mt].y, scale_log2));
+                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
+                    Layout::add_values(lane, o, packed, v[tile]);
                 }
-                Layout::add_values(lane, o, packed, v);
-                if (more && !is_wrong) cursor.load_values(p, seqlen_k, v);
-              }
+                if (left > 0 && !is_wrong) cursor.load_values(p, seqlen_k, v);
             }
         }
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
@@ -290,61 +291,78 @@ private:
         for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x;
     }
 
+    __device__ __forceinline__ static float largest(const float2 (&x)[kTiles][RowTiles], int mt) {
+        float m = fmaxf(x[0][mt].x, x[0][mt].y);
+#pragma unroll
+        for (int tile = 1; tile < kTiles; tile++) m = fmaxf(m, fmaxf(x[tile][mt].x, x[tile][mt].y));
+        return m;
+    }
+
     // From products with codes to products with keys.
     __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales, float key_scale,
-                                                        const float (&query_sum)[RowTiles], float2 (&x)[RowTiles]) {
-        float2 scale = make_float2(key_scale, key_scale), zero = {};
-        if constexpr (kTokenScales) scale = scales.pair(0, Layout::score_token(lane));
-        if constexpr (kZeroPoints) {
-            zero = scales.pair(2, Layout::score_token(lane));
-            zero = make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
-        }
+                                                        const float (&query_sum)[RowTiles], float2 (&x)[kTiles][RowTiles]) {
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            // e4m3's NaN came as an infinity
-            if constexpr (kFormat == CacheFormat::E4m3) x[mt] = make_float2(fmaf(x[mt].x, 0.f, x[mt].x), fmaf(x[mt].y, 0.f, x[mt].y));
-            if constexpr (kZeroPoints)
-                x[mt] = make_float2(fmaf(zero.x, query_sum[mt], x[mt].x), fmaf(zero.y, query_sum[mt], x[mt].y));
-            x[mt] = make_float2(x[mt].x * scale.x, x[mt].y * scale.y);
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int token = kTile * tile + Layout::score_token(lane);
+            float2 scale = make_float2(key_scale, key_scale), zero = {};
+            if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
+            if constexpr (kZeroPoints) zero = scales.centred(StepScales::kKeyZeroPoint, token);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float2& y = x[tile][mt];
+                // e4m3's NaN came as an infinity
+                if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
+                if constexpr (kZeroPoints) y = make_float2(fmaf(zero.x, query_sum[mt], y.x), fmaf(zero.y, query_sum[mt], y.y));
+                y = make_float2(y.x * scale.x, y.y * scale.y);
+            }
         }
     }
 
     // From probabilities to what is packed; `moved`: whether references have.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales, bool moved,
-                                                               float2 (&p)[RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               float2 (&p)[kTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
                                                                ValueUnit (&unit)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
-        const float2 scale = scales.pair(1, Layout::score_token(lane));
-        float2 product[RowTiles];
+        float2 scale[kTiles], product[kTiles][RowTiles];
         bool exceeds = moved;
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            product[mt] = unit[mt].scaled(p[mt], scale);
-            exceeds |= ValueUnit::exceeds(product[mt]);
+        for (int tile = 0; tile < kTiles; tile++) {
+            scale[tile] = scales.pair(StepScales::kValueScale, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                exceeds |= ValueUnit::exceeds(product[tile][mt]);
+            }
         }
         if (__any_sync(~0u, exceeds)) {
-            constexpr float kOne = 5.1922969e33f;  // 2^112: softmax.cuh
             float factor[RowTiles];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                float largest = fmaxf(p[mt].x * kOne * scale.x, p[mt].y * kOne * scale.y);
+                float m = 0.f;
 #pragma unroll
-                for (int mate : Layout::kRowMates) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mate));
-                factor[mt] = unit[mt].move(largest);
-                product[mt] = unit[mt].scaled(p[mt], scale);
-                if (ValueUnit::exceeds(product[mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+                for (int tile = 0; tile < kTiles; tile++)
+                    m = fmaxf(m, fmaxf(p[tile][mt].x * kTwo112 * scale[tile].x, p[tile][mt].y * kTwo112 * scale[tile].y));
+#pragma unroll
+                for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                factor[mt] = unit[mt].move(m);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                    if (ValueUnit::exceeds(product[tile][mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+                }
             }
             Layout::rescale(lane, o, factor);
         }
-        float2 zero = {};
-        if constexpr (kZeroPoints) {
-            zero = scales.pair(3, Layout::score_token(lane));
-            zero = make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
-        }
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            p[mt] = product[mt];
-            if constexpr (kZeroPoints) unit[mt].offset = fmaf(p[mt].x, zero.x, fmaf(p[mt].y, zero.y, unit[mt].offset));
+        for (int tile = 0; tile < kTiles; tile++) {
+            float2 zero = {};
+            if constexpr (kZeroPoints) zero = scales.centred(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                p[tile][mt] = product[tile][mt];
+                if constexpr (kZeroPoints)
+                    unit[mt].offset = fmaf(p[tile][mt].x, zero.x, fmaf(p[tile][mt].y, zero.y, unit[mt].offset));
+            }
         }
     }
 
@@ -358,7 +376,7 @@ private:
             factor[mt] = kTokenScales ? 1.f / unit[mt].inverse
                                       : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
             if constexpr (kZeroPoints) {
-                offset[mt] = unit[mt].offset * 5.1922969e33f;  // 2^112: softmax.cuh
+                offset[mt] = unit[mt].offset * kTwo112;
 #pragma unroll
                 for (int mate : Layout::kRowMates) offset[mt] += __shfl_xor_sync(~0u, offset[mt], mate);
             }

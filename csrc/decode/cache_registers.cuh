@@ -7,11 +7,6 @@
 
 namespace decode {
 
-constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kQuantised = kFormat != CacheFormat::Float;
-// A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
-constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
-constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
 using CacheElement = Element<kFormat>;
 // What pointers into the cache count.
 template <bool Quantised>
@@ -89,22 +84,35 @@ struct Values {
     __device__ __forceinline__ uint4 unit(int j, int h) const { return token[h].unit(j); }
 };
 
-// Steps whose bytes are in registers. A warp of few bytes a step has several in flight: an SM needs some 24 KB where memory takes
-// 3000 clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps.
-constexpr int kStepBytes = 8 * (HEADDIM + HEADDIM_V) * CacheElement::kBits / 8;
-constexpr int kDepth = kStepBytes >= 2048 ? 1 : 2048 / kStepBytes;
-
-// The scales of a step's eight tokens, in one register of each lane: lane 8 i + t has that of token t; i is 0 for keys, 1 for values,
-// 2 and 3 for their zero points.
-constexpr int kScaleTensors = kZeroPoints ? 4 : 2;
+// The scales of a step's tokens, each in a lane: a register has those of kTensors tensors, one after the other.
 struct StepScales {
-    float own = 0.f;
+    // in the order of lanes, and then of registers
+    static constexpr int kKeyScale = 0, kValueScale = 1, kKeyZeroPoint = 2, kValueZeroPoint = 3;
+    static constexpr int kAll = kZeroPoints ? 4 : 2;
+    static constexpr int kTensors = kAll * kUnit < 32 ? kAll : 32 / kUnit, kLanes = kTensors * kUnit, kRegisters = kAll / kTensors;
+    float own[kRegisters];
 
+    // What a lane has in register i.
+    __device__ __forceinline__ static const CacheScale& of_lane(const CacheScales& s, int i) {
+        const int tensor = (threadIdx.x & 31) / kUnit % kTensors;
+        if (kTensors == 4) return tensor < 2 ? tensor == 0 ? s.k : s.v : tensor == 2 ? s.k_zero_point : s.v_zero_point;
+        if (i == 0) return tensor == 0 ? s.k : s.v;
+        return tensor == 0 ? s.k_zero_point : s.v_zero_point;
+    }
     // Of two neighbouring tokens.
     __device__ __forceinline__ float2 pair(int tensor, int token) const {
-        return make_float2(__shfl_sync(~0u, own, 8 * tensor + token), __shfl_sync(~0u, own, 8 * tensor + token + 1));
+        const int first = tensor % kTensors * kUnit + token;
+        const float x = own[tensor / kTensors];
+        return make_float2(__shfl_sync(~0u, x, first), __shfl_sync(~0u, x, first + 1));
+    }
+    // Zero points as registers' codes count them, negative.
+    __device__ __forceinline__ float2 centred(int tensor, int token) const {
+        const float2 zero = pair(tensor, token);
+        return make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
     }
 };
+
+constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of what is packed (softmax.cuh)
 
 // The scales of values, on their way into probabilities.
 //

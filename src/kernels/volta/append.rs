@@ -18,6 +18,6 @@ pub const APPEND: &[Variant] = &[Variant {
     step: 0,
     threads: 256,
     shared_bytes: 0,
-    blocks_per_sm: 4,
+    blocks_per_sm: 3,
     registers: 48,
 }];

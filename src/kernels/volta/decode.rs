@@ -53,7 +53,7 @@ pub const DECODE: &[Variant] = &[
     quantised(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 4, 0),
     quantised(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 3, 0),
     quantised(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 3, 0),
-    quantised(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 4, 0),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 3, 0),
     quantised(CacheFormat::Int8, "volta_decode_int8_128x16", 128, [16, 16], 2, 0),
     quantised(CacheFormat::Int8, "volta_decode_int8_128x32", 128, [32, 16], 2, 0),
     quantised(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 2, 0),
