@@ -24,11 +24,12 @@ __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batc
 //   arrange(x)    eight columns of fp16 in that order
 //   column(p)     which column is at place p of the order
 //   kScale        what is in registers is so many times what the bytes stand for,
-//   kOffset       less this
+//   kSplit        and 16 times that at places 4 to 7
 template <CacheFormat Format>
 struct Element {
     static constexpr int kBits = 16;
-    static constexpr float kScale = 1.f, kOffset = 0.f;
+    static constexpr float kScale = 1.f;
+    static constexpr bool kSplit = false;
     __device__ __forceinline__ static uint4 eight(const unsigned* words) {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -38,7 +39,8 @@ struct Element {
 
 struct ByteElement {
     static constexpr int kBits = 8;
-    static constexpr float kScale = 1.f, kOffset = 0.f;
+    static constexpr float kScale = 1.f;
+    static constexpr bool kSplit = false;
     __device__ __forceinline__ static uint4 arrange(const uint4& x) { return x; }
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
@@ -51,11 +53,6 @@ __device__ __forceinline__ unsigned half2_sub(unsigned a, unsigned b) {
 __device__ __forceinline__ unsigned half2_mul(unsigned a, unsigned b) {
     unsigned r;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ unsigned half2_fma(unsigned a, unsigned b, unsigned c) {
-    unsigned r;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 
@@ -99,22 +96,20 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     }
 };
 
-// Codes less 8. A nibble at bit 0 of a half is 1024 + the code, one at bit 4 is 1024 + 16 times it.
+// A nibble at bit 0 of a half is, in fp16, 2^-24 times the code, one at bit 4 2^-20 times: subnormal numbers, which products take exactly.
+// So places 0 to 3 are what bits 0 have, and the others bits 4.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr int kBits = 4;
-    static constexpr float kScale = 1.f;
-    static constexpr float kOffset = 8.f;
+    static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24
+    static constexpr bool kSplit = true;
     __device__ __forceinline__ static uint4 eight(const unsigned* words) {
-        const unsigned k1024 = 0x64006400, low = 0x000f000f, high = 0x00f000f0;
-        const unsigned k1032 = 0x64086408, k16th = 0x2c002c00, minus72 = 0xd480d480;
-        const unsigned x = words[0], y = x >> 8;
-        return make_uint4(half2_sub((x & low) | k1024, k1032), half2_fma((x & high) | k1024, k16th, minus72),
-                          half2_sub((y & low) | k1024, k1032), half2_fma((y & high) | k1024, k16th, minus72));
+        const unsigned x = words[0], y = x >> 8, low = 0x000f000f, high = 0x00f000f0;
+        return make_uint4(x & low, y & low, x & high, y & high);
     }
     __device__ __forceinline__ static uint4 arrange(const uint4& x) {
-        return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+        return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.x, x.z, 0x7632),
                           __byte_perm(x.y, x.w, 0x7632));
     }
-    __device__ __forceinline__ static constexpr int column(int p) { return p / 2 + 4 * (p % 2); }
+    __device__ __forceinline__ static constexpr int column(int p) { return p % 4 / 2 * 2 + p / 4 + p % 2 * 4; }
 };

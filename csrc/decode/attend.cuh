@@ -30,6 +30,9 @@ class Cursor {
     int pages_;  // of the table: that of page first_page_ + lane
     const Stored *k_, *v_;  // of this lane
     const float* scale_[StepScales::kRegisters];  // of this lane
+    // the same of the first row of page 0: steps of quantised caches often enter a page
+    const Stored *k_base_, *v_base_;
+    const float* scale_base_[StepScales::kRegisters];
 
 public:
     int token;  // the step's first
@@ -39,6 +42,14 @@ public:
         const int at = s.first_k + token;
         page_ = p.cache.block_table ? at / p.cache.rows : 0;
         row_ = at - page_ * p.cache.rows;
+        if constexpr (kQuantised) {
+            const typename Layout::Lane lane;
+            k_base_ = bytes_of_page(p.cache.k, 0, Layout::key_token(lane), s.head_k) + stored(key_column());
+            v_base_ = bytes_of_page(p.cache.v, 0, Layout::value_token(lane), s.head_k) + stored(value_column());
+#pragma unroll
+            for (int i = 0; i < StepScales::kRegisters; i++)
+                scale_base_[i] = scale_of_page(StepScales::of_lane(p.scales, i), 0, threadIdx.x % kUnit, s.head_k);
+        }
         fetch_pages(p, s);
         enter_page(p, s);
     }
@@ -111,18 +122,21 @@ private:
         int page = __shfl_sync(~0u, pages_, page_ - first_page_);
         if (!p.cache.block_table) page = CachedSequence::entry(p.cache, s.batch);
         stands = has_page(p.cache, page);
-        const int key_row = row_ + Layout::key_token(lane), value_row = row_ + Layout::value_token(lane);
         if constexpr (kQuantised) {
-            k_ = bytes_of_page(p.cache.k, page, key_row, s.head_k) + stored(key_column());
-            v_ = bytes_of_page(p.cache.v, page, value_row, s.head_k) + stored(value_column());
+            k_ = k_base_ + page * p.cache.k.batch_stride;
+            v_ = v_base_ + page * p.cache.v.batch_stride;
+            if (row_ > 0) k_ += row_ * p.cache.k.row_stride, v_ += row_ * p.cache.v.row_stride;
         } else {
-            k_ = row_of_page(p.cache.k, page, key_row) + s.head_k * p.cache.k.head_stride + key_column();
-            v_ = row_of_page(p.cache.v, page, value_row) + s.head_k * p.cache.v.head_stride + value_column();
+            k_ = row_of_page(p.cache.k, page, row_ + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride + key_column();
+            v_ = row_of_page(p.cache.v, page, row_ + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride + value_column();
         }
         if constexpr (kTokenScales) {
 #pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++)
-                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row_ + threadIdx.x % kUnit, s.head_k);
+            for (int i = 0; i < StepScales::kRegisters; i++) {
+                const CacheScale& scale = StepScales::of_lane(p.scales, i);
+                scale_[i] = scale_base_[i] + page * scale.batch_stride;
+                if (row_ > 0) scale_[i] += row_ * scale.row_stride;
+            }
         }
     }
 };
@@ -246,6 +260,11 @@ struct Attend {
                     unsigned packed[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
+                    if constexpr (kZeroPoints) {
+                        const float2 zero = scales.pair(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
+                    }
                     Layout::add_values(lane, o, packed, v[tile]);
                 }
                 if (left > 0 && !is_wrong) cursor.load_values(p, seqlen_k, v);
@@ -282,13 +301,10 @@ struct Attend {
 private:
     // Of each row, for zero points: its product with keys of ones.
     __device__ __forceinline__ static void sum_queries(const unsigned (&q)[RowTiles][kKeyLoads][4], float (&sum)[RowTiles]) {
-        struct Ones {
-            __device__ __forceinline__ uint4 unit(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
-        };
         float2 x[RowTiles];
         Layout::scores(q, Ones(), x);
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x;
+        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x * CacheElement::kScale;
     }
 
     __device__ __forceinline__ static float largest(const float2 (&x)[kTiles][RowTiles], int mt) {
@@ -306,13 +322,16 @@ private:
             const int token = kTile * tile + Layout::score_token(lane);
             float2 scale = make_float2(key_scale, key_scale), zero = {};
             if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
-            if constexpr (kZeroPoints) zero = scales.centred(StepScales::kKeyZeroPoint, token);
+            if constexpr (kZeroPoints) {
+                zero = scales.pair(StepScales::kKeyZeroPoint, token);
+                scale = make_float2(scale.x * (1.f / CacheElement::kScale), scale.y * (1.f / CacheElement::kScale));
+            }
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 float2& y = x[tile][mt];
                 // e4m3's NaN came as an infinity
                 if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
-                if constexpr (kZeroPoints) y = make_float2(fmaf(zero.x, query_sum[mt], y.x), fmaf(zero.y, query_sum[mt], y.y));
+                if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
                 y = make_float2(y.x * scale.x, y.y * scale.y);
             }
         }
@@ -354,16 +373,9 @@ private:
             Layout::rescale(lane, o, factor);
         }
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++) {
-            float2 zero = {};
-            if constexpr (kZeroPoints) zero = scales.centred(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+        for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) {
-                p[tile][mt] = product[tile][mt];
-                if constexpr (kZeroPoints)
-                    unit[mt].offset = fmaf(p[tile][mt].x, zero.x, fmaf(p[tile][mt].y, zero.y, unit[mt].offset));
-            }
-        }
+            for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
     // From units to what the other kernels have.
@@ -382,8 +394,11 @@ private:
             }
         }
         // e4m3's NaN came as an infinity
-        if constexpr (kFormat == CacheFormat::E4m3) Layout::each_output(lane, o, factor, [](float x, float) { return fmaf(x, 0.f, x); });
-        if constexpr (kZeroPoints) Layout::each_output(lane, o, offset, [](float x, float own) { return x + own; });
+        if constexpr (kFormat == CacheFormat::E4m3) Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
+        if constexpr (kZeroPoints)
+            Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
+                return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);
+            });
         Layout::rescale(lane, o, factor);
     }
 

@@ -39,6 +39,12 @@ __device__ __forceinline__ void load_columns(int columns, unsigned* x, const Sto
                      : "l"(from), "r"(columns), "n"(Column));
 }
 
+// Keys whose product with a query is the sum of its columns.
+struct Ones {
+    static constexpr bool kSplit = false;
+    __device__ __forceinline__ uint4 unit(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
+};
+
 // What a lane has of rows: Units times eight columns of fp16, of each `Spread` columns. In memory the lane's columns lie together
 // as far as a load of 16 bytes reaches: kTogether units. (Columns are counted as if it were one: a layout's `first` column
 // and then each Spread further. of() says which of the tensor these are.)
@@ -47,6 +53,7 @@ struct Columns {
     static constexpr int kWords = CacheElement::kBits / 4;  // of eight columns
     static constexpr int kTogether = Units < 4 / kWords ? Units : 4 / kWords;
     static_assert(Units % kTogether == 0, "whole loads");
+    static constexpr bool kSplit = CacheElement::kSplit;
     unsigned words[Units * kWords];
 
     __device__ __forceinline__ static constexpr int of(int column) {
@@ -105,11 +112,6 @@ struct StepScales {
         const float x = own[tensor / kTensors];
         return make_float2(__shfl_sync(~0u, x, first), __shfl_sync(~0u, x, first + 1));
     }
-    // Zero points as registers' codes count them, negative.
-    __device__ __forceinline__ float2 centred(int tensor, int token) const {
-        const float2 zero = pair(tensor, token);
-        return make_float2(CacheElement::kOffset - zero.x, CacheElement::kOffset - zero.y);
-    }
 };
 
 constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of what is packed (softmax.cuh)
@@ -133,6 +135,11 @@ struct ValueUnit {
     // (adding 0 makes 0 of -0)
     __device__ __forceinline__ float2 scaled(float2 p, float2 scale) const {
         return make_float2(fmaf(p.x, scale.x * inverse, 0.f), fmaf(p.y, scale.y * inverse, 0.f));
+    }
+    // Of probabilities as they are packed: their rounding is the output's too, and most of both cancels out.
+    __device__ __forceinline__ void add_zero_points(unsigned packed, float2 zero) {
+        offset = fmaf(-__uint_as_float((packed & 0x7fff) << 13), zero.x, offset);
+        offset = fmaf(-__uint_as_float(packed >> 16 << 13), zero.y, offset);
     }
     // Where `largest` is the row's largest product of a probability (1 is 1) and a scale. Returns the factor for what is accumulated.
     __device__ __forceinline__ float move(float largest) {

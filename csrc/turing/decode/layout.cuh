@@ -44,6 +44,7 @@ struct DecodeLayout {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {q[0][j][i], RowTiles == 2 ? q[RowTiles - 1][j][i] : 0};
+                static_assert(!Keys::kSplit, "products of one scale");
                 mma(c, a, words[i]);
             }
         }
@@ -53,8 +54,9 @@ struct DecodeLayout {
 
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
-        each_output(l, o, own, [](float x, float factor) { return x * factor; });
+        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
+    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
@@ -66,7 +68,7 @@ struct DecodeLayout {
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[e & 1]);
+                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[e & 1], i >= 2);
         }
     }
 

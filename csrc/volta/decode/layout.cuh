@@ -35,17 +35,26 @@ struct DecodeLayout {
 
     template <int Loads, class Keys>
     __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
-        Accumulator c[RowTiles];
+        Accumulator c[RowTiles], split[RowTiles];
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+        for (int mt = 0; mt < RowTiles; mt++) {
+            clear(c[mt]);
+            if constexpr (Keys::kSplit) clear(split[mt]);
+        }
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
             const uint4 k = keys.unit(j);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k.x, k.y);
-                mma_row_col(c[mt], q[mt][j][2], q[mt][j][3], k.z, k.w);
+                mma_row_col(Keys::kSplit ? split[mt] : c[mt], q[mt][j][2], q[mt][j][3], k.z, k.w);
             }
+        }
+        if constexpr (Keys::kSplit) {
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) c[mt][i] = fmaf(split[mt][i], 1.f / 16.f, c[mt][i]);
         }
         const int lane = threadIdx.x & 31;
         const bool later = lane & 4, lower = lane & 8;
@@ -63,8 +72,9 @@ struct DecodeLayout {
 
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
-        each_output(l, o, own, [](float x, float factor) { return x * factor; });
+        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
+    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
@@ -76,7 +86,7 @@ struct DecodeLayout {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[(e >> 1) & 1]);
+                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[(e >> 1) & 1], i == 1);
         }
     }
 
