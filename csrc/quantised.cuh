@@ -71,8 +71,8 @@ struct Element<CacheFormat::Int8> : ByteElement {
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
     __device__ __forceinline__ static uint4 eight(const unsigned* words) {
-        return make_uint4(__byte_perm(words[0], 0, 0x1404), __byte_perm(words[0], 0, 0x3424),
-                          __byte_perm(words[1], 0, 0x1404), __byte_perm(words[1], 0, 0x3424));
+        return make_uint4(__byte_perm(words[0], 0, 0x1404), __byte_perm(words[0], 0, 0x3424), __byte_perm(words[1], 0, 0x1404),
+                          __byte_perm(words[1], 0, 0x3424));
     }
 };
 
@@ -96,8 +96,8 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     }
 };
 
-// A nibble at bit 0 of a half is, in fp16, 2^-24 times the code, one at bit 4 2^-20 times: subnormal numbers, which products take exactly.
-// So places 0 to 3 are what bits 0 have, and the others bits 4.
+// A nibble at bit 0 of a half is, in fp16, 2^-24 times the code, one at bit 4 2^-20 times: subnormal numbers, which products take
+// exactly. So places 0 to 3 are what bits 0 have, and the others bits 4.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr int kBits = 4;

@@ -245,10 +245,15 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
             let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
             let headdims = match shape.headdim {
                 0 => String::new(), // any
-                _ => format!(" for headdim {} and headdim_v {}{}", shape.headdim, shape.headdim_v, match shape.cache {
-                    CacheFormat::Float => String::new(),
-                    quantised => format!(", {} cache", quantised.name()),
-                }),
+                _ => format!(
+                    " for headdim {} and headdim_v {}{}",
+                    shape.headdim,
+                    shape.headdim_v,
+                    match shape.cache {
+                        CacheFormat::Float => String::new(),
+                        quantised => format!(", {} cache", quantised.name()),
+                    }
+                ),
             };
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
             let failed = match failed.as_slice() {

@@ -204,7 +204,9 @@ def of_each_format(cases):
             yield dataclasses.replace(case, kv_dtype=kv_dtype, descale="" if has_scales(kv_dtype) else descales[i % 4])
 
 
-@on_cases((("cpu-fp32", "sim", "cuda"), list(of_each_format(CASES))), (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(of_each_format(CASES[::8]))))
+@on_cases(
+    (("cpu-fp32", "sim", "cuda"), list(of_each_format(CASES))), (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(of_each_format(CASES[::8])))
+)
 def test_against_fp64(backend, case):
     check(backend, case)
 
@@ -293,16 +295,11 @@ def test_wrong_scales_are_nan(backend, kv_dtype):
     """Scales that nobody has checked: what is NaN, or for values negative, makes its sequence and head NaN and no other."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     for name, value in (("k_scale", math.nan), ("v_scale", math.nan), ("v_scale", math.inf), ("v_scale", -1.0)):
-        if value == -1.0 and kv_dtype == "int4":
-            continue  # test_against_fp64 has what is right; one is enough
         problem = Cached(((1, 60, 0), (1, 60, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype).problem(backend)
         entry, row = problem.places[0]
         problem.options[name][entry[20], row[20], 1] = value
         out, *_ = run(backend, problem)
-        if value == -1.0:
-            assert out[0, :, 2:].isnan().all() or torch.isfinite(out[0, :, 2:]).all()
-        else:
-            assert not torch.isfinite(out[0, :, 2:]).any(), (name, value)
+        assert out[0, :, 2:].isnan().all(), (name, value)
         assert torch.isfinite(out[0, :, :2]).all() and torch.isfinite(out[1]).all()
 
 
@@ -376,8 +373,7 @@ def test_refused():
         ("v_descale", ["-1"], call("fp8_e4m3", v_descale=-some[:1])),
         ("k_descale", ["nan"], call("fp8_e4m3", k_descale=nan[0, 0])),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"fwd_kvcache: {argument}: got ") as error:
             made()
         message = str(error.value)
-        assert message.startswith(f"volta_fa::fwd_kvcache: {argument}: got "), message
         assert all(word in message for word in words), message

@@ -180,10 +180,18 @@ __device__ __forceinline__ void append_quantised(const AppendParams& p, const Ca
         const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
         const int at = position - index * p.cache.rows;
         switch (p.scales.format) {
-            case CacheFormat::Int8: write_row<CacheFormat::Int8>(scale, zero, to, batch, head_k, page, at, columns, x); break;
-            case CacheFormat::Int4: write_row<CacheFormat::Int4>(scale, zero, to, batch, head_k, page, at, columns, x); break;
-            case CacheFormat::E5m2: write_row<CacheFormat::E5m2>(scale, zero, to, batch, head_k, page, at, columns, x); break;
-            default: write_row<CacheFormat::E4m3>(scale, zero, to, batch, head_k, page, at, columns, x); break;
+            case CacheFormat::Int8:
+                write_row<CacheFormat::Int8>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            case CacheFormat::Int4:
+                write_row<CacheFormat::Int4>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            case CacheFormat::E5m2:
+                write_row<CacheFormat::E5m2>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            default:
+                write_row<CacheFormat::E4m3>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
         }
     }
 }

@@ -43,7 +43,8 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     y = fminf(fabsf(y), kLargest);
     // what its last place counts: of numbers below the least exponent, that of the least
     const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
-    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23), inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
+    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
+                inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
     y = rintf(y * inverse) * unit;
     const int rounded = static_cast<int>(__float_as_uint(y) >> 23) - 127;
     if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);

@@ -32,7 +32,6 @@ class Cursor {
     const float* scale_[StepScales::kRegisters];  // of this lane
     // the same of the first row of page 0: steps of quantised caches often enter a page
     const Stored *k_base_, *v_base_;
-    const float* scale_base_[StepScales::kRegisters];
 
 public:
     int token;  // the step's first
@@ -46,9 +45,6 @@ public:
             const typename Layout::Lane lane;
             k_base_ = bytes_of_page(p.cache.k, 0, Layout::key_token(lane), s.head_k) + stored(key_column());
             v_base_ = bytes_of_page(p.cache.v, 0, Layout::value_token(lane), s.head_k) + stored(value_column());
-#pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++)
-                scale_base_[i] = scale_of_page(StepScales::of_lane(p.scales, i), 0, threadIdx.x % kUnit, s.head_k);
         }
         fetch_pages(p, s);
         enter_page(p, s);
@@ -132,11 +128,8 @@ private:
         }
         if constexpr (kTokenScales) {
 #pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++) {
-                const CacheScale& scale = StepScales::of_lane(p.scales, i);
-                scale_[i] = scale_base_[i] + page * scale.batch_stride;
-                if (row_ > 0) scale_[i] += row_ * scale.row_stride;
-            }
+            for (int i = 0; i < StepScales::kRegisters; i++)
+                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row_ + threadIdx.x % kUnit, s.head_k);
         }
     }
 };
@@ -178,9 +171,8 @@ struct Attend {
             Keys<kKeyLoads> k[kTiles] = {};
             Values<kValueLoads> v[kTiles] = {};
             StepScales next_scales;
-            const float key_scale = kQuantised && !kTokenScales
-                                        ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale
-                                        : 1.f;
+            const float key_scale =
+                kQuantised && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
             float query_sum[RowTiles] = {};
             if constexpr (kZeroPoints) sum_queries(q, query_sum);
             is_wrong = !cursor.stands;
@@ -315,8 +307,9 @@ private:
     }
 
     // From products with codes to products with keys.
-    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales, float key_scale,
-                                                        const float (&query_sum)[RowTiles], float2 (&x)[kTiles][RowTiles]) {
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales,
+                                                        float key_scale, const float (&query_sum)[RowTiles],
+                                                        float2 (&x)[kTiles][RowTiles]) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++) {
             const int token = kTile * tile + Layout::score_token(lane);
@@ -338,9 +331,9 @@ private:
     }
 
     // From probabilities to what is packed; `moved`: whether references have.
-    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales, bool moved,
-                                                               float2 (&p)[kTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
-                                                               ValueUnit (&unit)[RowTiles],
+    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales,
+                                                               bool moved, float2 (&p)[kTiles][RowTiles],
+                                                               SoftmaxRow (&softmax)[RowTiles], ValueUnit (&unit)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
         float2 scale[kTiles], product[kTiles][RowTiles];
         bool exceeds = moved;
@@ -385,8 +378,8 @@ private:
         float factor[RowTiles], offset[RowTiles] = {};
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            factor[mt] = kTokenScales ? 1.f / unit[mt].inverse
-                                      : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
+            factor[mt] =
+                kTokenScales ? 1.f / unit[mt].inverse : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
             if constexpr (kZeroPoints) {
                 offset[mt] = unit[mt].offset * kTwo112;
 #pragma unroll
@@ -394,7 +387,8 @@ private:
             }
         }
         // e4m3's NaN came as an infinity
-        if constexpr (kFormat == CacheFormat::E4m3) Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
+        if constexpr (kFormat == CacheFormat::E4m3)
+            Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
         if constexpr (kZeroPoints)
             Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
                 return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);

@@ -118,16 +118,16 @@ constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of 
 
 // The scales of values, on their way into probabilities.
 //
-// Packed probabilities, which softmax.cuh keeps between 2^-14 and 2^15, have little room for a factor. So a row has a unit, a power of
-// two: what is packed is probability * scale / unit, and accumulated output counts units. Like the softmax's reference it moves
-// lazily: where a product does not fit, and, so that small scales lose no bits, wherever the reference moved. Scales that are negative or
-// not finite make a row's sum NaN.
+// Packed probabilities, which softmax.cuh keeps between 2^-14 and 2^15, have little room for a factor. So a row has a unit, a power
+// of two: what is packed is probability * scale / unit, and accumulated output counts units. Like the softmax's reference it moves
+// lazily: where a product does not fit, and, so that small scales lose no bits, wherever the reference moved. Scales that are
+// negative or not finite make a row's sum NaN.
 struct ValueUnit {
     float inverse = 1.f;  // 1 / unit
-    float offset = 0.f;   // int4: what zero points add to all columns, in units, times 2^-112 as the probabilities
+    float offset = 0.f;  // int4: what zero points add to all columns, in units, times 2^-112 as the probabilities
 
-    // The largest that may be packed, in probabilities' own scale: bits of 2^(15 - 112). Compared as an integer, so that NaN and what
-    // is negative exceed it.
+    // The largest that may be packed, in probabilities' own scale: bits of 2^(15 - 112). Compared as an integer, so that NaN and
+    // what is negative exceed it.
     static constexpr unsigned kLargest = (127u - 97u) << 23;
     __device__ __forceinline__ static bool exceeds(float2 p) {
         return __float_as_uint(p.x) > kLargest || __float_as_uint(p.y) > kLargest;
@@ -141,7 +141,8 @@ struct ValueUnit {
         offset = fmaf(-__uint_as_float((packed & 0x7fff) << 13), zero.x, offset);
         offset = fmaf(-__uint_as_float(packed >> 16 << 13), zero.y, offset);
     }
-    // Where `largest` is the row's largest product of a probability (1 is 1) and a scale. Returns the factor for what is accumulated.
+    // Where `largest` is the row's largest product of a probability (1 is 1) and a scale. Returns the factor for what is
+    // accumulated.
     __device__ __forceinline__ float move(float largest) {
         // between 2^-40 and 2^40: outputs are fp16, whatever is beyond
         const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -40), 40);

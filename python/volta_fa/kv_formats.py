@@ -116,7 +116,12 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
 
 
 def dequantize_kv(
-    data: Tensor, kv_dtype: str, scale: Tensor | float | None = None, zero_point: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    data: Tensor,
+    kv_dtype: str,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The numbers that a quantised cache stands for: `quantize_kv` has the formats. Computed in float64 if that is dtype, else in
     float32, and rounded to dtype.

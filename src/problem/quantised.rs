@@ -87,7 +87,11 @@ pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batc
             _ => false,
         };
         if !fits {
-            let allowed = format!("shape (1,), (nheads_k,) or (batch, nheads_k), here (1,), {} or {}", listed(&[nheads_k]), listed(&[batch, nheads_k]));
+            let allowed = format!(
+                "shape (1,), (nheads_k,) or (batch, nheads_k), here (1,), {} or {}",
+                listed(&[nheads_k]),
+                listed(&[batch, nheads_k])
+            );
             return Err(Error::value(name, shape(d), allowed));
         }
     }

@@ -18,7 +18,9 @@ struct Spelling {
 
 fn spelling(kind: Kind) -> Spelling {
     let (parameter, member, c, schema, to_c, restore) = match kind {
-        Kind::Tensor | Kind::Differentiable | Kind::Written => ("const OptionalTensor &", "OptionalTensor ", "void *", "Tensor?", "handle", ""),
+        Kind::Tensor | Kind::Differentiable | Kind::Written => {
+            ("const OptionalTensor &", "OptionalTensor ", "void *", "Tensor?", "handle", "")
+        }
         Kind::OptionalInt => {
             ("std::optional<Int> ", "std::optional<Int> ", "MaybeInt ", "SymInt?", "maybe", "template to<std::optional<Int>>()")
         }

@@ -58,10 +58,7 @@ impl Quantised {
             let scale = if format.has_scales() { own(scale) } else { fp8(descale)? };
             Ok(Quantised { data: bytes(cache, format)?, scale, zero_point: own(zero_point) })
         };
-        Ok([
-            one(&call.k_cache, &o.k_scale, &o.k_zero_point, &o.k_descale)?,
-            one(&call.v_cache, &o.v_scale, &o.v_zero_point, &o.v_descale)?,
-        ])
+        Ok([one(&call.k_cache, &o.k_scale, &o.k_zero_point, &o.k_descale)?, one(&call.v_cache, &o.v_scale, &o.v_zero_point, &o.v_descale)?])
     }
 
     /// The numbers, in fp32 (fp64 where that is asked for) and rounded to `kind`.
