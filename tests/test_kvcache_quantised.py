@@ -178,7 +178,7 @@ CASES = [
     Cached(EVEN, layout="wide", nheads=4, nheads_k=2),
     Cached(EVEN, headdim=256, headdim_v=64),
     Cached(EVEN, headdim=96, headdim_v=160, is_causal=False),
-    Cached(EVEN, packed=True, nheads=8, nheads_k=1, headdim=256),
+    Cached(EVEN, packed=True, nheads=8, nheads_k=1, headdim=128),
     Cached(EVEN, window_left=5, sinks="own", softcap=4.0, alibi="h"),
     Cached(EVEN, softmax_scale=-0.2),
     Cached(EVEN, num_splits=3, spread=3.0),
@@ -196,6 +196,16 @@ CASES = [
     Cached(APPEND, headdim=20, headdim_v=12, nheads=4, nheads_k=2),
 ]
 
+#: Every tile of rows at every headdim, and row sets that several blocks share.
+TILES = [
+    *(
+        Cached(tuple((n, cached, 0) for cached in (1, 77, 200)), headdim=d, nheads=2 * group, nheads_k=2)
+        for d in (64, 128, 256)
+        for n, group in ((1, 8), (2, 6), (4, 8))
+    ),
+    Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
+]
+
 
 def of_each_format(cases):
     descales = ("", "one", "h", "bh")
@@ -208,6 +218,11 @@ def of_each_format(cases):
     (("cpu-fp32", "sim", "cuda"), list(of_each_format(CASES))), (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(of_each_format(CASES[::8])))
 )
 def test_against_fp64(backend, case):
+    check(backend, case)
+
+
+@on_cases((("sim", "cuda"), list(of_each_format(TILES))))
+def test_tiles(backend, case):
     check(backend, case)
 
 
