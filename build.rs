@@ -15,6 +15,11 @@ mod python;
 #[path = "src/kernels/tables.rs"]
 mod tables;
 
+// ... whose rows name types of the parameter blocks,
+#[allow(dead_code)]
+#[path = "src/params.rs"]
+mod params;
+
 // ... and so is the list of the ops' options.
 #[allow(dead_code)]
 #[path = "src/options.rs"]

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import volta_fa  # noqa: F401  (the ops)
+import volta_fa
 from volta_fa.errors import CommandError
+from volta_fa.kv_formats import KV_DTYPES
 
 from .measure import median_ms, simulated
 
@@ -40,6 +41,7 @@ class Case:
     group: int = 8
     seqlen_q: int = 1
     page: int = 16
+    kv_dtype: str = ""  # of a quantised cache
     bar: float = 0.0  # with the model's latency
     slow_bar: float = 0.0
 
@@ -49,14 +51,18 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        return sum(self.lengths) * self.nheads_k * self.headdim * 4
+        """Of keys and values, and of what belongs to a quantised cache."""
+        per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
+        per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
+        return int(sum(self.lengths) * self.nheads_k * per_token)
 
     @property
     def name(self) -> str:
         longest, batch = max(self.lengths), len(self.lengths)
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
-        return f"headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
+        kind = f"{self.kv_dtype}, " if self.kv_dtype else ""
+        return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
 
 
 def cases(everything: bool) -> Iterator[Case]:
@@ -74,26 +80,49 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(128, (1528,) * 64)  # as many tokens
 
 
+def quantised_cases() -> Iterator[Case]:
+    """As many bytes in all as the others, so that starting weighs the same: of int4 four times as many sequences, else twice."""
+    for kv_dtype in KV_DTYPES:
+        more = 4 if kv_dtype == "int4" else 2
+        most = 0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80
+        for headdim in (64, 128, 256):
+            for seqlen, bar, slow_bar in ((65536, most, most), (16384, most, most), (4096, 0.78, 0.0)):
+                for group in (8, 1) if seqlen == 16384 else (8,):
+                    yield Case(headdim, (seqlen,) * (more * 65536 // seqlen), group=group, kv_dtype=kv_dtype, bar=bar, slow_bar=slow_bar)
+
+
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     batch, most = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # no time depends on the values
     k, v = (_aligned(shape, device).fill_(0.01) for _ in "kv")
+    options: dict = {}
+    if case.kv_dtype:
+        like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
+        k, v = (_aligned((*shape[:-1], like.shape[-1]), device, like.dtype) for _ in "kv")
+        for t in (k, v):
+            t.view(torch.uint8).fill_(1)
+        if case.kv_dtype.startswith("int"):
+            # those of a head together
+            scale = _aligned((shape[0], shape[2], shape[1]), device, torch.float32).fill_(0.01).transpose(1, 2)
+            options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
+        if case.kv_dtype == "int4":
+            options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
     numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
     table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
     for row, n, own in zip(table, pages, numbers.split(pages)):
         row[:n] = own
     q = _aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), device).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    return q, k, v, {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
+    return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
 
-def _aligned(shape: tuple[int, ...], device: str) -> Tensor:
+def _aligned(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float16) -> Tensor:
     """As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines."""
     count = torch.Size(shape).numel()
-    room = torch.empty(count + 128, dtype=torch.float16, device=device)
-    skip = -room.data_ptr() % 256 // 2
+    room = torch.empty(count + 256, dtype=dtype, device=device)
+    skip = -room.data_ptr() % 256 // room.element_size()
     return room[skip : skip + count].view(shape)
 
 
@@ -125,12 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
+    parser.add_argument("--quantised", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
-    chosen = [case for case in cases(options.all) if options.only in case.name]
+    every = quantised_cases() if options.quantised else cases(options.all)
+    chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
     if options.device == "cuda":
         copy = copy_rate()

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::ffi::PlanArgs;
-use crate::kernels::{self, Code, Need, Needs, Variant, COMPILED, PASSES};
+use crate::kernels::{self, CacheFormat, Code, Need, Needs, Variant, COMPILED, PASSES};
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
@@ -25,6 +25,7 @@ fn variant(v: &Variant) -> Value {
         "needs": names(v.needs),
         "requires": names(v.requires),
         "source": v.source,
+        "cache": v.cache.name(),
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
         "block_rows": v.block_rows,
@@ -180,23 +181,27 @@ fn positive(name: &str, n: i64) -> Result<i64> {
 }
 
 /// The plans of the same shape with its keys in a cache: of `decode` as in a packed batch, whose sequences of many rows are left to
-/// `prefill`, where there may be any; and of `append`, of as many tokens as there are queries. Each null where no kernel does that; all,
-/// where something is asked for that a cache's passes do not know.
+/// `prefill`, where there may be any; of decode over `quantised` caches, by their formats; and of `append`, of as many tokens as there are
+/// queries. Each null where no kernel does that; all, where something is asked for that a cache's passes do not know.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
     }
     let has_long = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
-    let decode = plan::decode(a, has_long, limits).ok().map(|decode| {
-        let mut value = described(decode.kernel, 1);
-        value["partials"] = json!(decode.partials);
-        value["arrivals"] = json!(decode.arrivals);
-        value
-    });
+    let decode = |format| {
+        plan::decode(a, format, has_long, limits).ok().map(|decode| {
+            let mut value = described(decode.kernel, 1);
+            value["partials"] = json!(decode.partials);
+            value["arrivals"] = json!(decode.arrivals);
+            value
+        })
+    };
+    let quantised = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({
         "append": plan::append(a.seqlen_q, a.nheads_k, limits).ok().map(|kernel| described(kernel, a.batch)),
-        "decode": decode,
+        "decode": decode(CacheFormat::Float),
+        "quantised": quantised.into_iter().map(|format| (format.name().into(), json!(decode(format)))).collect::<serde_json::Map<_, _>>(),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
 }

@@ -20,6 +20,8 @@ pub enum Kind {
     Tensor,
     /// an optional tensor that may need a gradient
     Differentiable,
+    /// an optional tensor that an overload which writes into its arguments may write into
+    Written,
     /// an int or None, perhaps symbolic
     OptionalInt,
     /// an int, perhaps symbolic
@@ -118,6 +120,7 @@ macro_rules! scalar_kind {
 pub mod kinds {
     pub struct Tensor;
     pub struct Differentiable;
+    pub struct Written;
     pub struct OptionalInt;
     pub struct Int;
     pub struct OptionalFloat;
@@ -126,6 +129,7 @@ pub mod kinds {
 }
 tensor_kind!(Tensor);
 tensor_kind!(Differentiable);
+tensor_kind!(Written);
 scalar_kind!(OptionalInt, Maybe<i64>, Option<i64>, Maybe::get);
 scalar_kind!(Int, i64, i64, i64::clone);
 scalar_kind!(OptionalFloat, Maybe<f64>, Option<f64>, Maybe::get);
@@ -221,6 +225,12 @@ options! {
         block_table: Tensor = None,
         cache_batch_idx: Tensor = None,
         leftpad_k: Tensor = None,
+        k_scale: Written = None,
+        v_scale: Written = None,
+        k_zero_point: Written = None,
+        v_zero_point: Written = None,
+        k_descale: Tensor = None,
+        v_descale: Tensor = None,
         rotary_cos: Tensor = None,
         rotary_sin: Tensor = None,
         rotary_interleaved: Bool = false,

@@ -158,6 +158,66 @@ pub struct Cache {
     pub total_new: i32,
 }
 
+/// What the elements of a KV cache are: python/volta_fa/kv_formats.py says what the bytes of the quantised ones mean.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheFormat {
+    /// not quantised: of q's type, which kernels read as fp16
+    #[default]
+    Float,
+    /// a byte, with a scale for each token and head
+    Int8,
+    /// two in a byte, with a scale and a zero point for each token and head
+    Int4,
+    /// a byte, with a scale for each head
+    E5m2,
+    /// the same
+    E4m3,
+}
+
+impl CacheFormat {
+    /// As `kv_dtype` has it in Python.
+    pub const fn name(self) -> &'static str {
+        match self {
+            CacheFormat::Float => "float",
+            CacheFormat::Int8 => "int8",
+            CacheFormat::Int4 => "int4",
+            CacheFormat::E5m2 => "fp8_e5m2",
+            CacheFormat::E4m3 => "fp8_e4m3",
+        }
+    }
+}
+
+/// A number in fp32 for each token and head of a cache, or (fp8) for each sequence and head.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CacheScale {
+    /// null: not given, which is a scale of 1
+    pub ptr: *mut f32,
+    /// from one page (dense: entry) to the next; fp8: from one sequence
+    pub batch_stride: i64,
+    /// from one token to the next; fp8: 0
+    pub row_stride: i64,
+    /// from one head to the next
+    pub head_stride: i64,
+}
+
+/// What belongs to the data of a quantised cache. An operand's strides count its bytes then.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CacheScales {
+    /// of both caches; a decode kernel is made for one
+    pub format: CacheFormat,
+    /// of k
+    pub k: CacheScale,
+    /// of v
+    pub v: CacheScale,
+    /// int4 alone
+    pub k_zero_point: CacheScale,
+    /// int4 alone
+    pub v_zero_point: CacheScale,
+}
+
 /// Parameter block of the forward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -212,6 +272,8 @@ pub struct DecodeParams {
     pub arrivals: *mut u64,
     /// tells this call's arrivals from whatever else the memory may hold: 48 bits that no other call has
     pub call_number: u64,
+    /// of a quantised cache
+    pub scales: CacheScales,
 }
 
 /// Parameter block of all backward kernels.
@@ -350,4 +412,6 @@ pub struct AppendParams {
     pub element: ElementType,
     /// of cos and sin
     pub rotary_element: ElementType,
+    /// of a quantised cache: int8's and int4's are written
+    pub scales: CacheScales,
 }

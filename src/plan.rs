@@ -7,7 +7,7 @@ mod decode;
 pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
 
 use crate::error::{Error, Result};
-use crate::kernels::{self, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
+use crate::kernels::{self, CacheFormat, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
 use crate::problem::{Attention, MergedStates};
 use crate::tuning::{Shape, Tuning};
@@ -175,6 +175,7 @@ fn names(families: &[(&'static Family, Code)]) -> String {
 fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
+        && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
         && v.shared_bytes <= d.shared_bytes_per_block
@@ -246,7 +247,15 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
             let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
             let headdims = match shape.headdim {
                 0 => String::new(), // any
-                _ => format!(" for headdim {} and headdim_v {}", shape.headdim, shape.headdim_v),
+                _ => format!(
+                    " for headdim {} and headdim_v {}{}",
+                    shape.headdim,
+                    shape.headdim_v,
+                    match shape.cache {
+                        CacheFormat::Float => String::new(),
+                        quantised => format!(", {} cache", quantised.name()),
+                    }
+                ),
             };
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
             let failed = match failed.as_slice() {
@@ -423,7 +432,9 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    let shape = Shape { headdim: 0, headdim_v: 0, seqlen_q: rows, seqlen_k: rows, rows: rows.saturating_mul(nheads_k), is_causal: None };
+    let rows_in_all = rows.saturating_mul(nheads_k);
+    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    let shape = Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache };
     remembered(&LAST, (rows, nheads_k), d, || {
         let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))

@@ -5,6 +5,7 @@
 //! anything is allocated or launched.
 
 mod kvcache;
+mod quantised;
 
 pub use kvcache::{validate_kvcache, validate_kvcache_values, validate_mla, CacheOptions, CacheValues, CachedAttention, CachedSequence};
 
@@ -29,6 +30,14 @@ pub enum DType {
     Int64,
     /// torch.bool
     Bool,
+    /// torch.int8
+    Int8,
+    /// torch.uint8
+    Uint8,
+    /// torch.float8_e5m2
+    Float8E5m2,
+    /// torch.float8_e4m3fn
+    Float8E4m3,
     /// no argument may have it; the name is for the refusal
     Other(&'static str),
 }
@@ -43,6 +52,10 @@ impl fmt::Display for DType {
             DType::Int32 => "torch.int32",
             DType::Int64 => "torch.int64",
             DType::Bool => "torch.bool",
+            DType::Int8 => "torch.int8",
+            DType::Uint8 => "torch.uint8",
+            DType::Float8E5m2 => "torch.float8_e5m2",
+            DType::Float8E4m3 => "torch.float8_e4m3fn",
             DType::Other(name) => name,
         })
     }

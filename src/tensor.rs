@@ -16,8 +16,8 @@ const ALIGNED_STRIDE: i64 = 8;
 /// Of a `c10::ScalarType`.
 fn dtype(scalar_type: i32) -> DType {
     match scalar_type {
-        0 => DType::Other("torch.uint8"),
-        1 => DType::Other("torch.int8"),
+        0 => DType::Uint8,
+        1 => DType::Int8,
         2 => DType::Other("torch.int16"),
         3 => DType::Int32,
         4 => DType::Int64,
@@ -29,6 +29,8 @@ fn dtype(scalar_type: i32) -> DType {
         10 => DType::Other("torch.complex128"),
         11 => DType::Bool,
         15 => DType::BFloat16,
+        23 => DType::Float8E5m2,
+        24 => DType::Float8E4m3,
         _ => DType::Other("a dtype that volta_fa does not know"),
     }
 }
@@ -81,12 +83,13 @@ pub fn padded_headdim(headdim: i64) -> i64 {
     (headdim + ALIGNED_STRIDE - 1) / ALIGNED_STRIDE * ALIGNED_STRIDE
 }
 
-/// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 8 elements.
+/// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 16 bytes, 8 elements in fp16.
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
-    let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % ALIGNED_STRIDE == 0);
-    aligned && sizes[last] % ALIGNED_STRIDE == 0
+    let chunk = if t.kind().elt_size_in_bytes() == 1 { ALIGNMENT as i64 } else { ALIGNED_STRIDE };
+    let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % chunk == 0);
+    aligned && sizes[last] % chunk == 0
 }
 
 /// `t` itself where the kernels can read it. Else a contiguous copy, padded with zeros, which add nothing to a dot product: slices of

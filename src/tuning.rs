@@ -4,7 +4,7 @@
 //! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
 
 use crate::error::{Error, Result};
-use crate::kernels::{Kernels, Need, Needs, Pass, Variant, PASSES};
+use crate::kernels::{CacheFormat, Kernels, Need, Needs, Pass, Variant, PASSES};
 use crate::plan::DeviceLimits;
 use crate::problem::{Attention, MergedStates};
 use serde::Deserialize;
@@ -49,6 +49,8 @@ pub struct Shape {
     pub rows: i64,
     /// whether every row sees the keys up to its own position, or all of them; None: another window
     pub is_causal: Option<bool>,
+    /// what a kernel reads of a KV cache; Float too where there is none
+    pub cache: CacheFormat,
 }
 
 impl Shape {
@@ -65,13 +67,14 @@ impl Shape {
                 (None, None) => Some(false),
                 _ => None,
             },
+            cache: CacheFormat::Float,
         }
     }
 
     /// Of states to be merged: their kernel takes any headdim.
     pub fn of_states(m: &MergedStates) -> Shape {
         let rows = m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads);
-        Shape { headdim: 0, headdim_v: 0, seqlen_q: m.seqlen_q, seqlen_k: 0, rows, is_causal: None }
+        Shape { headdim: 0, headdim_v: 0, seqlen_q: m.seqlen_q, seqlen_k: 0, rows, is_causal: None, cache: CacheFormat::Float }
     }
 }
 

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 import reference
+import volta_fa
 
 #: What a table holds where no page is: padding of any kind.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
 ROTARY_POSITIONS = 700
+#: Options that appending to a quantised cache writes into.
+WRITTEN = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
+#: Columns by which the rows of a wide cache are longer: 16 bytes of any type.
+WIDER = 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +51,8 @@ class Cached:
     num_splits: int = 0
     all_cached: bool = False  # no cache_seqlens
     spread: float = 1.0
+    kv_dtype: str = ""  # of a quantised cache: volta_fa.quantize_kv
+    descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
 
     def __str__(self):
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
@@ -86,6 +93,47 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     x0, x1 = x[..., first].clone(), x[..., second].clone()
     x[..., first], x[..., second] = x0 * cos - x1 * sin, x0 * sin + x1 * cos
     return x
+
+
+def has_scales(kv_dtype: str) -> bool:
+    """Of each token and head."""
+    return kv_dtype.startswith("int")
+
+
+def quantised_dtype(kv_dtype: str) -> torch.dtype:
+    return volta_fa.quantize_kv(torch.zeros(1, 2), kv_dtype).data.dtype
+
+
+def scales_of(c: Cached, backend, entries: int, rows: int) -> dict:
+    """The scales of a quantised cache, of which there are none yet."""
+    if has_scales(c.kv_dtype):
+        names = ["k_scale", "v_scale"] + (["k_zero_point", "v_zero_point"] if c.kv_dtype == "int4" else [])
+        shape = (entries, c.nheads_k, rows) if c.layout == "hnd" else (entries, rows, c.nheads_k)
+        made = {name: torch.full(shape, math.nan, device=backend.device) for name in names}
+        return {name: t.transpose(1, 2) if c.layout == "hnd" else t for name, t in made.items()}
+    shape = {"one": (1,), "h": (c.nheads_k,), "bh": (c.batch, c.nheads_k)}.get(c.descale)
+    if shape is None:
+        return {}
+    return {f"{which}_descale": 2.0 ** -backend.randn(*shape).float().abs().clamp_max(1) for which in "kv"}
+
+
+def descale_of(options: dict, which: str, b: int) -> Tensor | None:
+    scale = options.get(f"{which}_descale")
+    return scale[b] if scale is not None and scale.dim() == 2 else scale
+
+
+def put(c: Cached, options: dict, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], values: Tensor, b: int) -> None:
+    """Tokens of sequence b into a cache, quantised if it is."""
+    if not c.kv_dtype:
+        cache[tokens] = values
+        return
+    each = has_scales(c.kv_dtype)
+    made = volta_fa.quantize_kv(values, c.kv_dtype, scale=None if each else descale_of(options, which, b))
+    cache.view(torch.uint8)[tokens] = made.data.view(torch.uint8)
+    if each:
+        options[f"{which}_scale"][tokens] = made.scale
+    if made.zero_point is not None:
+        options[f"{which}_zero_point"][tokens] = made.zero_point
 
 
 @dataclass
@@ -129,24 +177,34 @@ class Problem:
             if c.leftpad:
                 options["leftpad_k"] = backend.ints(c.leftpad)
 
+        poison, caches_dtype = math.nan, backend.dtype
+        packed = 2 if c.kv_dtype == "int4" else 1
+        if c.kv_dtype:
+            # e4m3's NaN; of e5m2 one too. An integer's bytes mean nothing without scales, and these are NaN
+            poison, caches_dtype = 0x7F, torch.uint8
+
         def cache(headdim: int) -> Tensor:
-            nan = {"dtype": backend.dtype, "device": device}
+            nan, headdim = {"dtype": caches_dtype, "device": device}, headdim // packed
             if c.layout == "hnd":
-                return torch.full((entries, c.nheads_k, rows, headdim), math.nan, **nan).transpose(1, 2)
+                return torch.full((entries, c.nheads_k, rows, headdim), poison, **nan).transpose(1, 2)
             if c.layout == "wide":
-                return torch.full((entries, rows + 3, c.nheads_k + 1, headdim + 8), math.nan, **nan)[:, 1 : rows + 1, :-1, 8:]
-            return torch.full((entries, rows, c.nheads_k, headdim), math.nan, **nan)
+                return torch.full((entries, rows + 3, c.nheads_k + 1, headdim + WIDER), poison, **nan)[:, 1 : rows + 1, :-1, WIDER:]
+            return torch.full((entries, rows, c.nheads_k, headdim), poison, **nan)
 
         if c.layout == "kv":
-            both = torch.full((entries, 2, rows, c.nheads_k, c.headdim), math.nan, dtype=backend.dtype, device=device)
+            both = torch.full((entries, 2, rows, c.nheads_k, c.headdim // packed), poison, dtype=caches_dtype, device=device)
             k_cache, v_cache = both.unbind(1)
         else:
             k_cache, v_cache = cache(c.headdim), cache(headdim_v)
         first = c.leftpad or (0,) * c.batch
-        for (_, cached, _), pad, (entry, row) in zip(c.lengths, first, places):
+        if c.kv_dtype:
+            k_cache, v_cache = (t.view(quantised_dtype(c.kv_dtype)) for t in (k_cache, v_cache))
+            options |= scales_of(c, backend, entries, rows)
+        for b, ((_, cached, _), pad, (entry, row)) in enumerate(zip(c.lengths, first, places)):
             there = slice(pad, cached)
-            k_cache[entry[there], row[there]] = backend.randn(cached - pad, c.nheads_k, c.headdim, spread=c.spread)
-            v_cache[entry[there], row[there]] = backend.randn(cached - pad, c.nheads_k, headdim_v, spread=c.spread)
+            for which, t, headdim in (("k", k_cache, c.headdim), ("v", v_cache, headdim_v)):
+                values = backend.randn(cached - pad, c.nheads_k, headdim, spread=c.spread)
+                put(c, options, which, t, (entry[there], row[there]), values, b)
 
         def rows_of(cu: list[int], heads: int, headdim: int) -> Tensor:
             t = backend.randn(cu[-1], heads, headdim, spread=c.spread)
@@ -182,10 +240,10 @@ class Problem:
             return both[:, 0], both[:, 1]
         if self.case.layout == "wide":
             copies = (
-                torch.full((t.shape[0], t.shape[1] + 3, t.shape[2] + 1, t.shape[3] + 8), math.nan, dtype=t.dtype, device=t.device)
+                torch.zeros((t.shape[0], t.shape[1] + 3, t.shape[2] + 1, t.shape[3] + WIDER), dtype=t.dtype, device=t.device)
                 for t in (self.k_cache, self.v_cache)
             )
-            k_cache, v_cache = (t[:, 1:-2, :-1, 8:] for t in copies)
+            k_cache, v_cache = (t[:, 1:-2, :-1, WIDER:] for t in copies)
             return k_cache.copy_(self.k_cache), v_cache.copy_(self.v_cache)
         return self.k_cache.clone(), self.v_cache.clone()
 
@@ -232,5 +290,28 @@ class Problem:
         entry, row = self.places[b]
         pad = (self.case.leftpad or (0,) * self.case.batch)[b]
         tokens = (entry[pad:].to(k_cache.device), row[pad:].to(k_cache.device))
-        inputs = (self.queries(b)[None], k_cache[tokens][None], v_cache[tokens][None])
-        return inputs, reference.forward(*inputs, **self.score_options(b))
+        k, v = (self.numbers(which, t, tokens, b) for which, t in (("k", k_cache), ("v", v_cache)))
+        q = self.queries(b)[None]
+        # the exact result is that of what the bytes stand for; an eager one has them in q's type
+        ref = reference.forward(q, k[None], v[None], **self.score_options(b))
+        return (q, k[None].to(q.dtype), v[None].to(q.dtype)), ref
+
+    def numbers(self, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], b: int) -> Tensor:
+        """What a cache has of one sequence's tokens; of a quantised one in fp64."""
+        c, options = self.case, self.options
+        if not c.kv_dtype:
+            return cache[tokens]
+        data = cache.view(torch.uint8)[tokens].view(cache.dtype)
+        if not has_scales(c.kv_dtype):
+            return volta_fa.dequantize_kv(data, c.kv_dtype, descale_of(options, which, b), dtype=torch.float64)
+        found = (options.get(f"{which}_{name}") for name in ("scale", "zero_point"))
+        return volta_fa.dequantize_kv(data, c.kv_dtype, *(t if t is None else t[tokens] for t in found), dtype=torch.float64)
+
+    def fresh(self) -> dict:
+        """The options, with copies of what appending writes, of the same strides."""
+        written = [name for name in self.options if name in WRITTEN]
+        if self.case.layout == "hnd":
+            copies = {name: self.options[name].transpose(1, 2).clone().transpose(1, 2) for name in written}
+        else:
+            copies = {name: self.options[name].clone() for name in written}
+        return self.options | copies

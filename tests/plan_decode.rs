@@ -1,6 +1,6 @@
 //! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
 
-use volta_fa::kernels::{self, Pass};
+use volta_fa::kernels::{self, CacheFormat, Pass};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
 use volta_fa::problem::{Attention, Features, Window};
 
@@ -27,7 +27,7 @@ fn latents(heads: i64, seqlen_q: i64) -> Attention {
 }
 
 fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    plan::decode(a, others, d).unwrap()
+    plan::decode(a, CacheFormat::Float, others, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -47,6 +47,9 @@ fn every_variant_is_chosen_for_some_problem() {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
+                for format in QUANTISED {
+                    unused.retain(|name| *name != plan::decode(&a, format, false, &d).unwrap().kernel.variant.name);
+                }
             }
             for softcap in [0.0, 30.0] {
                 let a = Attention { features: Features { softcap, ..Features::default() }, ..cached(headdim, 1, 100) };
@@ -55,6 +58,25 @@ fn every_variant_is_chosen_for_some_problem() {
         }
     }
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
+
+const QUANTISED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
+
+/// A kernel reads one kind of cache, whatever else it has; a family that has none for it leaves the call to the next.
+#[test]
+fn a_quantised_cache_has_kernels_of_its_own() {
+    for format in QUANTISED {
+        for d in [DeviceLimits::V100, T4] {
+            for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
+                let v = plan::decode(&cached(128, group, 1), format, false, &d).unwrap().kernel.variant;
+                assert_eq!((v.cache, v.block_rows, v.headdim), (format, rows, 128), "{}", v.name);
+            }
+        }
+        let turing = kernels::COMPILED.families().find(|f| f.name == "turing");
+        let none = DeviceLimits { only: turing, ..T4 };
+        let e = plan::decode(&cached(128, 8, 1), format, false, &none).unwrap_err();
+        assert!(e.message.contains(format.name()), "{e}");
+    }
 }
 
 #[test]

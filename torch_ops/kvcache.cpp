@@ -39,6 +39,7 @@ Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)
     check(volta_fa_check_fwd_kvcache(&args));
     c10::SymDimVector out(t.q.sym_sizes().begin(), t.q.sym_sizes().end());
     out.back() = t.v_cache.sym_sizes().back();
+    if (t.v_cache.scalar_type() == at::kByte) out.back() = out.back() * 2;  // int4: two columns in a byte
     const auto nheads = t.q.sym_size(-2), rows = t.q.sym_size(-3);
     const auto lse = t.q.dim() == 3 ? c10::SymDimVector{nheads, rows} : c10::SymDimVector{t.q.sym_size(0), nheads, rows};
     return {at::empty_symint(out, t.q.options()), at::empty_symint(lse, t.q.options().dtype(at::kFloat))};
@@ -66,9 +67,11 @@ Result append_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
     return shapes({q, k_cache, v_cache, k, v}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
-// Autocast: a cache is what it is, and is written in place, so the rest follows it.
+// Autocast: a cache is what it is, and is written in place, so the rest follows it; beside a quantised one, which any goes with,
+// autocast's own type.
 Tensor as(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
-    return at::autocast::cached_cast(cache.scalar_type(), t, device);
+    const bool quantised = cache.element_size() == 1;
+    return at::autocast::cached_cast(quantised ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
 }
 
 template <c10::DeviceType device>
@@ -96,7 +99,7 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
           {at::Tag::pt2_compliant_tag});
     m.def(
         "fwd_kvcache.append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
-        "*, " VOLTA_FA_KVCACHE_OPTION_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
+        "*, " VOLTA_FA_KVCACHE_OPTION_WRITING_SCHEMA ") -> (Tensor out, Tensor softmax_lse)",
         {at::Tag::pt2_compliant_tag});
 }
 

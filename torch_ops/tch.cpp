@@ -13,6 +13,7 @@
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
@@ -193,6 +194,9 @@ void atg_arange_start(Tensor** out, Scalar* start, Scalar* end, int kind, int de
 void atg_empty(Tensor** out, const int64_t* size_data, int size_len, int kind, int device) {
     give(out, [&] { return at::empty(list(size_data, size_len), options(kind, device)); });
 }
+void atg_full_like(Tensor** out, Tensor* self, Scalar* fill_value) {
+    give(out, [&] { return at::full_like(*self, *fill_value); });
+}
 void atg_full(Tensor** out, const int64_t* size_data, int size_len, Scalar* fill_value, int kind, int device) {
     give(out, [&] { return at::full(list(size_data, size_len), *fill_value, options(kind, device)); });
 }
@@ -313,6 +317,9 @@ void atg_clamp_max(Tensor** out, Tensor* self, Scalar* max) {
 void atg_clamp_min(Tensor** out, Tensor* self, Scalar* min) {
     give(out, [&] { return self->clamp_min(*min); });
 }
+void atg_div(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->div(*other); });
+}
 void atg_div_scalar_(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->div_(*other); });
 }
@@ -348,6 +355,9 @@ void atg_masked_fill(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
 void atg_masked_fill_(Tensor** out, Tensor* self, Tensor* mask, Scalar* value) {
     give(out, [&] { return self->masked_fill_(*mask, *value); });
 }
+void atg_maximum(Tensor** out, Tensor* self, Tensor* other) {
+    give(out, [&] { return self->maximum(*other); });
+}
 void atg_mul(Tensor** out, Tensor* self, Tensor* other) {
     give(out, [&] { return self->mul(*other); });
 }
@@ -376,6 +386,9 @@ void atg_neg_(Tensor** out, Tensor* self) {
 void atg_remainder(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->remainder(*other); });
 }
+void atg_round(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->round(); });
+}
 void atg_sigmoid(Tensor** out, Tensor* self) {
     give(out, [&] { return self->sigmoid(); });
 }
@@ -400,6 +413,9 @@ void atg_zero_(Tensor** out, Tensor* self) {
 
 // ---- Verdicts. ----
 
+void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
+    give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
+}
 void atg_any(Tensor** out, Tensor* self) {
     give(out, [&] { return self->any(); });
 }

@@ -2,7 +2,8 @@
 // rules. For any family.
 //
 // Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
-// a time.
+// a time. Rows of a quantised cache, which have a scale, are a warp's each.
+#include "append/quantise.cuh"
 #include "cache.cuh"
 #include "half.cuh"
 #include "volta_fa_params.h"
@@ -92,6 +93,109 @@ __device__ __forceinline__ const unsigned short* row_of(const Operand& x, int ba
     return x.ptr + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
 }
 
+// The smallest of a warp's numbers, and the largest; NaN where one is.
+__device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const float other_low = __shfl_xor_sync(~0u, low, distance), other_high = __shfl_xor_sync(~0u, high, distance);
+        low = other_low != other_low || other_low < low ? other_low : low;
+        high = other_high != other_high || other_high > high ? other_high : high;
+    }
+}
+
+// A warp writes a row of a quantised cache: a lane has columns 2 * (lane + 32 * i) and the next. All lanes together.
+constexpr int kPairs = 4;  // of a lane, in a row of up to 256 columns
+template <CacheFormat Format>
+__device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
+                                          int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
+    const int lane = threadIdx.x & 31;
+    unsigned char* data = bytes_of_page(to, page, row, head);
+    constexpr bool kTokenScales = Format == CacheFormat::Int8 || Format == CacheFormat::Int4;
+    RowScale of_row = {};
+    float scale = 1.f;
+    if constexpr (kTokenScales) {
+        float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+            const int column = kColumns * (lane + 32 * i);
+            const float pair[kColumns] = {x[i].x, x[i].y};
+#pragma unroll
+            for (int c = 0; c < kColumns; c++)
+                if (column + c < columns) {
+                    low = pair[c] != pair[c] || pair[c] < low ? pair[c] : low;
+                    high = pair[c] != pair[c] || pair[c] > high ? pair[c] : high;
+                }
+        }
+        bounds_of_warp(low, high);
+        of_row = RowScale::of<Format>(low, high);
+        if (lane == 0) {
+            const float nan = __int_as_float(0x7fc00000);
+            *scale_of_page(scales, page, row, head) = of_row.finite ? of_row.scale : nan;
+            if constexpr (Format == CacheFormat::Int4)
+                *scale_of_page(zero_points, page, row, head) = of_row.finite ? of_row.zero_point : nan;
+        }
+    } else {
+        scale = scale_of_sequence(scales, batch, head);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+        const int column = kColumns * (lane + 32 * i);
+        if (column >= columns) continue;
+        if constexpr (Format == CacheFormat::Int4) {
+            data[column / 2] = static_cast<unsigned char>(of_row.code<Format>(x[i].x) | of_row.code<Format>(x[i].y) << 4);
+        } else {
+            unsigned codes[kColumns];
+            if constexpr (kTokenScales)
+                codes[0] = of_row.code<Format>(x[i].x), codes[1] = of_row.code<Format>(x[i].y);
+            else
+                codes[0] = fp8_code<Format>(x[i].x, scale), codes[1] = fp8_code<Format>(x[i].y, scale);
+            data[column] = static_cast<unsigned char>(codes[0]);
+            if (column + 1 < columns) data[column + 1] = static_cast<unsigned char>(codes[1]);
+        }
+    }
+}
+
+// The rows of K and V of a block, a warp each at a time, where the cache is quantised.
+template <ElementType Element>
+__device__ __forceinline__ void append_quantised(const AppendParams& p, const CachedSequence& sequence, int head_k, int batch,
+                                                 int first, int new_rows) {
+    const int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x / 32; i < 2 * new_rows; i += THREADS / 32) {
+        const int row = first + i / 2, position = sequence.first_k() + sequence.cached_k() + row;
+        const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
+        if (!has_page(p.cache, page)) continue;
+        const bool is_v = i % 2;
+        const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
+        const int columns = is_v ? p.problem.headdim_v : p.problem.headdim;
+        const unsigned short* source = row_of(from, batch, head_k, sequence.first_new() + row);
+        float2 x[kPairs] = {};
+#pragma unroll
+        for (int pair = 0; pair < kPairs; pair++) {
+            const int column = kColumns * (lane + 32 * pair);
+            if (column >= columns) continue;
+            unsigned word = load(source + column, columns - column);
+            if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
+            x[pair] = to_floats<Element>(word);
+        }
+        const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
+        const int at = position - index * p.cache.rows;
+        switch (p.scales.format) {
+            case CacheFormat::Int8:
+                write_row<CacheFormat::Int8>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            case CacheFormat::Int4:
+                write_row<CacheFormat::Int4>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            case CacheFormat::E5m2:
+                write_row<CacheFormat::E5m2>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+            default:
+                write_row<CacheFormat::E4m3>(scale, zero, to, batch, head_k, page, at, columns, x);
+                break;
+        }
+    }
+}
+
 template <ElementType Element>
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
@@ -103,11 +207,13 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     // of a row: K's pairs of columns, V's, and of each query head those of q
     const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = pairs + pairs_v + group * pairs;
+    const bool quantises = p.scales.format != CacheFormat::Float;
+    if (quantises) append_quantised<Element>(p, sequence, head_k, batch, first, min(new_k - first, BLOCK_ROWS));
     for (int i = threadIdx.x; i < rows * units; i += THREADS) {
         const int row = first + i / units, unit = i % units;
         const int position = sequence.first_k() + sequence.cached_k() + row;
         if (unit < pairs + pairs_v) {
-            if (row >= new_k) continue;
+            if (quantises || row >= new_k) continue;
             const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
             if (!has_page(p.cache, page)) continue;
             const bool is_v = unit >= pairs;

@@ -17,7 +17,7 @@
 //   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
 #pragma once
 
-#include "decode/block.cuh"
+#include "decode/cache_registers.cuh"
 #include "decode/page_walk.cuh"
 #include "decode/shared_steps.cuh"
 
@@ -27,13 +27,21 @@ namespace decode {
 template <class Layout>
 class Cursor {
     PageWalk pages_;
-    const unsigned short *k_, *v_;  // of this lane
+    const Stored *k_, *v_;  // of this lane
+    const float* scale_[StepScales::kRegisters];  // of this lane
+    // the same of the first row of page 0: steps of quantised caches often enter a page
+    const Stored *k_base_, *v_base_;
     bool stands_;
     int token_;  // the step's first
 
 public:
     __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token, const void* = nullptr, int = 0, int = 0)
         : pages_(p, s, token), token_(token) {
+        if constexpr (kQuantised) {
+            const typename Layout::Lane lane;
+            k_base_ = bytes_of_page(p.cache.k, 0, Layout::key_token(lane), s.head_k) + stored(key_column());
+            v_base_ = bytes_of_page(p.cache.v, 0, Layout::value_token(lane), s.head_k) + stored(value_column());
+        }
         enter_page(p, s);
     }
     // By tokens that no page ends between.
@@ -42,53 +50,76 @@ public:
         token_ += Tokens;
         k_ += Tokens * p.cache.k.row_stride;
         v_ += Tokens * p.cache.v.row_stride;
+        if constexpr (kTokenScales) {
+#pragma unroll
+            for (int i = 0; i < StepScales::kRegisters; i++) scale_[i] += Tokens * StepScales::of_lane(p.scales, i).row_stride;
+        }
         if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
     }
     // False: the table names a page that there is not.
     __device__ __forceinline__ bool stands() const { return stands_; }
     __device__ __forceinline__ int token() const { return token_; }
     // Where the lane's columns of its token are.
-    __device__ __forceinline__ const unsigned short* keys() const { return k_; }
-    __device__ __forceinline__ const unsigned short* values() const { return v_; }
+    __device__ __forceinline__ const Stored* keys() const { return k_; }
+    __device__ __forceinline__ const Stored* values() const { return v_; }
     // Tokens and columns that do not exist are not touched.
     template <int Loads>
-    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, uint4 (&k)[Loads]) const {
+    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kTiles]) const {
         const typename Layout::Lane lane;
-        const int columns = token_ + Layout::key_token(lane) < seqlen_k ? p.problem.headdim - Layout::key_column(lane) : 0;
-        load_keys<0>(columns, k);
+        const int columns = p.problem.headdim - key_column();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+            k[tile].load(token_ + kTile * tile + Layout::key_token(lane) < seqlen_k ? columns : 0,
+                         k_ + kTile * tile * p.cache.k.row_stride);
     }
     template <int Loads>
-    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, uint4 (&v)[Loads][2]) const {
+    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kTiles]) const {
         const typename Layout::Lane lane;
-        const int columns = p.problem.headdim_v - Layout::value_column(lane), first = token_ + Layout::value_token(lane);
-        load_values<0>(first < seqlen_k ? columns : 0, 0, v_, v);
-        load_values<0>(first + Layout::kValueTokens < seqlen_k ? columns : 0, 1, v_ + Layout::kValueTokens * p.cache.v.row_stride,
-                       v);
+        const int columns = p.problem.headdim_v - value_column();
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = kTile * tile + Layout::kValueTokens * h;
+                v[tile].token[h].load(token_ + row + Layout::value_token(lane) < seqlen_k ? columns : 0,
+                                      v_ + row * p.cache.v.row_stride);
+            }
+    }
+    // Of tokens that do not exist 0.
+    __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
+        const int lane = threadIdx.x & 31;
+        const bool exists = lane < StepScales::kLanes && token_ + lane % kUnit < seqlen_k;
+#pragma unroll
+        for (int i = 0; i < StepScales::kRegisters; i++)
+            asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                         : "=&f"(scales.own[i])
+                         : "l"(scale_[i]), "r"(static_cast<int>(exists)));
     }
 
 private:
-    template <int J, int Loads>
-    __device__ __forceinline__ void load_keys(int columns, uint4 (&k)[Loads]) const {
-        if constexpr (J < Loads) {
-            load_columns<32 * J>(columns, k[J], k_ + 32 * J);
-            load_keys<J + 1>(columns, k);
-        }
+    __device__ __forceinline__ static int key_column() {
+        return Keys<HEADDIM / 32>::of(Layout::key_column(typename Layout::Lane()));
     }
-    template <int J, int Loads>
-    __device__ __forceinline__ void load_values(int columns, int h, const unsigned short* from, uint4 (&v)[Loads][2]) const {
-        if constexpr (J < Loads) {
-            load_columns<64 * J>(columns, v[J][h], from + 64 * J);
-            load_values<J + 1>(columns, h, from, v);
-        }
+    __device__ __forceinline__ static int value_column() {
+        return Columns<HEADDIM_V / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
     }
     __device__ __forceinline__ void enter_page(const DecodeParams& p, const Segment& s) {
         const typename Layout::Lane lane;
-        const int page = pages_.number();
+        const int page = pages_.number(), row = pages_.row;
         stands_ = has_page(p.cache, page);
-        k_ = row_of_page(p.cache.k, page, pages_.row + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride +
-             Layout::key_column(lane);
-        v_ = row_of_page(p.cache.v, page, pages_.row + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride +
-             Layout::value_column(lane);
+        if constexpr (kQuantised) {
+            k_ = k_base_ + page * p.cache.k.batch_stride;
+            v_ = v_base_ + page * p.cache.v.batch_stride;
+            if (row > 0) k_ += row * p.cache.k.row_stride, v_ += row * p.cache.v.row_stride;
+        } else {
+            k_ = row_of_page(p.cache.k, page, row + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride + key_column();
+            v_ = row_of_page(p.cache.v, page, row + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride + value_column();
+        }
+        if constexpr (kTokenScales) {
+#pragma unroll
+            for (int i = 0; i < StepScales::kRegisters; i++)
+                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row + threadIdx.x % kUnit, s.head_k);
+        }
     }
 };
 
@@ -98,7 +129,7 @@ struct Attend {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kParts = Warps / RowGroups;
     // Two beside each other find each other's bytes in the first cache; more share what they load.
-    static constexpr bool kShares = Layout::kShares && RowGroups > 2;
+    static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
@@ -114,6 +145,7 @@ struct Attend {
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
+        ValueUnit unit[RowTiles];
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -127,76 +159,106 @@ struct Attend {
             const bool is_modified = options.softcap > 0.f || options.alibi_slopes;
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-            uint4 k[kKeyLoads] = {}, v[kValueLoads][2] = {};
             const int first = s.first + part * each * kUnit;
             typename StepsOf<kShares>::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
+            Keys<kKeyLoads> k[kTiles] = {};
+            Values<kValueLoads> v[kTiles] = {};
+            StepScales next_scales;
+            const float key_scale =
+                kQuantised && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
+            float query_sum[RowTiles] = {};
+            if constexpr (kZeroPoints) sum_queries(q, query_sum);
             if constexpr (!kShares) {
                 if (steps.stands()) {
                     steps.load_keys(p, seqlen_k, k);
                     steps.load_values(p, seqlen_k, v);
+                    if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
                 }
             }
             for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
                 left--;
                 if constexpr (kShares) {
                     steps.share(p, s, seqlen_k, left > 0);
-                    steps.keys(k);
+                    steps.keys(k[0]);
                 }
-                float2 x[RowTiles];
-                Layout::scores(q, k, x);
+                float2 x[kTiles][RowTiles];
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
+                const StepScales scales = next_scales;
                 if constexpr (kShares) {
-                    steps.values(v);
+                    steps.values(v[0]);
                 } else if (left > 0) {
                     steps.advance(p, s);
-                    if (steps.stands()) steps.load_keys(p, seqlen_k, k);
+                    if (steps.stands()) {
+                        steps.load_keys(p, seqlen_k, k);
+                        if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                    }
                 }
+                if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
 
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
                 const int first_token = token + Layout::score_token(lane);
                 if (is_modified) {
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token, x[mt]);
+                    for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token + kTile * tile, x[tile][mt]);
                 }
                 if (token < full_first || token + kUnit > full_end) {
 #pragma unroll
-                    for (int mt = 0; mt < RowTiles; mt++) {
-                        const int position = rows[8 * mt].position;
-                        const int low = position - p.problem.window_left - first_token;
-                        const int high = min(position + p.problem.window_right, seqlen_k - 1) - first_token;
-                        if (low > 0 || high < 0) x[mt].x = negative_infinity();
-                        if (low > 1 || high < 1) x[mt].y = negative_infinity();
-                    }
-                    // of tokens that do not exist registers hold what was there before
-                    if constexpr (!kShares) {
+                    for (int tile = 0; tile < kTiles; tile++) {
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) {
+                            const int position = rows[8 * mt].position, first = first_token + kTile * tile;
+                            const int low = position - p.problem.window_left - first;
+                            const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
+                            if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
+                            if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
+                        }
+                        if constexpr (kShares) continue;
+                        // of tokens that do not exist registers hold what was there before
 #pragma unroll
                         for (int h = 0; h < 2; h++)
-                            if (token + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k) {
-#pragma unroll
-                                for (int j = 0; j < kValueLoads; j++) v[j][h] = make_uint4(0, 0, 0, 0);
-                            }
+                            if (token + kTile * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
+                                v[tile].token[h].clear();
                     }
                 }
 
                 bool exceeds = false;
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) exceeds |= fmaxf(x[mt].x, x[mt].y) > softmax[mt].limit;
-                if (__any_sync(~0u, exceeds)) {
+                for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
+                const bool moved = __any_sync(~0u, exceeds);
+                if (moved) {
                     float factor[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) {
-                        float m = fmaxf(x[mt].x, x[mt].y);
+                        float m = largest(x, mt);
 #pragma unroll
                         for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                         factor[mt] = softmax[mt].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
                     }
                     Layout::rescale(lane, o, factor);
                 }
-                unsigned packed[RowTiles];
 #pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++)
-                    packed[mt] = pack_probabilities(softmax[mt].probability(x[mt].x, scale_log2),
-                                                    softmax[mt].probability(x[mt].y, scale_log2));
-                Layout::add_values(lane, o, packed, v);
+                for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++)
+                        x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
+                                                  softmax[mt].probability(x[tile][mt].y, scale_log2));
+                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, unit, o);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    unsigned packed[RowTiles];
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
+                    if constexpr (kZeroPoints) {
+                        const float2 zero = scales.pair(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
+                    }
+                    Layout::add_values(lane, o, packed, v[tile]);
+                }
                 if constexpr (!kShares) {
                     if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
                 }
@@ -204,6 +266,7 @@ struct Attend {
             is_wrong = !steps.stands();
         }
         if constexpr (kShares) __syncthreads();  // parts are written where steps were
+        if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -220,7 +283,14 @@ struct Attend {
         }
         float* output = parts.output + (part * BLOCK_ROWS + first_row) * kPartStride;
         Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-            *reinterpret_cast<float2*>(output + row * kPartStride + column) = make_float2(x, y);
+            using Order = Columns<kValueLoads, 64>;
+            float* to = output + row * kPartStride;
+            if constexpr (CacheElement::column(1) == 1) {
+                *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+            } else {
+                to[Order::of(column)] = x;
+                to[Order::of(column + 1)] = y;
+            }
         });
     }
 
@@ -236,6 +306,111 @@ private:
                       "a set's buffers lie where its part will");
     };
 
+    // Of each row, for zero points: its product with keys of ones.
+    __device__ __forceinline__ static void sum_queries(const unsigned (&q)[RowTiles][kKeyLoads][4], float (&sum)[RowTiles]) {
+        float2 x[RowTiles];
+        Layout::scores(q, Ones(), x);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x * CacheElement::kScale;
+    }
+
+    __device__ __forceinline__ static float largest(const float2 (&x)[kTiles][RowTiles], int mt) {
+        float m = fmaxf(x[0][mt].x, x[0][mt].y);
+#pragma unroll
+        for (int tile = 1; tile < kTiles; tile++) m = fmaxf(m, fmaxf(x[tile][mt].x, x[tile][mt].y));
+        return m;
+    }
+
+    // From products with codes to products with keys.
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales,
+                                                        float key_scale, const float (&query_sum)[RowTiles],
+                                                        float2 (&x)[kTiles][RowTiles]) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int token = kTile * tile + Layout::score_token(lane);
+            float2 scale = make_float2(key_scale, key_scale), zero = {};
+            if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
+            if constexpr (kZeroPoints) {
+                zero = scales.pair(StepScales::kKeyZeroPoint, token);
+                scale = make_float2(scale.x * (1.f / CacheElement::kScale), scale.y * (1.f / CacheElement::kScale));
+            }
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float2& y = x[tile][mt];
+                // e4m3's NaN came as an infinity
+                if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
+                if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
+                y = make_float2(y.x * scale.x, y.y * scale.y);
+            }
+        }
+    }
+
+    // From probabilities to what is packed; `moved`: whether references have.
+    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales,
+                                                               bool moved, float2 (&p)[kTiles][RowTiles],
+                                                               SoftmaxRow (&softmax)[RowTiles], ValueUnit (&unit)[RowTiles],
+                                                               typename Layout::template Output<kValueLoads>& o) {
+        float2 scale[kTiles], product[kTiles][RowTiles];
+        bool exceeds = moved;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            scale[tile] = scales.pair(StepScales::kValueScale, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                exceeds |= ValueUnit::exceeds(product[tile][mt]);
+            }
+        }
+        if (__any_sync(~0u, exceeds)) {
+            float factor[RowTiles];
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float m = 0.f;
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++)
+                    m = fmaxf(m, fmaxf(p[tile][mt].x * kTwo112 * scale[tile].x, p[tile][mt].y * kTwo112 * scale[tile].y));
+#pragma unroll
+                for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                factor[mt] = unit[mt].move(m);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                    if (ValueUnit::exceeds(product[tile][mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+                }
+            }
+            Layout::rescale(lane, o, factor);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
+    }
+
+    // From units to what the other kernels have.
+    __device__ __forceinline__ static void finish_values(const DecodeParams& p, const Segment& s, const typename Layout::Lane& lane,
+                                                         const ValueUnit (&unit)[RowTiles],
+                                                         typename Layout::template Output<kValueLoads>& o) {
+        float factor[RowTiles], offset[RowTiles] = {};
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            factor[mt] =
+                kTokenScales ? 1.f / unit[mt].inverse : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
+            if constexpr (kZeroPoints) {
+                offset[mt] = unit[mt].offset * kTwo112;
+#pragma unroll
+                for (int mate : Layout::kRowMates) offset[mt] += __shfl_xor_sync(~0u, offset[mt], mate);
+            }
+        }
+        // e4m3's NaN came as an infinity
+        if constexpr (kFormat == CacheFormat::E4m3)
+            Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
+        if constexpr (kZeroPoints)
+            Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
+                return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);
+            });
+        Layout::rescale(lane, o, factor);
+    }
+
     // What does not exist is zero.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
                                                         unsigned (&q)[RowTiles][kKeyLoads][4]) {
@@ -245,12 +420,13 @@ private:
         for (int mt = 0; mt < RowTiles; mt++) {
             const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;
             const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride +
-                                         (s.head_k * group + packed % group) * p.q.head_stride + Layout::key_column(lane);
+                                         (s.head_k * group + packed % group) * p.q.head_stride;
 #pragma unroll
             for (int j = 0; j < kKeyLoads; j++) {
+                const int column = Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
                 uint4 x = make_uint4(0, 0, 0, 0);
-                if (row < s.rows && 32 * j + Layout::key_column(lane) < p.problem.headdim) x = load_global(from + 32 * j);
-                x = flipped(x, p.problem.sign_flip);
+                if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
+                x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
                 q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
             }
         }

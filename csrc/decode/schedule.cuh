@@ -11,8 +11,20 @@
 
 namespace decode {
 
-// Tokens of a unit: those of one step of a warp. It divides every page.
-constexpr int kUnit = 8;
+// What the cache's elements are.
+constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
+constexpr bool kQuantised = kFormat != CacheFormat::Float;
+// A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
+constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
+constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
+
+// Tokens of a tile: those of a product.
+constexpr int kTile = 8;
+// Tokens of a unit: those of one step of a warp. It divides every page. An SM needs some 24 KB in flight where memory takes 3000
+// clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps: where a tile has no more, a unit is two.
+constexpr int kTileBytes = kTile * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
+constexpr int kTiles = kQuantised && kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints) ? 2 : 1;
+constexpr int kUnit = kTile * kTiles;
 // A block that had less would cost more than it saves: it takes a merge of partial results longer.
 constexpr int kLeastUnits = 16;
 

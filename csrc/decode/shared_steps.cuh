@@ -12,6 +12,7 @@
 //   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
 #pragma once
 
+#include "decode/cache_registers.cuh"
 #include "decode/page_walk.cuh"
 
 namespace decode {
@@ -80,16 +81,17 @@ public:
         asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(32 * Groups) : "memory");
     }
     template <int Loads>
-    __device__ __forceinline__ void keys(uint4 (&k)[Loads]) const {
+    __device__ __forceinline__ void keys(Keys<Loads>& k) const {
 #pragma unroll
-        for (int j = 0; j < Loads; j++) k[j] = *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot);
+        for (int j = 0; j < Loads; j++)
+            k.set(j, *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot));
     }
     template <int Loads>
-    __device__ __forceinline__ void values(uint4 (&v)[Loads][2]) const {
+    __device__ __forceinline__ void values(Values<Loads>& v) const {
 #pragma unroll
         for (int j = 0; j < Loads; j++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) v[j][h] = *at(values_ + (64 * j + 32 * h) * kSlot);
+            for (int h = 0; h < 2; h++) v.token[h].set(j, *at(values_ + (64 * j + 32 * h) * kSlot));
     }
     // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
     __device__ __forceinline__ bool stands() const { return columns_ != kNone; }

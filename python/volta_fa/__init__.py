@@ -87,8 +87,10 @@ place, behind the tokens that are there; queries are aligned to the lengths that
     v_cache         (entries, seqlen, nheads_k, headdim_v)   (pages, page_size, nheads_k, headdim_v)
 
 page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be parts of one tensor, and
-heads may come before tokens in memory. Caches of bfloat16, of headdims that are not multiples of 8, or off 16-byte boundaries are copied at
-each call. softmax_scale, softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
+heads may come before tokens in memory. Caches of bfloat16, of headdims that are not multiples of 8, or off 16-byte boundaries are copied
+at each call. Caches of int8, uint8 (int4: two columns in a byte), float8_e5m2 and float8_e4m3fn are quantised: `quantize_kv` has the
+formats, and q, and k and v to append, are of any type that goes without. softmax_scale, softcap, alibi_slopes, is_causal, window_left,
+window_right, sinks and check_lengths are fwd's, and:
 
     cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; all that there is room for
                     unless given. Needed with k and v
@@ -96,6 +98,9 @@ each call. softmax_scale, softcap, alibi_slopes, is_causal, window_left, window_
                     a window, is not looked at
     cache_batch_idx int32, (batch): which entry of a dense cache is each sequence's; its own number unless given
     leftpad_k       int32, (batch): so many tokens at the beginning of a dense cache's entry do not exist
+    k_scale, v_scale  float32, k_cache's shape without the headdim: of an int8 or int4 cache, which needs them. Appending writes them
+    k_zero_point, v_zero_point  the same of an int4 cache
+    k_descale, v_descale  float32, (1), (nheads_k) or (batch, nheads_k): of an fp8 cache; 1 unless given
     cu_seqlens_q, max_seqlen_q  as fwd's
     cu_seqlens_k_new  int32, (batch + 1): the same for packed k and v; cu_seqlens_q unless given
     rotary_cos, rotary_sin  (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions, which count from
@@ -149,6 +154,7 @@ from .cascade import cascade_attention
 from .flash_attn_interface import *
 from .flash_attn_shim import install_flash_attn_shim
 from .inspection import info, kernel_family
+from .kv_formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
 from .merge import merge_attention_states
 from .remedies import warn_when_cuda_starts
@@ -157,8 +163,10 @@ from .subclass import answer_the_library
 from .version import __version__
 
 __all__ = [
+    "QuantizedKV",
     "__version__",
     "cascade_attention",
+    "dequantize_kv",
     "disable_sdpa",
     "enable_sdpa",
     "info",
@@ -166,6 +174,7 @@ __all__ = [
     "kernel_family",
     "library_path",
     "merge_attention_states",
+    "quantize_kv",
     "sdpa_enabled",
     "sdpa_stats",
 ]

@@ -3,8 +3,8 @@
 mod tables;
 
 pub use tables::variants::{
-    Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD, PASSES,
-    PASS_SETS,
+    CacheFormat, Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD,
+    PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
 

@@ -1,7 +1,9 @@
 //! The words of the kernel tables: what a kernel is for (its pass), what it is prepared for (needs), what it runs on
 //! (its family), and its tiles.
 //!
-//! This file and the tables are also modules of build.rs, so they depend on nothing but `core`.
+//! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and `core`.
+
+pub use crate::params::CacheFormat;
 
 /// Something that a problem may ask of a kernel beside softmax(scale * QK^T)V inside a window, with one length for all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -311,6 +313,8 @@ pub struct Variant {
     pub needs: Needs,
     /// what of that a problem has to ask for: such a kernel does it unasked
     pub requires: Needs,
+    /// the one kind of cache that it reads; Float too where it reads none
+    pub cache: CacheFormat,
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merging: any)

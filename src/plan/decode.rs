@@ -5,7 +5,7 @@
 
 use super::{choose, holds, remembered, DeviceLimits, PlannedKernel, Reason, Remembered};
 use crate::error::Result;
-use crate::kernels::{Kernels, Needs, Pass, COMPILED};
+use crate::kernels::{CacheFormat, Kernels, Needs, Pass, COMPILED};
 use crate::problem::{Attention, MAX_HEADDIM};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -33,14 +33,15 @@ pub fn rows(a: &Attention) -> i64 {
 }
 
 /// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
-pub fn decode(a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+pub fn decode(a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     thread_local!(static LAST: Remembered<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
-    remembered(&LAST, (Shape::of(a), rows(a), others), d, || decode_among(COMPILED, a, others, d))
+    let shape = Shape { cache, ..Shape::of(a) };
+    remembered(&LAST, (shape, rows(a), others), d, || decode_among(COMPILED, a, cache, others, d))
 }
 
 /// The same with other kernels to choose from.
-pub fn decode_among(kernels: Kernels, a: &Attention, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    let shape = Shape::of(a);
+pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    let shape = Shape { cache, ..Shape::of(a) };
     // no decode kernel but those of latents has such a headdim
     let pass = if a.headdim > MAX_HEADDIM { Pass::DecodeLatents } else { Pass::Decode };
     let [(chosen, reason)] = choose(kernels, [pass], &shape, Needs::NONE, d)?;

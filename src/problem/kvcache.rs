@@ -1,7 +1,9 @@
 //! The rules of `volta_fa::fwd_kvcache`, and of `volta_fa::fwd_mla`, whose cache has latents for keys and values.
 
+use super::quantised::{cache_format, check_scales};
 use super::*;
 use crate::options::KvCacheOptions;
+use crate::params::CacheFormat;
 
 /// The options of a call, with its tensors described.
 pub type CacheOptions = KvCacheOptions<TensorDesc>;
@@ -22,6 +24,8 @@ pub struct CachedAttention {
     pub nheads: i64,
     /// heads of the caches
     pub nheads_k: i64,
+    /// what the caches' elements are
+    pub format: CacheFormat,
     /// of q and the cached keys, 1 to [`MAX_HEADDIM`], or that of latents
     pub headdim: i64,
     /// of the cached values and out, 1 to [`MAX_HEADDIM`], or that of latents
@@ -146,7 +150,6 @@ fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend:
         };
         return Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), format!("rank 4, {layout}")));
     };
-    check_same(name, "dtype", d.dtype, "q", q.dtype)?;
     check_same(name, "device", d.device, "q", q.device)?;
     check_layout(name, d, backend)?;
     let rows = sizes[1];
@@ -263,7 +266,15 @@ fn validate_cached(
     check_dtype("q", q, backend)?;
     let qs = check_new("q", q, q, packed_q, backend)?;
     let paged = o.block_table.is_some();
-    let [entries, rows, nheads_k, headdim] = check_cache(keys, k_cache, q, paged, backend)?;
+    let format = match v_cache {
+        Some(v_cache) => cache_format(k_cache, v_cache, q)?,
+        None => {
+            check_same(keys, "dtype", k_cache.dtype, "q", q.dtype)?;
+            CacheFormat::Float
+        }
+    };
+    let [entries, rows, nheads_k, elements] = check_cache(keys, k_cache, q, paged, backend)?;
+    let headdim = format.columns(elements);
     let headdim_v = match v_cache {
         None => {
             check_latents(nheads_k, headdim)?;
@@ -276,7 +287,7 @@ fn validate_cached(
                 let expected = format!("({}, {}, {}, headdim_v), as k_cache", number(entries), number(rows), number(nheads_k));
                 return Err(Error::value("v_cache", shape(v_cache), format!("shape {expected}")));
             }
-            let headdim_v = vs[3];
+            let headdim_v = format.columns(vs[3]);
             check_same_size("k_cache", "headdim", headdim, "q", qs.headdim)?;
             if headdim == LATENT_HEADDIMS.iter().sum::<i64>() {
                 let given = format!("a cache of values beside keys of headdim {headdim}");
@@ -392,6 +403,7 @@ fn validate_cached(
             }
         }
     };
+    check_scales(o, format, [entries, rows, nheads_k], batch, q)?;
     let (rotary_dim, rotary_rows) = check_rotary(o, q, headdim, appended.is_some())?;
     if let Some(d) = &o.alibi_slopes {
         check_alibi(d, q, batch, qs.nheads)?;
@@ -405,6 +417,7 @@ fn validate_cached(
         total_q: packed_q.map(|_| qs.rows),
         nheads: qs.nheads,
         nheads_k,
+        format,
         headdim,
         headdim_v,
         entries,

@@ -206,6 +206,9 @@ impl Compiler {
         ] {
             options.push(format!("-D{name}={value}"));
         }
+        if variant.pass.facts().params == ParamBlock::Decode {
+            options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
+        }
         // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here
         if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.facts().params, variant.family.scratch) {
             let list = |at: &[u32]| at.iter().map(u32::to_string).collect::<Vec<_>>().join(",");

@@ -18,7 +18,9 @@ struct Spelling {
 
 fn spelling(kind: Kind) -> Spelling {
     let (parameter, member, c, schema, to_c, restore) = match kind {
-        Kind::Tensor | Kind::Differentiable => ("const OptionalTensor &", "OptionalTensor ", "void *", "Tensor?", "handle", ""),
+        Kind::Tensor | Kind::Differentiable | Kind::Written => {
+            ("const OptionalTensor &", "OptionalTensor ", "void *", "Tensor?", "handle", "")
+        }
         Kind::OptionalInt => {
             ("std::optional<Int> ", "std::optional<Int> ", "MaybeInt ", "SymInt?", "maybe", "template to<std::optional<Int>>()")
         }
@@ -33,7 +35,7 @@ fn spelling(kind: Kind) -> Spelling {
 }
 
 fn is_tensor(row: &Row) -> bool {
-    matches!(row.kind, Kind::Tensor | Kind::Differentiable)
+    matches!(row.kind, Kind::Tensor | Kind::Differentiable | Kind::Written)
 }
 
 /// A list, as C++ names what it makes of it.
@@ -61,6 +63,21 @@ impl List {
         self.rows.iter().filter(|row| which(row)).map(|row| format!("    {}\n", f(row))).collect()
     }
 
+    /// The schema where options of the kind Written are written into. The op's own arguments have the names a and b.
+    fn writing_schema(&self) -> String {
+        let written = |row: &Row| self.rows.iter().filter(|r| r.kind == Kind::Written).position(|r| r.name == row.name);
+        self.list(
+            |_| true,
+            |row| {
+                let schema = match written(row) {
+                    Some(i) => format!("Tensor({}!)?", (b'c' + i as u8) as char),
+                    None => spelling(row.kind).schema.into(),
+                };
+                format!("{schema} {}={}", row.name, default(row))
+            },
+        )
+    }
+
     /// What every registration of an op with these options needs.
     fn registration(&self) -> String {
         let all = |_: &Row| true;
@@ -78,6 +95,8 @@ namespace volta_fa {{
 #define {macros}_PARAMETERS(Int) {parameters}
 #define {macros}_ARGUMENTS {arguments}
 #define {macros}_SCHEMA \"{schema}\"
+// ... of an overload that writes: `c` and on are the names of what it writes into
+#define {macros}_WRITING_SCHEMA \"{writing_schema}\"
 
 template <class Int>
 {args} {fill}({macros}_PARAMETERS(Int)) {{
@@ -96,6 +115,7 @@ struct {members} {{
             parameters = self.list(all, |row| format!("{}{}", spelling(row.kind).parameter, row.name)),
             arguments = self.list(all, |row| row.name.into()),
             schema = self.list(all, |row| format!("{} {}={}", spelling(row.kind).schema, row.name, default(row))),
+            writing_schema = self.writing_schema(),
             to_c = self.list(all, |row| format!("{}({})", spelling(row.kind).to_c, row.name)),
             member_list = self.lines(all, |row| match row.default {
                 "None" => format!("{}{};", spelling(row.kind).member, row.name),

@@ -36,16 +36,17 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowMates[2] = {1, 2};
 
-    template <int Loads>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads],
-                                                  float2 (&x)[RowTiles]) {
+    template <int Loads, class Keys>
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
-            const u32 words[4] = {k[j].x, k[j].y, k[j].z, k[j].w};
+            const uint4 k = keys.unit(j);
+            const u32 words[4] = {k.x, k.y, k.z, k.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {q[0][j][i], RowTiles == 2 ? q[RowTiles - 1][j][i] : 0};
+                static_assert(!Keys::kSplit, "products of one scale");
                 mma(c, a, words[i]);
             }
         }
@@ -55,25 +56,31 @@ struct DecodeLayout {
 
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
+        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
+    }
+    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
+    template <int Loads, class F>
+    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             // rows are n there: 2 * quad and the next, whose scores the lanes of these groups have
-            const float factor[2] = {__shfl_sync(~0u, own[mt], 8 * l.quad), __shfl_sync(~0u, own[mt], 8 * l.quad + 4)};
+            const float of_row[2] = {__shfl_sync(~0u, own[mt], 8 * l.quad), __shfl_sync(~0u, own[mt], 8 * l.quad + 4)};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] *= factor[e & 1];
+                    for (int e = 0; e < 4; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[e & 1], i >= 2);
         }
     }
 
-    template <int Loads>
+    template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane&, Output<Loads>& o, const u32 (&packed)[RowTiles],
-                                                      const uint4 (&v)[Loads][2]) {
+                                                      const Values& values) {
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
-            const u32 x[4] = {v[j][0].x, v[j][0].y, v[j][0].z, v[j][0].w}, y[4] = {v[j][1].x, v[j][1].y, v[j][1].z, v[j][1].w};
+            const uint4 v = values.unit(j, 0), w = values.unit(j, 1);
+            const u32 x[4] = {v.x, v.y, v.z, v.w}, y[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {__byte_perm(x[i], y[i], 0x5410), __byte_perm(x[i], y[i], 0x7632)};

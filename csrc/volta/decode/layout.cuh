@@ -47,19 +47,29 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowMates[2] = {2, 8};
 
-    template <int Loads>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const uint4 (&k)[Loads],
-                                                  float2 (&x)[RowTiles]) {
-        Accumulator c[RowTiles];
+    template <int Loads, class Keys>
+    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
+        Accumulator c[RowTiles], split[RowTiles];
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
+        for (int mt = 0; mt < RowTiles; mt++) {
+            clear(c[mt]);
+            if constexpr (Keys::kSplit) clear(split[mt]);
+        }
 #pragma unroll
-        for (int j = 0; j < Loads; j++)
+        for (int j = 0; j < Loads; j++) {
+            const uint4 k = keys.unit(j);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k[j].x, k[j].y);
-                mma_row_col(c[mt], q[mt][j][2], q[mt][j][3], k[j].z, k[j].w);
+                mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k.x, k.y);
+                mma_row_col(Keys::kSplit ? split[mt] : c[mt], q[mt][j][2], q[mt][j][3], k.z, k.w);
             }
+        }
+        if constexpr (Keys::kSplit) {
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) c[mt][i] = fmaf(split[mt][i], 1.f / 16.f, c[mt][i]);
+        }
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             const Accumulator& sum = c[mt];
@@ -72,22 +82,27 @@ struct DecodeLayout {
 
     template <int Loads>
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
+        each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
+    }
+    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
+    template <int Loads, class F>
+    __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             const float other = __shfl_xor_sync(~0u, own[mt], 4);
-            const float factor[2] = {l.lane & 4 ? other : own[mt], l.lane & 4 ? own[mt] : other};
+            const float of_row[2] = {l.lane & 4 ? other : own[mt], l.lane & 4 ? own[mt] : other};
 #pragma unroll
             for (int j = 0; j < Loads; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] *= factor[(e >> 1) & 1];
+                    for (int e = 0; e < 8; e++) o.tile[mt][j][i][e] = f(o.tile[mt][j][i][e], of_row[(e >> 1) & 1], i == 1);
         }
     }
 
-    template <int Loads>
+    template <int Loads, class Values>
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
-                                                      const uint4 (&v)[Loads][2]) {
+                                                      const Values& values) {
         u32 a[RowTiles][4];
         // the lanes that have a row of operand A, in the order of tokens
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
@@ -96,14 +111,16 @@ struct DecodeLayout {
 #pragma unroll
             for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * (i & 1) + 8 * (i >> 1));
 #pragma unroll
-        for (int j = 0; j < Loads; j++)
+        for (int j = 0; j < Loads; j++) {
+            const uint4 v[2] = {values.unit(j, 0), values.unit(j, 1)};
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    mma_row_row(o.tile[mt][j][0], a[mt][2 * h], a[mt][2 * h + 1], v[j][h].x, v[j][h].y);
-                    mma_row_row(o.tile[mt][j][1], a[mt][2 * h], a[mt][2 * h + 1], v[j][h].z, v[j][h].w);
+                    mma_row_row(o.tile[mt][j][0], a[mt][2 * h], a[mt][2 * h + 1], v[h].x, v[h].y);
+                    mma_row_row(o.tile[mt][j][1], a[mt][2 * h], a[mt][2 * h + 1], v[h].z, v[h].w);
                 }
+        }
     }
 
     template <int Loads, class F>

@@ -1,6 +1,6 @@
 //! The backward kernels. docs/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Need, Needs, Pass, Variant, TURING};
+use super::{CacheFormat, Need, Needs, Pass, Variant, TURING};
 
 /// `turing/backward/small`: 4 warps of 32 keys, two blocks an SM. Shared: K, and two tiles of Q, of dO and of dS.
 const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> Variant {
@@ -11,6 +11,7 @@ const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> V
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "turing/backward/small.cu",
         headdim,
         headdim_v: headdim,
@@ -41,6 +42,7 @@ const fn split(name: &'static str, headdim: u32, block_rows: u32, step: u32, reg
         headdim_v: headdim,
         block_rows,
         step,
+        cache: CacheFormat::Float,
         source: "turing/backward/split.cu",
         threads: 256,
         shared_bytes: 2 * headdim * block_rows + slots * (4 * headdim * step + scores) + scores + values,
@@ -71,6 +73,7 @@ const fn queries(name: &'static str, headdim: u32, step: u32, threads: u32, regi
         headdim,
         headdim_v: headdim,
         step,
+        cache: CacheFormat::Float,
         source: "turing/backward/queries.cu",
         threads,
         shared_bytes: 8 * headdim * step,
@@ -86,6 +89,7 @@ const fn queries_split(name: &'static str, headdim: u32, registers: u32) -> Vari
     let (block_rows, step) = (64, 16);
     Variant {
         block_rows,
+        cache: CacheFormat::Float,
         source: "turing/backward/queries_split.cu",
         shared_bytes: 12 * headdim * step + 3 * 2 * block_rows * step,
         ..queries(name, headdim, step, 256, registers)
@@ -111,6 +115,7 @@ const PREPARE: Variant = Variant {
     pass: Pass::BackwardPrepare,
     needs: Needs::NONE,
     requires: Needs::NONE,
+    cache: CacheFormat::Float,
     source: "turing/backward/prepare.cu",
     headdim: 256,
     headdim_v: 256,

@@ -1,7 +1,7 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
 //! `docs/turing-kernels.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{Need, Needs, Pass, Variant, TURING};
+use super::{CacheFormat, Need, Needs, Pass, Variant, TURING};
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
 /// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
@@ -20,6 +20,7 @@ const fn pipelined(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "turing/forward/pipelined.cu",
         headdim,
         headdim_v,

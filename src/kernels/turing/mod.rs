@@ -10,7 +10,7 @@ pub use backward::BACKWARD;
 pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 
-use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
+use super::variants::{CacheFormat, Family, Need, Needs, Pass, Scratch, Variant};
 
 pub const TURING: Family = Family {
     name: "turing",

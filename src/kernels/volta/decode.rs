@@ -5,7 +5,7 @@
 //! a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what warps with other tokens found out, in fp32, for the
 //! merge behind the loop.
 
-use super::{Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
 
 /// Of `rows` the first are `block_rows`, the second `step`.
 pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
@@ -17,6 +17,7 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         pass: Pass::Decode,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "volta/decode/decode.cu",
         headdim,
         headdim_v: headdim,
@@ -29,6 +30,19 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         blocks_per_sm,
         registers,
     }
+}
+
+/// The same of a quantised cache.
+const fn quantised(
+    cache: CacheFormat,
+    name: &'static str,
+    headdim: u32,
+    rows: [u32; 2],
+    threads: u32,
+    blocks_per_sm: u32,
+    registers: u32,
+) -> Variant {
+    Variant { cache, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
 /// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
@@ -45,6 +59,42 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x16", 256, [16, 8], 128, 2, 229),
     decode("volta_decode_256x32", 256, [32, 8], 128, 2, 212),
     decode("volta_decode_256x64", 256, [64, 8], 256, 1, 204),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 122),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 167),
+    quantised(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 168),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 128, 3, 162),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x16", 128, [16, 16], 128, 2, 236),
+    quantised(CacheFormat::Int8, "volta_decode_int8_128x32", 128, [32, 16], 128, 2, 237),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 128, 2, 207),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x16", 256, [16, 8], 128, 2, 206),
+    quantised(CacheFormat::Int8, "volta_decode_int8_256x32", 256, [32, 8], 128, 2, 206),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x8", 64, [8, 8], 128, 4, 123),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x16", 64, [16, 16], 128, 2, 183),
+    quantised(CacheFormat::Int4, "volta_decode_int4_64x32", 64, [32, 16], 128, 2, 183),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x8", 128, [8, 8], 128, 3, 157),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x16", 128, [16, 16], 128, 2, 237),
+    quantised(CacheFormat::Int4, "volta_decode_int4_128x32", 128, [32, 16], 128, 2, 237),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x8", 256, [8, 8], 128, 2, 195),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x16", 256, [16, 8], 128, 2, 192),
+    quantised(CacheFormat::Int4, "volta_decode_int4_256x32", 256, [32, 8], 128, 2, 192),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x8", 64, [8, 8], 128, 4, 121),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x16", 64, [16, 16], 128, 3, 165),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_64x32", 64, [32, 16], 128, 3, 165),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x8", 128, [8, 8], 128, 3, 161),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x16", 128, [16, 16], 128, 2, 238),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_128x32", 128, [32, 16], 128, 2, 238),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x8", 256, [8, 8], 128, 2, 204),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x16", 256, [16, 8], 128, 2, 204),
+    quantised(CacheFormat::E5m2, "volta_decode_e5m2_256x32", 256, [32, 8], 128, 2, 204),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x8", 64, [8, 8], 128, 4, 121),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x16", 64, [16, 16], 128, 3, 165),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_64x32", 64, [32, 16], 128, 3, 165),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x8", 128, [8, 8], 128, 3, 163),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x16", 128, [16, 16], 128, 2, 238),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_128x32", 128, [32, 16], 128, 2, 238),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x8", 256, [8, 8], 128, 2, 212),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x16", 256, [16, 8], 128, 2, 212),
+    quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 128, 2, 212),
 ];
 
 /// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own.

@@ -1,7 +1,7 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
 //! `docs/forward-kernel.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{Need, Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Need, Needs, Pass, Variant, VOLTA};
 
 /// `volta/forward/register_q`: 4 warps of 32 rows, steps of 16 keys through a ring of 4 slots whose rows are
 /// padded by 8 elements.
@@ -13,6 +13,7 @@ const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "volta/forward/register_q.cu",
         headdim,
         headdim_v,
@@ -40,6 +41,7 @@ const fn shared_q(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        cache: CacheFormat::Float,
         source: "volta/forward/shared_q.cu",
         headdim,
         headdim_v,

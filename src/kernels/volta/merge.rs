@@ -1,6 +1,6 @@
 //! The kernel that merges attention states.
 
-use super::{Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
 
 /// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with two
 /// 16-byte loads each (fp32: four) at a time.
@@ -10,6 +10,7 @@ pub const MERGE: &[Variant] = &[Variant {
     pass: Pass::Merge,
     needs: Needs::NONE,
     requires: Needs::NONE,
+    cache: CacheFormat::Float,
     source: "merge/merge.cu",
     headdim: 256,
     headdim_v: 256,

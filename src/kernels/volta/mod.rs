@@ -12,7 +12,7 @@ pub use decode::{decode, DECODE, LATENTS};
 pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
 
-use super::variants::{Family, Need, Needs, Pass, Scratch, Variant};
+use super::variants::{CacheFormat, Family, Need, Needs, Pass, Scratch, Variant};
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {

@@ -34,6 +34,8 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
         launcher.begin(&memory(launcher, || vec![memory_range("q, rotated", &rotated, true)]));
     }
     let o = &call.options;
+    // what a quantised cache's scales are written to
+    let written = [("k_scale", &o.k_scale), ("v_scale", &o.v_scale), ("k_zero_point", &o.k_zero_point), ("v_zero_point", &o.v_zero_point)];
     let ranges = memory(launcher, || {
         let own = [
             memory_range("q", q, false),
@@ -43,7 +45,9 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
             memory_range("v_cache", &call.v_cache, true),
         ];
         let rotated = rotates.then(|| memory_range("q, rotated", &rotated, true));
-        own.into_iter().chain(rotated).chain(parameters::ranges(o)).collect()
+        let read = parameters::ranges(o).into_iter().filter(|range| written.iter().all(|(name, _)| range.name != *name));
+        let scales = written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t.as_ref()?, true)));
+        own.into_iter().chain(rotated).chain(read).chain(scales).collect()
     });
     let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));
     let ((rotary_cos, rotary_cos_stride), (rotary_sin, rotary_sin_stride)) = (table(&o.rotary_cos), table(&o.rotary_sin));
@@ -66,6 +70,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
             rotary_interleaved: o.rotary_interleaved as i32,
             queries_have_positions: a.queries_have_positions() as i32,
             element: tensor::element_type(q),
+            scales: parameters::scales(call, a, first),
             rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, tensor::element_type),
         };
         device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;

@@ -58,7 +58,7 @@ fn decode(
     others: bool,
     launcher: &dyn Launcher,
 ) -> Result<()> {
-    let plan = plan::decode(padded, others, &launcher.limits()?)?;
+    let plan = plan::decode(padded, a.format, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
     // most calls have neither, and need no other view of their options
     let converted = if a.alibi || a.sinks { Some(parameters::readable_scores(&call.options)?) } else { None };
@@ -90,6 +90,7 @@ fn decode(
         partials: at(&scratch, 0),
         arrivals: at(&scratch, plan.partials).cast(),
         call_number: call_number(),
+        scales: parameters::scales(call, a, 0),
     };
     let [blocks, _] = plan.kernel.blocks;
     launcher.launch(&KernelLaunch { variant: plan.kernel.variant, grid: [blocks, 1, 1], params: bytes_of(&params), ranges: &ranges })

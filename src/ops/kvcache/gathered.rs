@@ -2,16 +2,18 @@
 //! cache to where `fwd` reads them.
 //!
 //! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
-//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries. That takes memory for batch times the longest
-//! sequence that there can be.
+//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantised cache. That takes
+//! memory for batch times the longest sequence that there can be.
 //!
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
+use super::quantised::Quantised;
 use super::{parameters, Call};
 use crate::error::Result;
 use crate::ops::Inputs;
 use crate::options::Options;
+use crate::params::CacheFormat;
 use crate::problem::{Attention, CachedAttention};
 use tch::{Device, Kind, Tensor};
 
@@ -190,9 +192,28 @@ fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
     let any = written.f_index_select(0, &last)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
     places.entry = places.entry.f_index_select(0, &source)?;
     places.row = places.row.f_index_select(0, &source)?;
-    for (cache, values) in [(&call.k_cache, &k), (&call.v_cache, &v)] {
-        let values = values.f_index_select(0, &source)?.f_where_self(&any, &places.read(cache)?)?;
-        places.write(cache, &values)?;
+    let write = |cache: &Tensor, values: &Tensor, any: &Tensor| {
+        let values = values.f_index_select(0, &source)?.f_where_self(any, &places.read(cache)?)?;
+        places.write(cache, &values)
+    };
+    if a.format == CacheFormat::Float {
+        write(&call.k_cache, &k, &any)?;
+        return write(&call.v_cache, &v, &any);
+    }
+    let any_head = any.f_squeeze_dim(-1)?;
+    for (cache, new) in Quantised::caches(call, a.format)?.into_iter().zip([&k, &v]) {
+        // fp8's scale is the sequence's
+        let scale = match &cache.scale {
+            Some(scale) if scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
+            other => other.as_ref().map(Tensor::shallow_clone),
+        };
+        let values = Quantised::of(new, a.format, scale.as_ref())?;
+        write(&cache.data, &values.data, &any)?;
+        for (to, from) in [(&cache.scale, &values.scale), (&cache.zero_point, &values.zero_point)] {
+            if let (Some(to), Some(from)) = (to, from) {
+                write(to, from, &any_head)?;
+            }
+        }
     }
     Ok(())
 }
@@ -210,39 +231,100 @@ fn queries(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<Tensor> {
     Ok(rotate(&rows, &position, call, a)?.f_view(q.size().as_slice())?)
 }
 
-/// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
-/// looked at, (batch): whether the cache has all that a query sees.
-fn keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-    let o = &call.options;
-    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
-        let first = |cache: &Tensor| cache.f_narrow(1, 0, seqlen_k);
-        return Ok((first(&call.k_cache)?, first(&call.v_cache)?, None));
-    }
+/// Which tokens of each sequence, (batch, seqlen_k) from the first that exists on and before `end`, some query sees, and where they are.
+fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
     let device = call.q.device();
-    if [a.entries, a.rows, seqlen_k, a.batch].contains(&0) {
-        let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (call.q.kind(), device));
-        let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
-        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
-    }
     let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
-    let mut wanted = all([position.f_lt_tensor(&s.end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
+    let mut wanted = all([position.f_lt_tensor(&end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
     if let Some(left) = a.window.left {
         let first = s.end.f_sub(&s.seqlen_q)?.f_add_scalar(-left.min(a.seqlen_k))?;
         wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
     }
-    let unwanted = wanted.f_logical_not()?;
     let sequence = Tensor::f_arange(a.batch, (Kind::Int64, device))?.f_unsqueeze(1)?.f_expand([a.batch, seqlen_k], false)?;
-    let places = Places::of(call, a, &sequence, &position.f_masked_fill(&unwanted, 0)?)?;
+    let places = Places::of(call, a, &sequence, &position.f_masked_fill(&wanted.f_logical_not()?, 0)?)?;
+    Ok((wanted, places))
+}
+
+/// Refuses scales and zero points of tokens that a query sees, and fp8's scales, that cannot be. This waits for the device.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
+    let o = &call.options;
+    let each = [("k_scale", &o.k_scale), ("v_scale", &o.v_scale), ("k_zero_point", &o.k_zero_point), ("v_zero_point", &o.v_zero_point)];
+    let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
+    let refuse = |name: &str, values: &Tensor| -> Result<()> {
+        let may_be_negative = name.ends_with("zero_point");
+        let finite = values.f_abs()?.f_le(f64::from(f32::MAX))?;
+        let right = if may_be_negative { finite } else { all([finite, values.f_ge(0)?])? };
+        if !bool::try_from(right.f_logical_not()?.f_any()?)? {
+            return Ok(());
+        }
+        // the first of them, in the order of memory
+        let at = right.f_reshape([-1_i64].as_slice())?.f_to_kind(Kind::Int)?.f_argmin(None, false)?;
+        let found = f64::try_from(values.f_reshape([-1_i64].as_slice())?.f_index_select(0, &at.f_reshape([1_i64].as_slice())?)?)?;
+        let allowed = if may_be_negative { "finite numbers" } else { "finite numbers from 0 on" };
+        Err(crate::error::Error::value(name, found.to_string().to_lowercase(), allowed))
+    };
+    for (name, t) in of_heads {
+        t.as_ref().map_or(Ok(()), |t| refuse(name, t))?;
+    }
+    if !a.format.has_scales() || [a.batch, a.entries, a.rows, a.nheads_k, seqlen_k].contains(&0) {
+        return Ok(());
+    }
+    let s = Sequences::of(call, a)?;
+    let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
+    let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
+    for (name, t) in each {
+        t.as_ref().map_or(Ok(()), |t| refuse(name, &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
+    }
+    Ok(())
+}
+
+/// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
+/// looked at, (batch): whether the cache has all that a query sees.
+fn keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    let o = &call.options;
+    let quantised = match a.format {
+        CacheFormat::Float => None,
+        format => Some(Quantised::caches(call, format)?),
+    };
+    // what a quantised cache stands for, of what `part` takes of each of its tensors
+    let numbers = |cache: &Quantised, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
+        let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
+        let scale = if a.format.has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
+        let taken = Quantised { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
+        taken.numbers(a.format, kind)
+    };
+    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
+        let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
+        return Ok(match &quantised {
+            None => (first(&call.k_cache)?, first(&call.v_cache)?, None),
+            Some([k, v]) => (numbers(k, &first)?, numbers(v, &first)?, None),
+        });
+    }
+    let device = call.q.device();
+    if [a.entries, a.rows, seqlen_k, a.batch].contains(&0) {
+        let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (kind, device));
+        let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
+        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
+    }
+    let (wanted, places) = seen(call, a, s, &s.end, seqlen_k)?;
+    let unwanted = wanted.f_logical_not()?;
     let hidden = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
     // zeros where there is nothing: what the cache holds behind a sequence may be NaN
-    let gathered = |cache: &Tensor| -> Result<Tensor> { Ok(places.read(cache)?.f_masked_fill_(&hidden, 0.0)?) };
+    let (k, v) = match &quantised {
+        None => (places.read(&call.k_cache)?, places.read(&call.v_cache)?),
+        Some([k, v]) => (numbers(k, &|t| places.read(t))?, numbers(v, &|t| places.read(t))?),
+    };
+    let gathered = |mut tokens: Tensor| -> Result<Tensor> { Ok(tokens.f_masked_fill_(&hidden, 0.0)?) };
     let complete = places.exist.f_logical_or(&unwanted)?.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?;
-    Ok((gathered(&call.k_cache)?, gathered(&call.v_cache)?, Some(complete)))
+    Ok((gathered(k)?, gathered(v)?, Some(complete)))
 }
 
 /// [`keys`], and (batch), int32: how many of them each sequence has; -1 where it cannot be.
-fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
-    let (k, v, complete) = keys(call, a, s, seqlen_k)?;
+fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
+    let (k, v, complete) = keys(call, a, s, kind, seqlen_k)?;
     let possible = match complete {
         Some(complete) => all([s.possible.shallow_clone(), complete])?,
         None => s.possible.shallow_clone(),
@@ -253,7 +335,7 @@ fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, seqlen_k: i64) -> 
 
 /// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim) and lengths as [`used_keys`] has them.
 pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, seqlen_k)?;
+    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, call.q.kind(), seqlen_k)?;
     Ok((k, used))
 }
 
@@ -264,7 +346,14 @@ pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Ten
 pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let s = Sequences::of(call, a)?;
     append(call, a, &s)?;
-    attend_to(&queries(call, a, &s)?, call, a, s, seqlen_k)
+    let q = queries(call, a, &s)?;
+    let kind = q.kind();
+    // what a quantised cache stands for is rounded to no 16-bit type where nobody needs it
+    if a.format != CacheFormat::Float && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
+        let (out, softmax_lse) = attend_to(&q.f_to_kind(Kind::Float)?, call, a, s, seqlen_k)?;
+        return Ok((out.f_to_kind(kind)?, softmax_lse));
+    }
+    attend_to(&q, call, a, s, seqlen_k)
 }
 
 /// The same where k and v have been written; `q` is the call's, rotated if asked.
@@ -278,13 +367,14 @@ pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, seqlen_k: i64) -> Re
 fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let device = q.device();
     // fwd makes NaN of a length that cannot be
-    let (k, v, used) = used_keys(call, a, &s, seqlen_k)?;
+    let (k, v, used) = used_keys(call, a, &s, q.kind(), seqlen_k)?;
 
     let o = &call.options;
     let mut options = Options::<Tensor> {
         seqused_k: Some(used),
         alibi_slopes: o.alibi_slopes.as_ref().map(Tensor::shallow_clone),
-        sinks: o.sinks.as_ref().map(Tensor::shallow_clone),
+        // of q's type, which is not always the call's, or fp32
+        sinks: o.sinks.as_ref().map(|t| if t.kind() == q.kind() { Ok(t.shallow_clone()) } else { t.f_to_kind(Kind::Float) }).transpose()?,
         softmax_scale: o.softmax_scale,
         is_causal: o.is_causal,
         window_left: o.window_left,

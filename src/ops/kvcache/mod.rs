@@ -6,10 +6,13 @@ mod gathered;
 pub(crate) mod mla;
 mod parameters;
 mod prefill;
+mod quantised;
 
 use super::{checks_lengths, Target};
 use crate::error::{Error, Result};
 use crate::options::KvCacheOptions;
+use crate::params::CacheFormat;
+use crate::plan;
 use crate::problem::{self, Backend, CacheValues, CachedAttention, CachedSequence, TensorDesc};
 use crate::tensor::{describe, is_readable};
 use std::ffi::c_void;
@@ -40,13 +43,16 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
         false => None,
     };
     // what the gathered tokens take memory for
-    let seqlen_k = sequences.map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
+    let seqlen_k = sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
+    if sequences.is_some() && a.format != CacheFormat::Float {
+        gathered::check_scales(call, &a, seqlen_k)?;
+    }
     match target {
         Target::Kernels(launcher) if has_room(&a) => {
             let q = append::run(call, &a, &*launcher)?;
             if a.is_empty() {
                 empty(call, &a)
-            } else if readable(call) {
+            } else if readable(call, &a) {
                 device::attend(&q, call, &a, &*launcher)
             } else {
                 gathered::attend(&q, call, &a, seqlen_k)
@@ -61,9 +67,11 @@ fn has_room(a: &CachedAttention) -> bool {
     a.seqlen_k > 0 && a.entries > 0
 }
 
-/// Whether the kernels can attend to the caches where they are: fp16, all rows on 16-byte boundaries, of whole groups of 8.
-fn readable(call: &Call) -> bool {
-    call.q.kind() == Kind::Half && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
+/// Whether the kernels can attend to the caches where they are: beside fp16 queries, all rows on 16-byte boundaries, of whole groups of 16
+/// bytes. Of a quantised cache they read what decode reads.
+fn readable(call: &Call, a: &CachedAttention) -> bool {
+    let few = a.format == CacheFormat::Float || plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS;
+    call.q.kind() == Kind::Half && few && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
 }
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.

@@ -3,10 +3,10 @@
 use super::Call;
 use crate::launch::MemoryRange;
 use crate::options::KvCacheOptions;
-use crate::params::{Cache, Lengths, ScoreOptions};
+use crate::params::{Cache, CacheScale, CacheScales, Lengths, ScoreOptions};
 use crate::problem::{Attention, CachedAttention, Features, Packed};
 use crate::tensor::{self, memory_range, padded_headdim};
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
 /// The call as the forward kernels see it: an attention to the most keys that a sequence can have, with headdims in whole groups of 8.
@@ -50,6 +50,35 @@ pub fn cache([k, v]: [&Tensor; 2], call: &Call, a: &CachedAttention, first: i64)
         },
         seqlen_new: a.seqlen_new as i32,
         total_new: a.total_new.unwrap_or(0) as i32,
+    }
+}
+
+/// What belongs to the data of a quantised cache.
+pub fn scales(call: &Call, a: &CachedAttention, first: i64) -> CacheScales {
+    let o = &call.options;
+    const NONE: CacheScale = CacheScale { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+    // as the cache's own entries: `cache`
+    let skipped = if o.block_table.is_none() && o.cache_batch_idx.is_none() { first } else { 0 };
+    let scale = |t: &Option<Tensor>| {
+        let Some(t) = t else { return NONE };
+        let (sizes, strides) = (t.size(), t.stride());
+        let (strides, skipped) = match strides[..] {
+            [entry, row, head] => ([entry, row, head], skipped),
+            [sequence, head] => ([sequence, 0, head], first),
+            [head] => ([0, 0, if sizes[0] == 1 { 0 } else { head }], 0),
+            _ => ([0; 3], 0),
+        };
+        let [batch_stride, row_stride, head_stride] = strides;
+        let ptr = (t.data_ptr() as *mut f32).wrapping_offset((skipped * batch_stride) as isize);
+        CacheScale { ptr, batch_stride, row_stride, head_stride }
+    };
+    let of = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if a.format.has_scales() { each } else { fp8 });
+    CacheScales {
+        format: a.format,
+        k: of(&o.k_scale, &o.k_descale),
+        v: of(&o.v_scale, &o.v_descale),
+        k_zero_point: scale(&o.k_zero_point),
+        v_zero_point: scale(&o.v_zero_point),
     }
 }
 

@@ -29,6 +29,8 @@ pub enum Sel {
     H1H1,
     B(u8),
     H(u8),
+    /// an fp32 constant that is read as fp16, in both halves
+    F32,
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -221,6 +221,7 @@ fn selector(p: &str) -> Option<Sel> {
         "B2" => Sel::B(2),
         "B3" => Sel::B(3),
         "H1_H0" => Sel::None,
+        "F32" => Sel::F32,
         _ => return None,
     })
 }

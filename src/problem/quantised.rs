@@ -1,0 +1,109 @@
+//! The rules of quantised KV caches: what their types are, and what scales belong to them.
+
+use super::kvcache::CacheOptions;
+use super::*;
+use crate::params::CacheFormat;
+
+/// What the elements of the caches are: their type says it.
+pub fn cache_format(k_cache: &TensorDesc, v_cache: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat> {
+    let format = match k_cache.dtype {
+        DType::Int8 => CacheFormat::Int8,
+        DType::Uint8 => CacheFormat::Int4,
+        DType::Float8E5m2 => CacheFormat::E5m2,
+        DType::Float8E4m3 => CacheFormat::E4m3,
+        own if own == q.dtype => CacheFormat::Float,
+        other => {
+            let quantised = "torch.int8, torch.uint8 (int4), torch.float8_e5m2 or torch.float8_e4m3fn";
+            let allowed = format!("{}, that of q, or of a quantised cache {quantised}", q.dtype);
+            return Err(Error::value("k_cache", format!("dtype {other}"), allowed));
+        }
+    };
+    check_same("v_cache", "dtype", v_cache.dtype, "k_cache", k_cache.dtype)?;
+    Ok(format)
+}
+
+impl CacheFormat {
+    /// Columns of a head, where so many elements of the tensor are theirs.
+    pub fn columns(self, elements: i64) -> i64 {
+        match self {
+            CacheFormat::Int4 if elements != UNKNOWN => elements.saturating_mul(2),
+            _ => elements,
+        }
+    }
+
+    /// Whether each token and head has a scale, which appending writes.
+    pub fn has_scales(self) -> bool {
+        matches!(self, CacheFormat::Int8 | CacheFormat::Int4)
+    }
+}
+
+/// The scales and zero points of caches of `sizes`: entries (pages), rows of each, nheads_k.
+pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batch: i64, q: &TensorDesc) -> Result<()> {
+    let float = |name: &str, d: &TensorDesc| {
+        if d.dtype != DType::Float {
+            return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.float32"));
+        }
+        check_same(name, "device", d.device, "q", q.device)
+    };
+    let cache = match format {
+        CacheFormat::Float => "not quantised".into(),
+        quantised => format!("{} ({})", quantised.name(), quantised_dtype(quantised)),
+    };
+    let is_int4 = format == CacheFormat::Int4;
+    let each = [
+        ("k_scale", &o.k_scale, format.has_scales()),
+        ("v_scale", &o.v_scale, format.has_scales()),
+        ("k_zero_point", &o.k_zero_point, is_int4),
+        ("v_zero_point", &o.v_zero_point, is_int4),
+    ];
+    for (name, given, wanted) in each {
+        match (given, wanted) {
+            (None, false) => {}
+            (Some(_), false) => return Err(Error::value(name, "a tensor", format!("None: the caches are {cache}"))),
+            (None, true) => {
+                let allowed = format!("a tensor of shape {}, one for each token and head: the caches are {cache}", listed(&sizes));
+                return Err(Error::value(name, "None", allowed));
+            }
+            (Some(d), true) => {
+                float(name, d)?;
+                if !same_sizes(&d.sizes, &sizes) {
+                    let allowed = format!("shape {}, one for each token and head of the caches", listed(&sizes));
+                    return Err(Error::value(name, shape(d), allowed));
+                }
+            }
+        }
+    }
+    for (name, given) in [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)] {
+        let Some(d) = given else { continue };
+        if !matches!(format, CacheFormat::E5m2 | CacheFormat::E4m3) {
+            return Err(Error::value(name, "a tensor", format!("None: the caches are {cache}")));
+        }
+        float(name, d)?;
+        let nheads_k = sizes[2];
+        let fits = match d.sizes[..] {
+            [] => true,
+            [n] => n == 1 || same_size(n, nheads_k),
+            [entries, heads] => same_size(entries, batch) && same_size(heads, nheads_k),
+            _ => false,
+        };
+        if !fits {
+            let allowed = format!(
+                "shape (1,), (nheads_k,) or (batch, nheads_k), here (1,), {} or {}",
+                listed(&[nheads_k]),
+                listed(&[batch, nheads_k])
+            );
+            return Err(Error::value(name, shape(d), allowed));
+        }
+    }
+    Ok(())
+}
+
+fn quantised_dtype(format: CacheFormat) -> DType {
+    match format {
+        CacheFormat::Int8 => DType::Int8,
+        CacheFormat::Int4 => DType::Uint8,
+        CacheFormat::E5m2 => DType::Float8E5m2,
+        CacheFormat::E4m3 => DType::Float8E4m3,
+        CacheFormat::Float => unreachable!("it has many"),
+    }
+}
