@@ -99,9 +99,10 @@ def test_a_failed_kernel_is_replaced_or_named(backend, force):
     problem = tensors, options = Case(70, 90).problem(backend)
     own = plan(device_of(backend), 70)["backward"]["main"]["name"]
     with_atomics = [v["name"] for v in INFO["variants"] if v["pass"] == "Backward"]
-    force(failed=[own])
+    failed = sorted({own, own.removesuffix("_small")})  # else the kernel with larger blocks is the usual one
+    force(failed=failed)
     found = plan(device_of(backend), 70)["backward"]["main"]
-    assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] != own
+    assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] not in failed
     check(backend, *tensors, **options)
     force(failed=with_atomics)
     assert plan(device_of(backend), 70)["backward"]["deterministic"]
