@@ -719,7 +719,7 @@ fn a_tuned_kernel_brings_its_family() {
 fn a_tuning_takes_atomics_away_and_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
     let without = ["volta_bwd_prepare", "volta_bwd_keys_64", "volta_bwd_queries_64"];
-    let a = attention(1000, 1000, 64, 64);
+    let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
     assert_eq!(backward_of(&a, DEFAULT, &d), (without, true));
     assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
     assert!(!backward_of(&attention(1000, 1000, 72, 72), DEFAULT, &d).1);
@@ -771,7 +771,7 @@ fn what_stands_in_for_a_failed_kernel() {
     // nothing with atomics is left: without; and nothing without: an error, since atomics were excluded
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
-    assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_prepare", "volta_bwd_keys_64", "volta_bwd_queries_64"], true));
+    assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_prepare", "volta_bwd_keys_64_small", "volta_bwd_queries_64"], true));
     let e = plan::backward(&a, DETERMINISTIC, &tuned(&of(Pass::BackwardQueries), &[])).unwrap_err();
     assert!(e.message.contains("volta_bwd_queries_64") && !e.message.contains("volta_bwd_queries_32"), "{e}");
 }

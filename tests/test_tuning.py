@@ -99,9 +99,10 @@ def test_a_failed_kernel_is_replaced_or_named(backend, force):
     problem = tensors, options = Case(70, 90).problem(backend)
     own = plan(device_of(backend), 70)["backward"]["main"]["name"]
     with_atomics = [v["name"] for v in INFO["variants"] if v["pass"] == "Backward"]
-    force(failed=[own])
+    failed = sorted({own, own.removesuffix("_small")})  # else the kernel with larger blocks is the usual one
+    force(failed=failed)
     found = plan(device_of(backend), 70)["backward"]["main"]
-    assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] != own
+    assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] not in failed
     check(backend, *tensors, **options)
     force(failed=with_atomics)
     assert plan(device_of(backend), 70)["backward"]["deterministic"]
@@ -152,7 +153,7 @@ def test_plans_say_what_was_asked(backend):
 
 CARD = {"device": "simulated V100", "driver": "simulator", "volta_fa": volta_fa.__version__}
 CHOICE = {"pass": "Forward", "variant": "volta_fwd_128x128"}
-GOOD = {"format": 1, **CARD, "failed": ["volta_bwd_64"], "choices": [CHOICE], "note": "a test"}
+GOOD = {"format": 1, **CARD, "failed": ["volta_bwd_64", "volta_bwd_64_small"], "choices": [CHOICE], "note": "a test"}
 NAME = f"simulated_V100-simulator-{volta_fa.__version__}.json"
 
 # Two calls, two plans, and what is known of the file then.
@@ -202,7 +203,7 @@ def test_the_file_of_a_card_is_read(tmp_path):
         "outcome": "read",
         "why": None,
         "choices": 1,
-        "failed": ["volta_bwd_64"],
+        "failed": ["volta_bwd_64", "volta_bwd_64_small"],
         "overridden": False,
     }
 
@@ -315,7 +316,7 @@ def test_each_plan_is_logged_once():
     kernels = {
         f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 1 x 2 blocks (smaller blocks, since all run at once)",
         f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 1 x 2",
-        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64 on 2 x 1 x 2",
+        f"backward without atomics, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_keys_64_small on 2",
         f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
     }

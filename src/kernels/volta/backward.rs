@@ -323,6 +323,9 @@ pub const BACKWARD: &[Variant] = &[
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 217),
     keys(MAIN[4], "volta_bwd_keys_192", "volta/backward/split_keys.cu", 195),
     keys(MAIN[5], "volta_bwd_keys_256", "volta/backward/split_keys.cu", 214),
+    // (those of small grids too, so that both modes have the same dk and dv)
+    keys(SMALL[0], "volta_bwd_keys_64_small", "volta/backward/split_keys.cu", 110),
+    keys(SMALL[1], "volta_bwd_keys_128_small", "volta/backward/split_keys.cu", 140),
     // ... then dq.
     QUERIES[0],
     QUERIES[1],
