@@ -2,8 +2,9 @@
 
     python -m benchmarks.mla [--only WORDS] [--json FILE]
 
-As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM and with
-3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16, in pages of 64 in random order.
+As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM
+and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16, in pages of 64 in random
+order.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/mla.py    (in a checkout: PYTHONPATH=python .venv/bin/python examples/mla.py)
 
-Expanded, as transformers computes it, each head gets keys of 192 columns and values of 128 from the latents: that is how prompts are read and
-models trained. Absorbed, the head's part of the projection moves over to the query, and to the output: all heads then attend to the latents
-themselves, of which a paged cache holds one a token. That is how tokens are generated.
+Expanded, as transformers computes it, each head gets keys of 192 columns and values of 128 from the latents: that is how prompts are
+read and models trained. Absorbed, the head's part of the projection moves over to the query, and to the output: all heads then attend
+to the latents themselves, of which a paged cache holds one a token. That is how tokens are generated.
 """
 
 import torch

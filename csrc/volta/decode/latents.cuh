@@ -1,12 +1,12 @@
 // The main loop of a decode block over latents: keys whose first HEADDIM_V columns are the values too.
 //
 // A latent is too long for a warp's registers, so the warps of a block take the same tokens and share columns: of keys, and of the
-// output, the same ones. So a latent is loaded once, as operand of the scores. For the output a lane needs half of the columns of two
-// tokens instead of all those of one, and exchanges halves with the lane that has the other token.
+// output, the same ones. So a latent is loaded once, as operand of the scores. For the output a lane needs half of the columns of
+// two tokens instead of all those of one, and exchanges halves with the lane that has the other token.
 //
 // A step is eight tokens. Each warp has the part of a score that its columns give: its four quad-pairs' parts (volta/mma.cuh) are
-// added by a reduce-scatter, the warps' by way of shared memory, behind the step's one barrier. Then every warp has all scores, four
-// neighbours of one row in a lane, and does the softmax for itself.
+// added by a reduce-scatter, the warps' by way of shared memory, behind the step's one barrier. Then every warp has all scores,
+// four neighbours of one row in a lane, and does the softmax for itself.
 //
 // Registers for two steps: those of the next are on their way while one is computed, and are loaded again once both products have
 // read them.
@@ -87,12 +87,11 @@ struct LatentShare {
         }
         if (has_rotary()) {
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-                mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x.rotary.x, x.rotary.y);
+            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x.rotary.x, x.rotary.y);
         }
     }
-    // A reduce-scatter over quad-pairs: of each pair of tiles a lane keeps, of the tile that it has first, the first four of its tokens,
-    // two rows of two: put(pair, first row, second row).
+    // A reduce-scatter over quad-pairs: of each pair of tiles a lane keeps, of the tile that it has first, the first four of its
+    // tokens, two rows of two: put(pair, first row, second row).
     template <class Put>
     __device__ __forceinline__ static void add_quad_pairs(const Accumulator (&c)[RowTiles], Put put) {
 #pragma unroll
@@ -146,8 +145,8 @@ struct LatentShare {
             // whoever keeps the scores of a pair's second tile has that first
             const int row = 8 * (mt ^ (Layout::quad_pair(lane) & 1)) + lane.t, packed = s.row + row;
             const bool exists = row < s.rows;
-            const unsigned short* from =
-                p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride + packed % group * p.q.head_stride;
+            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride +
+                                         packed % group * p.q.head_stride;
 #pragma unroll
             for (int j = 0; j < kLoads; j++) {
                 uint4 x = make_uint4(0, 0, 0, 0);
@@ -265,8 +264,7 @@ struct AttendToLatents : LatentShare<RowTiles, Warps, 2> {
 #pragma unroll
                     for (int i = 0; i < kPairs; i++) {
                         const float m = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 8));
-                        const float factor =
-                            softmax[i].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        const float factor = softmax[i].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
 #pragma unroll
                         for (int mt = 0; mt < 2; mt++) {
                             // from the lanes that have the accumulator's rows

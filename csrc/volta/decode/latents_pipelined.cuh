@@ -1,8 +1,9 @@
 // The main loop of a decode block over latents for more rows, whose time goes into arithmetic and not into memory: a pipeline.
 //
-// A step is eight tokens. Between two barriers a block multiplies the probabilities of one step with its values, makes probabilities of the
-// next step's scores, and computes the scores of the one behind that: three things that do not wait for each other. The warps' parts of
-// scores, and probabilities, go by way of shared memory, so that each thread has one score and no warp does what another has done.
+// A step is eight tokens. Between two barriers a block multiplies the probabilities of one step with its values, makes
+// probabilities of the next step's scores, and computes the scores of the one behind that: three things that do not wait for each
+// other. The warps' parts of scores, and probabilities, go by way of shared memory, so that each thread has one score and no warp
+// does what another has done.
 #pragma once
 
 #include "volta/decode/latents.cuh"
@@ -15,8 +16,8 @@ struct PipelinedLatents : LatentShare<RowTiles, Warps, 1> {
     using Share::kLoads, Share::kParts, Share::kPairs, Share::kUnits, Share::kTokens;
     static_assert(Warps == 2 * RowTiles, "a thread has one score of a step");
 
-    // The warps' parts of a step's scores. Of two row tiles and four tokens eight rows of these; 8 floats more than that, so that neither
-    // what a warp writes nor what it reads at once lies in the same banks.
+    // The warps' parts of a step's scores. Of two row tiles and four tokens eight rows of these; 8 floats more than that, so that
+    // neither what a warp writes nor what it reads at once lies in the same banks.
     static constexpr int kHalf = 40, kPair = 4 * kHalf, kPart = kPair * kPairs * kUnits;
 
     __device__ __forceinline__ static float load_shared(unsigned at) {
@@ -35,7 +36,8 @@ struct PipelinedLatents : LatentShare<RowTiles, Warps, 1> {
     __device__ __forceinline__ static void store_shared2(unsigned at, float2 x) {
         asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x.x), "f"(x.y));
     }
-    __device__ __forceinline__ static void load_next(const typename Share::Cursor& cursor, bool exists, typename Share::Latents& x) {
+    __device__ __forceinline__ static void load_next(const typename Share::Cursor& cursor, bool exists,
+                                                     typename Share::Latents& x) {
 #pragma unroll
         for (int j = 0; j < kLoads; j++) decode::load_columns<0>(exists, x.latent[j], cursor.keys() + 32 * j);
         load_rotary(exists && Share::has_rotary(), x.rotary, cursor.values());
@@ -90,7 +92,8 @@ struct PipelinedLatents : LatentShare<RowTiles, Warps, 1> {
                 *reinterpret_cast<uint4*>(&shared.probabilities[0][0][0] + kTokens * threadIdx.x) = make_uint4(0, 0, 0, 0);
             __syncthreads();
             int parity = 0;
-            // Addresses in shared memory. The compiler would rather compute each of them again in every step, but for what a shuffle gave.
+            // Addresses in shared memory. The compiler would rather compute each of them again in every step, but for what a
+            // shuffle gave.
             const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(&shared));
             constexpr unsigned kScores = sizeof(shared.scores[0]), kProbabilities = sizeof(shared.probabilities[0]);
             const auto fixed = [](unsigned x) { return __shfl_sync(~0u, x, threadIdx.x & 31); };
