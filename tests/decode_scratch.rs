@@ -2,7 +2,7 @@
 //! replay left, and as calls find it that get memory which others have used.
 #![cfg(feature = "sim")]
 
-use volta_fa::kernels::image;
+use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
 use volta_fa::params::{DecodeParams, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
@@ -37,7 +37,7 @@ struct Call {
 impl Call {
     fn new() -> Call {
         let a = attention();
-        let plan = plan::decode(&a, false, &DeviceLimits::V100).unwrap();
+        let plan = plan::decode(&a, CacheFormat::Float, false, &DeviceLimits::V100).unwrap();
         let module = Module::load(&image(plan.kernel.variant).cubin().unwrap()).unwrap();
         Call {
             module,
