@@ -83,8 +83,7 @@ public:
     template <int Loads>
     __device__ __forceinline__ void keys(Keys<Loads>& k) const {
 #pragma unroll
-        for (int j = 0; j < Loads; j++)
-            k.set(j, *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot));
+        for (int j = 0; j < Loads; j++) k.set(j, *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot));
     }
     template <int Loads>
     __device__ __forceinline__ void values(Values<Loads>& v) const {

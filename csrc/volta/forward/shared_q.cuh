@@ -37,7 +37,8 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
-    // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache otherwise.
+    // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache
+    // otherwise.
     static constexpr bool kColumnsRolled = kFeature == kNeedBias;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
     static constexpr bool kBiasAhead = kModified && kHasBias && BlocksPerSm == 1;
@@ -79,7 +80,8 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u) is P's, v(column) the lane's address.
+    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u) is P's, v(column) the lane's
+    // address.
     template <int Columns, class Part, class Address>
     __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
         constexpr int kGroups = kChunksV / 4;         // of four chunks, one for each (qn, half)
@@ -103,16 +105,15 @@ struct ForwardSharedQ {
                 for (int n = i + kAtOnce; n < i + 2 * kAtOnce && n < kLoads; n++) v[n] = load(n);
             }
 #pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++)
-                mma_row_row(o[mt][2 * j], part(mt, w, u).lo, part(mt, w, u).hi, v[i].x, v[i].y);
+            for (int mt = 0; mt < RowTiles; mt++) mma_row_row(o[mt][2 * j], part(mt, w, u).lo, part(mt, w, u).hi, v[i].x, v[i].y);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
                 mma_row_row(o[mt][2 * j + 1], part(mt, w, u).lo, part(mt, w, u).hi, v[i].z, v[i].w);
         }
     }
 
-    // O += P V for 16 keys, of which P has the lane's own so far. v_own and v_other are the lane's addresses for the keys of its own
-    // quad-pair column and of the other one.
+    // O += P V for 16 keys, of which P has the lane's own so far. v_own and v_other are the lane's addresses for the keys of its
+    // own quad-pair column and of the other one.
     __device__ __forceinline__ static void accumulate(Accumulators& o, Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
         if (!kColumnsRolled) {
             p.exchange();
