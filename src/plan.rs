@@ -397,7 +397,9 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
     };
     let chosen = chosen.map(|(large, reason)| {
         let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
-        small.unwrap_or((large, reason))
+        // why it is this set of kernels at all says more than why the blocks are small
+        let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
+        small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
     });
     let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
     let scratch = scratch(main.variant);
