@@ -85,6 +85,8 @@ class Server:
         self.spec = SimpleNamespace(head_size=headdim, dtype=torch.float16, block_size=block)
         self.builder = VoltaMetadataBuilder(self.spec, ["layer"], None, torch.device(backend.device))
 
+        self.layer = None
+
     def step(self, queries: dict[int, int], padded_requests=0, padded_tokens=0, causal=True):
         """So many new tokens of each of these sequences: q, k, v, the slots, and the metadata that vLLM would make."""
         b = self.backend
@@ -136,6 +138,34 @@ class Server:
         assert k_cache.isnan().all() and v_cache.isnan().all()
 
 
+class Fp8Server(Server):
+    """The same with a cache of bytes. (Scales are powers of two, so that fp16 has what it stands for.)"""
+
+    def __init__(self, backend, kv_cache_dtype, **layout):
+        super().__init__(backend, **layout)
+        self.format = "fp8_e5m2" if kv_cache_dtype == "fp8_e5m2" else "fp8_e4m3"
+        self.layer = SimpleNamespace(**{f"_{name}_scale": torch.tensor(x, device=backend.device) for name, x in (("k", 0.5), ("v", 2.0))})
+        self.scales = (self.layer._k_scale, self.layer._v_scale)
+        self.kv_cache = torch.full_like(self.kv_cache, 255, dtype=torch.uint8)  # NaN in both formats
+        self.codes = self.kv_cache.clone()
+
+    def step(self, queries, **options):
+        """The tokens are then what the cache stands for."""
+        found = super().step(queries, **options)
+        k_codes, v_codes = paged.split_cache(self.codes, self.headdim)
+        for s, n in queries.items():
+            for i in range(self.lengths[s] - n, self.lengths[s]):
+                at = int(self.table[s, i // self.block]), i % self.block
+                made = [volta_fa.quantize_kv(t, self.format, scale=x) for t, x in zip(self.tokens[s][i], self.scales)]
+                for codes, m in zip((k_codes, v_codes), made):
+                    codes[at] = m.data.view(torch.uint8)
+                self.tokens[s][i] = tuple(volta_fa.dequantize_kv(m.data, self.format, m.scale, dtype=self.backend.dtype) for m in made)
+        return found
+
+    def check_cache(self):
+        assert torch.equal(self.kv_cache, self.codes)
+
+
 def implementation(server, **options):
     return VoltaAttentionImpl(server.nheads, server.headdim, server.headdim**-0.5, server.nheads_k, **options)
 
@@ -144,9 +174,9 @@ def run(server, impl, queries, common_prefix_len=0, **padding):
     """One layer's part of a step: q and the rows of output that belong to somebody."""
     q, k, v, slots, common = server.step(queries, **padding)
     metadata = server.builder.build(common_prefix_len, common)
-    impl.do_kv_cache_update(None, k, v, server.kv_cache, slots)
+    impl.do_kv_cache_update(server.layer, k, v, server.kv_cache, slots)
     output = torch.full_like(q, math.nan)
-    assert impl.forward(None, q, k, v, server.kv_cache, metadata, output) is output
+    assert impl.forward(server.layer, q, k, v, server.kv_cache, metadata, output) is output
     total = sum(queries.values())
     return q[:total], output[:total]
 
@@ -205,6 +235,19 @@ def test_layouts(backend, layout):
     serve(backend, "plain", [{0: 21, 1: 5}, {1: 1, 0: 2}], layout=layout, block=32, headdim=64, max_blocks=2)
 
 
+@pytest.mark.parametrize("layout", ["nhd", "packed-hnd"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@BACKENDS
+def test_fp8_caches(backend, kv_cache_dtype, layout):
+    """Bytes to the bit, and attention to what they stand for, also of more rows than decode kernels have."""
+    server = Fp8Server(backend, kv_cache_dtype, layout=layout)
+    impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
+    for queries in STEPS:
+        q, out = run(server, impl, queries)
+        server.check(queries, q, out, is_causal=True)
+    server.check_cache()
+
+
 @on("sim", "cuda")
 def test_what_a_captured_graph_does(backend, monkeypatch):
     """What the host decides stays as it was for the capture, metadata too; steps come as new values in the runner's buffers, padded:
@@ -247,11 +290,12 @@ def test_slots_in_any_order(backend):
     assert k_cache.isnan().all() and v_cache.isnan().all()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
-def test_cascade(backend):
+def test_cascade(backend, kv_cache_dtype):
     """Sequences that begin with the same two blocks, by vLLM's common_prefix_len; reading them once makes no difference."""
-    server = Server(backend)
-    impl = implementation(server, sinks=backend.randn(4), logits_soft_cap=5.0)
+    server = Server(backend) if kv_cache_dtype == "auto" else Fp8Server(backend, kv_cache_dtype)
+    impl = implementation(server, sinks=backend.randn(4), logits_soft_cap=5.0, kv_cache_dtype=kv_cache_dtype)
     run(server, impl, {0: 32})
     for s in (1, 2):
         server.table[s, :2] = server.table[0, :2]
@@ -356,8 +400,12 @@ def test_latents_that_there_are_no_kernels_for():
         latent_implementation(4096, 64)
     with pytest.raises(NotImplementedError, match="sliding_window: got 5, expected None"):
         latent_implementation(64, 16, sliding_window=5)
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype: got fp8_ds_mla"):
-        latent_implementation(64, 16, kv_cache_dtype="fp8_ds_mla")
+    for dtype in ("fp8_ds_mla", "fp8"):
+        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16: "):
+            latent_implementation(64, 16, kv_cache_dtype=dtype)
+        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16: "):
+            VoltaMLABackend.get_kv_cache_shape(25, PAGE, 1, 80, dtype)
+        assert dtype not in VoltaMLABackend.supported_kv_cache_dtypes
     with pytest.raises(NotImplementedError, match="forward_mha"):
         latent_implementation(64, 16).forward_mha(None)
 
@@ -478,8 +526,8 @@ def test_strides(layout, layers, monkeypatch):
 
 def test_refusals():
     server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
-    for dtype, why in (("fp8_e5m2", "reads float16"), ("int8_per_token_head", "reads float16"), ("bfloat16", "no bfloat16")):
-        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16: .*{why}"):
+    for dtype, why in (("fp8_inc", "reads no others"), ("int8_per_token_head", "reads no others"), ("bfloat16", "no bfloat16")):
+        with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: .*{why}"):
             implementation(server, kv_cache_dtype=dtype)
         assert dtype not in VoltaBackend.supported_kv_cache_dtypes
     q = torch.randn(3, 4, 32)
@@ -533,7 +581,11 @@ def test_vllm_takes_the_backend():
         return VoltaBackend.validate_configuration(device_capability=DeviceCapability(*capability), **asked._asdict())
 
     assert reasons() == reasons(has_sink=True) == reasons(head_size=256, block_size=48) == reasons((7, 5), kv_cache_dtype="float16") == []
-    assert reasons(dtype=torch.bfloat16) == ["dtype not supported"] and reasons(kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
+    assert (
+        reasons(dtype=torch.bfloat16) == ["dtype not supported"]
+        and reasons(kv_cache_dtype="fp8") == reasons(kv_cache_dtype="fp8_e5m2") == []
+    )
+    assert reasons(kv_cache_dtype="fp8_inc") == ["kv_cache_dtype not supported"]
     assert reasons(head_size=512) == ["head_size not supported"] and reasons(use_mla=True) == ["MLA not supported"]
     assert reasons((6, 0)) == ["compute capability not supported"] and reasons(block_size=8) == ["block_size not supported"]
     if "has_sliding_window" in AttentionSelectorConfig._fields:
@@ -607,18 +659,25 @@ def test_vllm_chooses_the_backend(monkeypatch):
 
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", "fp8"])
 @on("cpu-fp32")
-def test_vllm_layer(backend, monkeypatch):
+def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
     """vLLM's own attention layer, in its forward context: who calls the cache update and forward, and with what."""
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention.attention import Attention
 
     volta_fa.vllm.register()
-    server = Server(backend, layout="nhd" if OLD else "packed-nhd")
+    layout = "nhd" if OLD else "packed-nhd"
+    server = Server(backend, layout=layout) if kv_cache_dtype == "auto" else Fp8Server(backend, kv_cache_dtype, layout=layout)
+    cache = CacheConfig(cache_dtype=kv_cache_dtype)
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(config):
-        layer = Attention(4, 32, 32**-0.5, num_kv_heads=2, per_layer_sliding_window=7, prefix="layer", attn_backend=VoltaBackend)
+        options = {"num_kv_heads": 2, "per_layer_sliding_window": 7, "prefix": "layer", "attn_backend": VoltaBackend}
+        layer = Attention(4, 32, 32**-0.5, cache_config=cache, **options)
+    if kv_cache_dtype != "auto":
+        assert layer._k_scale == layer._v_scale == 1.0
+        server.scales = (layer._k_scale.fill_(0.5), layer._v_scale.fill_(2.0))
     assert isinstance(layer.impl, VoltaAttentionImpl) and layer.backend is AttentionBackendEnum.CUSTOM
     layer.kv_cache = server.kv_cache
     for queries in STEPS:

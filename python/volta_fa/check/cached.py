@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kv_formats import dequantize_kv, quantize_kv
 from . import rule
 from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
 
 #: Kernels of these passes get the problems here.
-PASSES = ("Decode", "Prefill", "Append")
+PASSES = ("Decode", "DecodeLatents", "Prefill", "Append")
 _NHEADS_K = 2
 _ROTARY_ROWS = 700
+#: Of 16 bytes, by a cache's format: kernels read rows of so many where they lie, and others from copies in q's type.
+_COLUMNS = {"float": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
     rotary: str = ""  # half or interleaved
+    cache: str = "float"  # its format, as a kernel names it
+    latents: bool = False  # the cache is fwd_mla's: of one head, whose first columns are the values
 
     def __str__(self) -> str:
         lengths = ", ".join("/".join(map(str, n)) for n in self.lengths)
@@ -52,7 +57,12 @@ class Problem:
     @property
     def nheads(self) -> int:
         """Of q."""
-        return self.group * _NHEADS_K
+        return self.group * self.nheads_k
+
+    @property
+    def nheads_k(self) -> int:
+        """Of the cache."""
+        return 1 if self.latents else _NHEADS_K
 
     @property
     def needs(self) -> list[str]:
@@ -79,15 +89,26 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(((2, 37, 2), (2, 0, 2)), 36, 20, 2, page=48, dtype=torch.bfloat16, rotary="half"),
         ]
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
+    if pass_ == "DecodeLatents":
+        # of each tile some rows are nobody's; of the others a sequence has several tiles
+        return [
+            Problem(((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), d, dv, rows - 1, latents=True),
+            Problem(((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)), d, dv, 7, page=0, packed=True, latents=True),
+            Problem(((2, 81, 0), (2, 200, 0)), d, dv, rows + 5, page=64, latents=True),
+        ]
     if pass_ == "Decode":
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
         queries = max(rows // 8, 1)
+        less = _COLUMNS[variant["cache"]]
         found = [
             Problem(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group),
-            Problem(((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - 8, dv - 8, group, page=0, packed=True, window_left=50),
+            Problem(
+                ((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50
+            ),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
+        found = [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     else:
         asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
@@ -103,11 +124,18 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     if not target.has_kernels:
         return []
     p = problem
+    if p.latents:
+        # `_plan` has nothing of their headdims. Every kernel of the pass takes them, so the one that is preferred runs; its blocks
+        # share at most this (src/plan/decode.rs has fewer than 8 levels of a merge)
+        places = 2 * target.sms * variant["blocks_per_sm"]
+        return [{"name": variant["name"], "partials": places * variant["block_rows"] * (p.headdim_v + 2 * 8), "arrivals": places * 8}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
     tokens = max(cached + new for _, cached, new in p.lengths)
-    shape = (len(p.lengths), max(queries, news), tokens, p.nheads, _NHEADS_K, p.headdim, p.headdim_v, True)
+    shape = (len(p.lengths), max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.headdim_v, True)
     with target.running(variant):
         plans = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))["cache"]
+    if p.cache != "float":  # (of few rows, and nothing is appended)
+        return [plans["quantised"][p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -153,11 +181,19 @@ class Inputs:
             entries, rows = batch, max(ends) + 3
             places = [(torch.full((n,), b), torch.arange(n)) for b, n in enumerate(ends)]
         caches: list[Tensor] = []
-        for headdim in (p.headdim, p.headdim_v):
-            cache = torch.full((entries, rows, _NHEADS_K, headdim), math.nan)
+        for which, headdim in [("k", p.headdim)] if p.latents else [("k", p.headdim), ("v", p.headdim_v)]:
+            cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
-                cache[entry[:cached], row[:cached]] = randn(cached, _NHEADS_K, headdim)
-            caches.append(cache.to(p.dtype).to(device))
+                cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
+            if p.cache == "float":
+                caches.append(cache.to(p.dtype).to(device))
+                continue
+            # NaN becomes codes of NaN or has a scale of NaN
+            descale = randn(p.nheads_k).abs() + 0.5 if p.cache.startswith("fp8") else None
+            made = quantize_kv(cache, p.cache, scale=descale)
+            caches.append(made.data.to(device))
+            scales = {"descale": descale, "scale": made.scale if descale is None else None, "zero_point": made.zero_point}
+            options |= {f"{which}_{name}": scale for name, scale in scales.items() if scale is not None}
         queries, news = [q for q, _, _ in p.lengths], [new for _, _, new in p.lengths]
 
         def packed(counts: list[int], heads: int, headdim: int) -> Tensor:
@@ -165,7 +201,7 @@ class Inputs:
             return t if p.packed else t.unflatten(0, (batch, counts[0]))
 
         q = packed(queries, p.nheads, p.headdim)
-        new = [packed(news, _NHEADS_K, headdim) for headdim in (p.headdim, p.headdim_v)] if any(news) else []
+        new = [packed(news, p.nheads_k, headdim) for headdim in (p.headdim, p.headdim_v)] if any(news) else []
         if p.packed:
             options["cu_seqlens_q"], options["max_seqlen_q"] = torch.tensor([0, *queries]).cumsum(0).int(), max(queries)
             if new:
@@ -181,7 +217,7 @@ class Inputs:
             options["rotary_interleaved"] = p.rotary == "interleaved"
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         scratch = sum(4 * k.get("partials", 0) + 8 * k.get("arrivals", 0) for k in kernels)
-        return cls(p, q, caches[0], caches[1], new, options, places, scratch)
+        return cls(p, q, caches[0], caches[-1][..., : p.headdim_v], new, options, places, scratch)
 
     @property
     def given(self) -> list[Tensor]:
@@ -205,8 +241,23 @@ class Inputs:
     def run(self) -> dict[str, Tensor]:
         """What the op returns, and the caches that it leaves."""
         caches = self.k_cache.clone(), self.v_cache.clone()
-        out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
+        if self.problem.latents:
+            options = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            out, softmax_lse = torch.ops.volta_fa.fwd_mla(self.q, caches[0], **options)
+        else:
+            out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
         return {"out": out, "softmax_lse": softmax_lse, "k_cache": caches[0], "v_cache": caches[1]}
+
+    def numbers(self) -> list[Tensor]:
+        """Copies of what the caches stand for: quantised ones in float64."""
+        caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
+        if format == "float":
+            return [t.clone() for t in caches.values()]
+        given = self.options.get
+        return [
+            dequantize_kv(t, format, given(f"{which}_scale", given(f"{which}_descale")), given(f"{which}_zero_point"), dtype=torch.float64)
+            for which, t in caches.items()
+        ]
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:
         """Of each sequence with queries q, k and v as a dense problem, its options for `rule.attend`, and where it lies in q."""
@@ -250,7 +301,7 @@ def expect(inputs: Inputs) -> Expected:
         exact.options["alibi_slopes"] = host.options["alibi_slopes"]
     values = exact.run()
     # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
-    k_cache, v_cache, q = host.k_cache.clone(), host.v_cache.clone(), host.q.clone()
+    (k_cache, v_cache), q = host.numbers(), host.q.clone()
     for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)):
         of_q: Any = slice(first_q, first_q + n) if p.packed else b
         q[of_q] = _rotated(host.q[of_q].double(), cached, p, host.options).to(p.dtype)
@@ -260,23 +311,28 @@ def expect(inputs: Inputs) -> Expected:
             v_cache[entry[cached:], row[cached:]] = host.new[1][of_new]
     out, again = torch.zeros(values["out"].shape, dtype=p.dtype), torch.zeros_like(values["out"])
     lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
-    sums = tolerance = 0.0
+    sums = tolerance = largest = squares = 0.0
     for tensors, options, at in host.sequences(q, k_cache, v_cache):
         doubled: dict[str, Any] = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
         ref = rule.attend(*(t.double() for t in tensors), **doubled)
         again[at], (lse[:, at] if p.packed else lse[at])[:] = ref.out[0], ref.softmax_lse[0]
+        in_dtype = [t.to(p.dtype) for t in tensors]
         on_device = (
-            [t.to(inputs.q.device) for t in tensors],
+            [t.to(inputs.q.device) for t in in_dtype],
             {n: t.to(inputs.q.device) if isinstance(t, Tensor) else t for n, t in options.items()},
         )
-        eager = first_that_can(lambda part: rule.eager(*part[0], **part[1]), on_device, (tensors, options))
+        eager = first_that_can(lambda part: rule.eager(*part[0], **part[1]), on_device, (in_dtype, options))
         out[at] = eager[0].cpu()
         sums = max(sums, rule.forward_sums(ref, tensors[0], tensors[2]))
         tolerance = max(tolerance, rule.lse_tolerance(ref, p.dtype))
+        if p.cache != "float":
+            # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
+            rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
+            largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()
     if not p.rotary:  # float64's would not be rounded
         agree("out", values["out"], again)
         agree("softmax_lse", values["softmax_lse"], lse)
-    budget = rule.Budget.of(out, again, rule.FORWARD_FACTOR, sums)
+    budget = rule.Budget.of(out, again, rule.FORWARD_FACTOR, sums, rule.Rounded(largest, math.sqrt(squares / again.numel())))
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     return Expected({"out": again, "softmax_lse": lse, **caches}, {"out": budget}, tolerance, keyless(lse))
 

@@ -37,6 +37,7 @@ _PASSES = {
     "BackwardFinish": "backward, finish",
     "Merge": "merge",
     "Decode": "KV cache, decode",
+    "DecodeLatents": "KV cache, latents",
     "Prefill": "KV cache, prefill",
     "Append": "KV cache, append",
 }

@@ -214,7 +214,7 @@ def _same_bits(verdict: Verdict, inputs: AnyInputs, seed: int, first: dict[str, 
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def _judge(verdict: Verdict, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:

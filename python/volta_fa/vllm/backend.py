@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, check_cache_dtype, split_cache, write
+from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, check_cache_dtype, descales, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -244,10 +244,12 @@ class VoltaAttentionImpl(AttentionImpl):
             assert key is not None and value is not None
             attention.attend_without_cache(query, key, value, attn_metadata, output)
         else:
-            attention.attend(query, *split_cache(kv_cache, self.head_size), attn_metadata, output)
+            caches = split_cache(kv_cache, self.head_size, self.kv_cache_dtype)
+            attention.attend(query, *caches, attn_metadata, output, **descales(self.kv_cache_dtype, layer))
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write a step's keys and values: `paged.write`."""
         if not self._without_cache:
-            write(key, value, *split_cache(kv_cache, self.head_size), slot_mapping)
+            caches = split_cache(kv_cache, self.head_size, self.kv_cache_dtype)
+            write(key, value, *caches, slot_mapping, **descales(self.kv_cache_dtype, layer))

@@ -13,7 +13,7 @@ it, the backend says no when vLLM asks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 class VoltaMLABackend(VoltaBackend):
     """What vLLM asks before it builds a model."""
 
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = paged.LATENT_CACHE_DTYPES
+
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
         """A layer's attention."""
@@ -71,6 +73,7 @@ class VoltaMLABackend(VoltaBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """(0.19) A layer's cache: latents, of one head."""
+        paged.check_cache_dtype(cache_dtype_str, paged.LATENT_CACHE_DTYPES)
         blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
@@ -145,7 +148,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"volta_fa: {name}: got {value}, expected None in latent attention")
-        paged.check_cache_dtype(kv_cache_dtype)
+        paged.check_cache_dtype(kv_cache_dtype, paged.LATENT_CACHE_DTYPES)
         paged.check_latents(head_size, kv_lora_rank)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype

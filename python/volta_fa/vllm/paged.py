@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ from torch import Tensor
 
 from ..cascade import cascade_attention
 
-#: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them: `auto` is the model's own type,
-#: and a model that runs here is float16.
-CACHE_DTYPES = ("auto", "float16")
+#: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them, and what the bytes are that vLLM
+#: hands over for them as uint8. None: it hands over the type itself; `auto` is the model's own, and a model that runs here is float16.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float16": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+#: Those of latents: `volta_fa::fwd_mla` reads no bytes.
+LATENT_CACHE_DTYPES = [name for name, dtype in CACHE_DTYPES.items() if dtype is None]
 
 #: Of `volta_fa::fwd_kvcache`.
 MAX_HEADDIM = 256
@@ -25,22 +34,34 @@ MAX_HEADDIM = 256
 PAGE_GROUP = 16
 
 
-def check_cache_dtype(kv_cache_dtype: str) -> None:
+def check_cache_dtype(kv_cache_dtype: str, allowed: Collection[str] = CACHE_DTYPES) -> None:
     """Raise NotImplementedError for a type of cache that the operator cannot read or write."""
-    if kv_cache_dtype in CACHE_DTYPES:
+    if kv_cache_dtype in allowed:
         return
-    why = "Volta and Turing have no bfloat16" if kv_cache_dtype == "bfloat16" else "the operator reads float16 caches"
-    raise NotImplementedError(f"volta_fa: kv_cache_dtype: got {kv_cache_dtype}, expected {' or '.join(CACHE_DTYPES)}: {why}")
+    why = "Volta and Turing have no bfloat16" if kv_cache_dtype == "bfloat16" else "the operator reads no others"
+    raise NotImplementedError(f"volta_fa: kv_cache_dtype: got {kv_cache_dtype}, expected {' or '.join(allowed)}: {why}")
 
 
-def split_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+def descales(kv_cache_dtype: str, layer: Any) -> dict[str, Tensor]:
+    """What a cache's codes are multiplied by, as options of `volta_fa::fwd_kvcache`: vLLM's layer has one scale for keys and one for
+    values, float32 on its device. None where the cache has the numbers themselves."""
+    if CACHE_DTYPES[kv_cache_dtype] is None:
+        return {}
+    return {"k_descale": layer._k_scale.reshape(1), "v_descale": layer._v_scale.reshape(1)}
+
+
+def split_cache(kv_cache: Tensor, head_size: int, kv_cache_dtype: str = "auto") -> tuple[Tensor, Tensor]:
     """k_cache and v_cache, (blocks, block_size, nheads_k, head_size or head_size_v), views of one layer's tensor.
 
     Args:
         kv_cache: (blocks, 2, block_size, nheads_k, head_size), keys and values side by side, as vLLM up to 0.19 asks the backend for its
             shape; or (blocks, nheads_k, block_size, head_size + head_size_v), as later releases have it. In memory the dimensions are in
             any order, and pages may lie apart.
+        kv_cache_dtype: of `CACHE_DTYPES`: fp8 ones are views of a cache of bytes.
     """
+    dtype = CACHE_DTYPES[kv_cache_dtype]
+    if dtype is not None:
+        kv_cache = kv_cache.view(dtype)
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
         k_cache, v_cache = kv_cache.unbind(1)
         return k_cache, v_cache
@@ -53,7 +74,7 @@ def split_cache(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **descales: Tensor) -> None:
     """Write tokens into the cache where `slot_mapping` says.
 
     That mapping, and not the lengths, is what vLLM promises: it leaves out padding and rejected guesses, and later tokens of a sequence
@@ -64,16 +85,17 @@ def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
         key, value: (tokens, nheads_k, head_size or head_size_v); tokens behind the mapping's are padding.
         k_cache, v_cache: as `split_cache` gives them.
         slot_mapping: integers (tokens), block * block_size + row; a negative one: the token is not written.
+        descales: as the function of that name has them.
     """
     if slot_mapping.device.type == "cpu" or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1":
         # where the op looks at values, it refuses a page that there is not; kernels leave such a token out themselves
         there = slot_mapping >= 0
         if not there.all():
             key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
-    write_slots(key, value, k_cache, v_cache, slot_mapping)
+    write_slots(key, value, k_cache, v_cache, slot_mapping, **descales)
 
 
-def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **descales: Tensor) -> None:
     """`write`, by the op alone."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
@@ -88,6 +110,7 @@ def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, sl
         value[:tokens, None],
         cache_seqlens=slots % block_size,
         block_table=(slots // block_size)[:, None],
+        **descales,
     )
 
 
@@ -136,15 +159,17 @@ class Attention:
             self.alibi_slopes = self.alibi_slopes.to(device)
         return self
 
-    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor) -> None:
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor, **descales: Tensor) -> None:
         """Attention of a step over the cache, into output.
 
         Args:
             query: (tokens, nheads, head_size).
             output: (tokens, nheads, head_size_v), or with the last two as one.
+            descales: as the function of that name has them.
         """
         q = query[: batch.num_actual_tokens]
         scores: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "sinks": self.sinks}
+        scores |= descales
         packed: dict[str, Any] = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
         if batch.common_prefix_len:
             assert batch.shared_seqlen is not None and batch.own_seqlens is not None
