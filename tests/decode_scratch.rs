@@ -127,7 +127,7 @@ fn calls_may_get_used_memory() {
     assert!(is_finite(&first.0));
     for number in 2..40_u64 {
         for (i, x) in call.arrivals.iter_mut().enumerate() {
-            *x = ((number - 1) << 16) | i as u64 % 30;
+            *x = ((number - 1) << 16) | (i as u64 % 30);
         }
         call.partials.fill(f32::INFINITY);
         assert_eq!(call.run(number, 500), first, "call {number}");

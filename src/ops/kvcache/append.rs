@@ -45,7 +45,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
             memory_range("v_cache", &call.v_cache, true),
         ];
         let rotated = rotates.then(|| memory_range("q, rotated", &rotated, true));
-        let read = parameters::ranges(o).into_iter().filter(|range| written.iter().all(|(name, _)| range.name != *name));
+        let read = parameters::ranges(o).filter(|range| written.iter().all(|(name, _)| range.name != *name));
         let scales = written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t.as_ref()?, true)));
         own.into_iter().chain(rotated).chain(read).chain(scales).collect()
     });
