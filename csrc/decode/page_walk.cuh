@@ -6,11 +6,27 @@
 namespace decode {
 
 // Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
+template <int Column, int Words>
+__device__ __forceinline__ void load_columns(int columns, unsigned* x, const void* from) {
+    static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");
+    if constexpr (Words == 4)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else if constexpr (Words == 2)
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %3, %4; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+                     : "+r"(x[0]), "+r"(x[1])
+                     : "l"(from), "r"(columns), "n"(Column));
+    else
+        asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p ld.global.nc.u32 %0, [%1];}"
+                     : "+r"(x[0])
+                     : "l"(from), "r"(columns), "n"(Column));
+}
 template <int Column>
-__device__ __forceinline__ void load_columns(int columns, uint4& x, const unsigned short* from) {
-    asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
-                 : "l"(from), "r"(columns), "n"(Column));
+__device__ __forceinline__ void load_columns(int columns, uint4& x, const void* from) {
+    unsigned words[4] = {x.x, x.y, x.z, x.w};
+    load_columns<Column, 4>(columns, words, from);
+    x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 class PageWalk {
