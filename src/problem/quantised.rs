@@ -49,14 +49,8 @@ pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batc
         CacheFormat::Float => "not quantised".into(),
         quantised => format!("{} ({})", quantised.name(), quantised_dtype(quantised)),
     };
-    let is_int4 = format == CacheFormat::Int4;
-    let each = [
-        ("k_scale", &o.k_scale, format.has_scales()),
-        ("v_scale", &o.v_scale, format.has_scales()),
-        ("k_zero_point", &o.k_zero_point, is_int4),
-        ("v_zero_point", &o.v_zero_point, is_int4),
-    ];
-    for (name, given, wanted) in each {
+    for (name, given) in o.token_scales() {
+        let wanted = if name.ends_with("zero_point") { format == CacheFormat::Int4 } else { format.has_scales() };
         match (given, wanted) {
             (None, false) => {}
             (Some(_), false) => return Err(Error::value(name, "a tensor", format!("None: the caches are {cache}"))),

@@ -35,7 +35,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
     }
     let o = &call.options;
     // what a quantised cache's scales are written to
-    let written = [("k_scale", &o.k_scale), ("v_scale", &o.v_scale), ("k_zero_point", &o.k_zero_point), ("v_zero_point", &o.v_zero_point)];
+    let written = o.token_scales();
     let ranges = memory(launcher, || {
         let own = [
             memory_range("q", q, false),

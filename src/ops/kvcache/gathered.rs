@@ -251,7 +251,6 @@ fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k:
 /// `Value`, naming the argument.
 pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
     let o = &call.options;
-    let each = [("k_scale", &o.k_scale), ("v_scale", &o.v_scale), ("k_zero_point", &o.k_zero_point), ("v_zero_point", &o.v_zero_point)];
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
     let refuse = |name: &str, values: &Tensor| -> Result<()> {
         let may_be_negative = name.ends_with("zero_point");
@@ -275,7 +274,7 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
     let s = Sequences::of(call, a)?;
     let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
     let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
-    for (name, t) in each {
+    for (name, t) in o.token_scales() {
         t.as_ref().map_or(Ok(()), |t| refuse(name, &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
     }
     Ok(())
