@@ -120,7 +120,7 @@ fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Res
     Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
-fn saturated(t: &Tensor) -> Result<Tensor> {
+pub(super) fn saturated(t: &Tensor) -> Result<Tensor> {
     // in this order: bf16 has no 65504, but a 65536
     Ok(t.f_to_kind(Kind::Half)?.f_clamp(-FP16_MAX, FP16_MAX)?)
 }

@@ -5,6 +5,7 @@
 use super::{device, empty, gathered, has_room, sequences, Call};
 use crate::error::Result;
 use crate::launch::Launcher;
+use crate::ops::bf16::saturated;
 use crate::ops::{checks_lengths, Target};
 use crate::options::{KvCacheOptions, MlaOptions};
 use crate::problem::{self, Backend, CachedAttention, CachedSequence, TensorDesc, LATENT_HEADDIMS};
@@ -62,12 +63,7 @@ fn validate(call: MlaCall, q: &TensorDesc, backend: Backend) -> Result<(Call, Ca
 
 /// What the kernels cannot read where it is, bf16 and rows off 16-byte boundaries: they get copies of the batch's tokens, in fp16.
 fn on_copies(call: &Call, a: &CachedAttention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    const FP16_MAX: f64 = 65504.0;
-    // what fp16 has no number for saturates, as in fwd; NaN stays
-    let half = |t: &Tensor| -> Result<Tensor> {
-        let t = if t.kind() == Kind::Half { t.shallow_clone() } else { t.f_clamp(-FP16_MAX, FP16_MAX)?.f_to_kind(Kind::Half)? };
-        readable(&t)
-    };
+    let half = |t: &Tensor| readable(&if t.kind() == Kind::Half { t.shallow_clone() } else { saturated(t)? });
     let (tokens, used) = gathered::collected(call, a, seqlen_k)?;
     let tokens = match seqlen_k {
         // without elements a tensor may have no address, by which kernels tell what is given
