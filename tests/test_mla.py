@@ -231,6 +231,25 @@ def call(arguments):
     return lambda: fwd_mla(*tensors, **arguments)
 
 
+@pytest.mark.parametrize("number", [7e4, -7e4, math.inf], ids=str)
+@on("sim-bf16", "cuda-bf16")
+def test_latents_beyond_fp16_saturate(backend, number):
+    """As numbers of bf16 do in fwd: a value that fp16 does not have is its largest, and no row is infinite or NaN for it."""
+    arguments = good(backend)
+    if backend.machine == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    arguments["q"][..., 5] = 0  # a value, and no part of scores
+    cache = arguments["latent_cache"]
+    cache[arguments["block_table"][0, 0], 2, 0, 5] = number
+    out, lse = (t.cpu() for t in call(arguments)())
+    on_cpu = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+    seen = {"q": on_cpu["q"].float(), "latent_cache": on_cpu["latent_cache"].float().clamp(-65504, 65504)}
+    expected, expected_lse = call({**on_cpu, **seen})()
+    assert expected[0, :, :, 5].abs().max() > 100, "the number is seen"
+    torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
 WRONG = {
     "q rank": (lambda a: {"q": a["q"][0]}, ["q: got a tensor of rank 3", "cu_seqlens_q"]),
     "q dtype": (lambda a: {"q": a["q"].int()}, ["q: got dtype torch.int32"]),
