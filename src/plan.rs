@@ -315,7 +315,7 @@ fn scratch(variant: &Variant) -> Scratch {
 ///   block too many and it takes two, which is what the large block takes for the same rows;
 /// - or has no more blocks than the large one's (all rows fit one block): half of those rows were padding;
 /// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
-/// - or would, under a causal mask, be resident in large blocks, of which the longest then decides, while more warps share a row of the
+/// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
 /// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
@@ -346,13 +346,21 @@ fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceL
                 Some(Reason::NoMoreBlocks)
             } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
                 Some(Reason::FewerRows)
-            } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
+            } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
                 Some(Reason::ShorterLongest)
             } else {
                 None
             };
             reason.map(|reason| (v, reason)).or(best)
         })
+}
+
+/// Whether the mean row sees at most three quarters of the keys that the last one sees, which is all of them: causal masks of about as many
+/// keys as queries. (Row i sees seqlen_k - seqlen_q + i + right keys, on the mean seqlen_k - seqlen_q / 2 + right.) A chunk of a prompt
+/// behind many tokens is even, and so is a window.
+fn is_uneven(a: &Attention) -> bool {
+    let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
+    !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
 }
 
 /// Plan the forward pass of a non-empty problem.

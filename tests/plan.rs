@@ -123,18 +123,23 @@ fn the_order_of_a_grid() {
 /// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
 #[test]
 fn causal_grids_that_run_at_once_get_small_blocks() {
-    let rows = |nheads, headdim, right| {
-        let window = Window { left: None, right };
-        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, 512, headdim, headdim) };
+    let of = |nheads, seqlen_k, headdim, window| {
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
         let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
+    let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
     // four blocks of 128 rows a head, on 160 places
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
     }
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
+    // blocks of which all take about as long
+    for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
+        assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
+    }
+    assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
 }
 
 /// The same of the backward pass' blocks of keys, which are those of key heads.
