@@ -171,6 +171,13 @@ fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
+/// Kernels of ALiBi alone begin their sums with -slope * distance, so a sum of products loses what that number has no bits for. Rows
+/// near a key that they see give it almost all weight: there the number is small. Rows that lie before the first key by more than this get
+/// other kernels, which add it once: at a slope of 1 it is 739 in units of log2, whose last bit, 2^-14, some 32 steps of a sum
+/// get wrong by a third each in the root mean square, 1e-4 in all; rounding a probability to fp16 costs 2e-4.
+/// (The lengths of packed sequences are the device's to know: of theirs the longest count.)
+const FAR: i64 = 512;
+
 /// Whether a kernel computes this shape, with what is needed, and fits the device.
 fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
@@ -178,6 +185,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
+        && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
@@ -444,7 +452,8 @@ pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKerne
     thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
     let rows_in_all = rows.saturating_mul(nheads_k);
     let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
-    let shape = Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache };
+    let shape =
+        Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache, rows_before_keys: 0 };
     remembered(&LAST, (rows, nheads_k), d, || {
         let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))

@@ -142,6 +142,26 @@ fn causal_grids_that_run_at_once_get_small_blocks() {
     assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
 }
 
+/// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
+#[test]
+fn far_rows_with_alibi_get_general_kernels() {
+    let requires = |seqlen_q, seqlen_k, right, seqused_k| {
+        let features = Features { alibi: true, seqused_k, ..Features::default() };
+        let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
+        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Need::Alibi));
+        assert_eq!(forward, backward);
+        forward
+    };
+    assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
+    assert!(!requires(4096, 3583, None, false));
+    // rows before the first key see none, or only those that are near it
+    assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
+    assert!(!requires(30000, 16, Some(513), false));
+    // no more than so many keys, and perhaps fewer
+    assert!(!requires(4096, 4096, None, true));
+}
+
 /// The same of the backward pass' blocks of keys, which are those of key heads.
 #[test]
 fn small_backward_grids_get_small_blocks() {
