@@ -162,9 +162,11 @@ pub struct Cache {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
-    /// not quantised: of q's type, which kernels read as fp16
+    /// not quantised: of q's type; of a decode kernel: fp16
     #[default]
     Float,
+    /// of a decode kernel: bf16, and so are q and out
+    Bfloat,
     /// a byte, with a scale for each token and head
     Int8,
     /// two in a byte, with a scale and a zero point for each token and head
@@ -180,6 +182,7 @@ impl CacheFormat {
     pub const fn name(self) -> &'static str {
         match self {
             CacheFormat::Float => "float",
+            CacheFormat::Bfloat => "bfloat16",
             CacheFormat::Int8 => "int8",
             CacheFormat::Int4 => "int4",
             CacheFormat::E5m2 => "fp8_e5m2",

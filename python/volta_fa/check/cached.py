@@ -23,7 +23,7 @@ PASSES = ("Decode", "DecodeLatents", "Prefill", "Append")
 _NHEADS_K = 2
 _ROTARY_ROWS = 700
 #: Of 16 bytes, by a cache's format: kernels read rows of so many where they lie, and others from copies in q's type.
-_COLUMNS = {"float": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+_COLUMNS = {"float": 8, "bfloat16": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class Problem:
     def nheads(self) -> int:
         """Of q."""
         return self.group * self.nheads_k
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.cache not in ("float", "bfloat16")
 
     @property
     def nheads_k(self) -> int:
@@ -108,7 +112,8 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             ),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
-        found = [dataclasses.replace(p, cache=variant["cache"]) for p in found]
+        dtype = torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16
+        found = [dataclasses.replace(p, cache=variant["cache"], dtype=dtype) for p in found]
     else:
         asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
@@ -135,7 +140,7 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     with target.running(variant):
         plans = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))["cache"]
     if p.cache != "float":  # (of few rows, and nothing is appended)
-        return [plans["quantised"][p.cache]]
+        return [plans["quantised"][p.cache] if p.is_quantised else plans[p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -185,7 +190,7 @@ class Inputs:
             cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
                 cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
-            if p.cache == "float":
+            if not p.is_quantised:
                 caches.append(cache.to(p.dtype).to(device))
                 continue
             # NaN becomes codes of NaN or has a scale of NaN
@@ -251,7 +256,7 @@ class Inputs:
     def numbers(self) -> list[Tensor]:
         """Copies of what the caches stand for: quantised ones in float64."""
         caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
-        if format == "float":
+        if not self.problem.is_quantised:
             return [t.clone() for t in caches.values()]
         given = self.options.get
         return [
@@ -325,7 +330,7 @@ def expect(inputs: Inputs) -> Expected:
         out[at] = eager[0].cpu()
         sums = max(sums, rule.forward_sums(ref, tensors[0], tensors[2]))
         tolerance = max(tolerance, rule.lse_tolerance(ref, p.dtype))
-        if p.cache != "float":
+        if p.is_quantised:
             # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
             rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
             largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()
