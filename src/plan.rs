@@ -9,7 +9,7 @@ pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
-use crate::problem::{Attention, MergedStates};
+use crate::problem::{Attention, MergedStates, Window};
 use crate::tuning::{Shape, Tuning};
 use std::cell::Cell;
 use std::fmt;
@@ -106,19 +106,23 @@ pub struct BackwardMode {
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
-    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulator, where there is one
+    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any
     pub prepare: PlannedKernel,
-    /// dk and dv, and dq into its accumulator
+    /// dk and dv, and dq into its accumulators; `rounds` launches of this grid
     pub main: PlannedKernel,
-    /// dq from its accumulator, or, deterministic, computed without one
+    /// dq from its accumulators, or computed without one
     pub finish: PlannedKernel,
-    /// whether these are the kernels without atomics for dq: asked for, or better on this card
+    /// whether each sum has a fixed order: asked for, or better on this card
     pub deterministic: bool,
+    /// launches of `main`, each for the next blocks of keys of every head
+    pub rounds: u32,
+    /// accumulators of dq. 0: it has a kernel of its own
+    pub dq_sums: u32,
     /// how these three lay out the row statistics
     pub scratch: Scratch,
     /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
     pub scratch_rows: i64,
-    /// columns of dq's accumulator; 0: there is none
+    /// columns of dq's accumulators; 0: there are none
     pub headdim_rounded: i64,
 }
 
@@ -289,8 +293,13 @@ fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
 }
 
 /// The grid of a kernel: what its rows are, the pass says.
-fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
-    let (rows, heads) = rows_and_heads(variant, a);
+fn planned(kernel: (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
+    let (rows, heads) = rows_and_heads(kernel.0, a);
+    of_rows(kernel, rows, heads, a)
+}
+
+/// The same of some of its rows.
+fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
     // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
@@ -367,9 +376,38 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
     Ok(planned(small.unwrap_or(large), a))
 }
 
-/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
-/// that has to be deterministic, a kernel of its own computes S and dP again for dq. So it does where the card's tuning says that
-/// this is faster, or that a kernel with atomics failed which no other can replace; the other way round it never goes.
+/// Blocks of keys of a head in each of the main kernel's launches, where a deterministic pass goes by these; and whether that is expected to
+/// be faster than a kernel of its own for dq.
+///
+/// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
+/// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
+/// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
+///   rows of dq that it meets. On a V100 (docs/backward-kernel.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
+/// - the other mode has seven products for five, in one launch, and no accumulator.
+fn blocks_of_a_round(main: &Variant, a: &Attention, d: &DeviceLimits) -> (u32, bool) {
+    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
+    const OTHER_MODE: f64 = 7.0 / 5.0;
+    // fp32, so twice as many times the memory of q
+    const MOST: u64 = 8;
+    let (rows, heads) = rows_and_heads(main, a);
+    let blocks = (rows as u64).div_ceil(main.block_rows.into());
+    let (heads, places) = ((heads * a.batch) as u64, u64::from(d.sms * main.blocks_per_sm));
+    let block_times = |blocks: u64| (blocks * heads).div_ceil(places) as f64;
+    let block_rows = f64::from(main.block_rows);
+    let met = match a.window {
+        Window { left: Some(left), right: Some(right) } => ((left + right) as f64 + block_rows).min(a.seqlen_q as f64),
+        _ => a.seqlen_q as f64,
+    };
+    let of_a_sum = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / places as f64);
+    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + sums as f64 * of_a_sum;
+    let best = (1..=blocks.min(MOST)).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).expect("the problem is not empty");
+    (best as u32, cost(best) < OTHER_MODE * block_times(blocks))
+}
+
+/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order. Where that has to be
+/// deterministic, it is launched several times, so that one block at a time adds to an accumulator, or a kernel of its own computes S
+/// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
+/// kernel with atomics failed which no other can replace; the other way round it never goes.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     backward_among(COMPILED, a, mode, d)
 }
@@ -380,28 +418,57 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
     let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
     let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
     let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));
-    let (deterministic, chosen) = match d.tuning {
-        _ if mode.deterministic => (true, without()?),
-        None => (false, with_atomics()?),
-        Some(tuning) => {
-            let tuned = tuning.without_atomics(&shape, needs).then(|| without().ok()).flatten();
-            match (tuned, tuning.failed().is_empty()) {
-                (Some(chosen), _) => (true, because(chosen, Reason::TunedMode)),
-                (None, true) => (false, with_atomics()?),
-                (None, false) => match with_atomics() {
-                    Ok(chosen) => (false, chosen),
-                    Err(e) => (true, because(without().map_err(|_| e)?, Reason::FailedAvoided)),
-                },
+    let sized = |chosen: Chosen<3>| {
+        chosen.map(|(large, reason)| {
+            let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
+            // why it is this set of kernels at all says more than why the blocks are small
+            let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
+            small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
+        })
+    };
+    // What becomes of dq: all blocks of keys add to one accumulator; in launches of so many blocks each has its own; a kernel computes it.
+    enum Dq {
+        Atomics,
+        Rounds(u32),
+        Own,
+    }
+    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
+    let in_rounds = |is_faster: bool| {
+        let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.in_rounds).map(sized)?;
+        let (blocks, pays) = blocks_of_a_round(chosen[1].0, a, d);
+        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen))
+    };
+    let (dq, chosen) = match (tuned_mode, mode.deterministic) {
+        (Some(chosen), _) => (Dq::Own, sized(because(chosen, Reason::TunedMode))),
+        (None, true) => {
+            let own = without();
+            let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPrepare && reason == Reason::Tuned;
+            let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
+            match if forced { None } else { in_rounds(own.is_ok()) } {
+                Some(found) => found,
+                None => (Dq::Own, sized(own?)),
             }
         }
+        (None, false) => match with_atomics() {
+            Ok(chosen) => (Dq::Atomics, sized(chosen)),
+            Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
+                (Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
+            }
+            Err(e) => return Err(e),
+        },
     };
-    let chosen = chosen.map(|(large, reason)| {
-        let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
-        // why it is this set of kernels at all says more than why the blocks are small
-        let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
-        small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
-    });
-    let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
+    let [prepare, mut main, finish] = chosen.map(|kernel| planned(kernel, a));
+    let (mut rounds, dq_sums) = match dq {
+        Dq::Atomics => (1, 1),
+        Dq::Rounds(blocks) => (1, blocks),
+        Dq::Own => (1, 0),
+    };
+    if let Dq::Rounds(blocks) = dq {
+        let (rows, heads) = rows_and_heads(main.variant, a);
+        let rows_of_a_round = blocks * main.variant.block_rows;
+        rounds = (rows as u64).div_ceil(rows_of_a_round.into()) as u32;
+        main = of_rows((main.variant, main.reason), rows_of_a_round.into(), heads, a);
+    }
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
@@ -413,8 +480,10 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         finish,
         scratch,
         scratch_rows,
-        deterministic,
-        headdim_rounded: if deterministic { 0 } else { main.variant.headdim as i64 },
+        deterministic: !matches!(dq, Dq::Atomics),
+        rounds,
+        dq_sums,
+        headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
     })
 }
 

@@ -341,7 +341,7 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[3].covering(Needs::RAGGED, "volta_bwd_ragged_128", 248),
     MAIN[4].covering(Needs::RAGGED, "volta_bwd_ragged_192", 212),
     MAIN[5].covering(Needs::RAGGED, "volta_bwd_ragged_256", 237),
-    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 40),
+    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 44),
     keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu", 255).covering(Needs::RAGGED, "volta_bwd_ragged_keys_64", 254),
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 214).covering(Needs::RAGGED, "volta_bwd_ragged_keys_128", 228),
     QUERIES[1].covering(Needs::RAGGED, "volta_bwd_ragged_queries_64", 200),
