@@ -84,8 +84,8 @@ def gradients(backend, problem, **options):
 def test_a_tuning_may_take_atomics_away(backend, force, bias):
     """The gradients of the deterministic mode then, to the bit; but for those of a broadcast bias, which entries still share."""
     problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
-    expected = gradients(backend, problem, deterministic=True)
     force(choices=[{"pass": "Backward", "deterministic": True}])
+    expected = gradients(backend, problem, deterministic=True)
     found = plan(device_of(backend))
     assert (found["mode"]["deterministic"], found["backward"]["deterministic"]) == (False, True)
     assert found["backward"]["main"]["reason"] == "tuned: faster without atomics"
