@@ -68,7 +68,8 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
             BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
             _ => "backward".into(),
         };
-        let kernels = [planned.prepare, planned.main, planned.finish].map(|k| kernel(&k, a.batch)).join(", ");
+        let in_order = [Some(planned.prepare), Some(planned.main), planned.tail.map(|tail| tail.kernel), Some(planned.finish)];
+        let kernels = in_order.iter().flatten().map(|k| kernel(k, a.batch)).collect::<Vec<_>>().join(", ");
         once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
     }
     Ok(())

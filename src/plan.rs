@@ -55,6 +55,8 @@ pub enum Reason {
     Resident,
     /// it has smaller blocks than the cheapest, and no more of them
     NoMoreBlocks,
+    /// it has smaller blocks than the kernel before, and all of the last rows' run at once
+    Tail,
     /// it has smaller blocks than the cheapest, and an SM gets so many fewer rows by them that it pays
     FewerRows,
     /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
@@ -73,6 +75,7 @@ impl fmt::Display for Reason {
             Reason::Cheapest => "the cheapest that covers it",
             Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
             Reason::Resident => "smaller blocks, since all run at once",
+            Reason::Tail => "smaller blocks for the last rows, since all run at once",
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
@@ -116,6 +119,8 @@ pub struct BackwardPlan {
     pub deterministic: bool,
     /// launches of `main`, each for the next blocks of keys of every head
     pub rounds: u32,
+    /// the last keys of every head, where they would be a round of their own of large blocks
+    pub tail: Option<Tail>,
     /// accumulators of dq. 0: it has a kernel of its own
     pub dq_sums: u32,
     /// how these three lay out the row statistics
@@ -124,6 +129,15 @@ pub struct BackwardPlan {
     pub scratch_rows: i64,
     /// columns of dq's accumulators; 0: there are none
     pub headdim_rounded: i64,
+}
+
+/// A last launch with smaller blocks than those before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tail {
+    /// for all blocks from the first on
+    pub kernel: PlannedKernel,
+    /// number of its first block of keys
+    pub first_block: u32,
 }
 
 /// The largest grid in y and z that CUDA allows.
@@ -319,6 +333,15 @@ fn scratch(variant: &Variant) -> Scratch {
     variant.family.scratch.expect("a family with backward kernels says how their scratch memory lies")
 }
 
+/// Variants that differ in the size of blocks alone.
+fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> impl Iterator<Item = &'static Variant> {
+    let d = *d;
+    kernels
+        .of(&large.family, large.pass)
+        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(move |v| v.shared_bytes <= d.shared_bytes_per_block && !d.tuning.is_some_and(|t| t.has_failed(v)))
+}
+
 /// The variant of the same headdims with smaller blocks, where its grid
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
@@ -340,28 +363,23 @@ fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceL
     };
     // 32 rows a warp instead of 48 are 10% slower, 16 are 25 to 30%
     const WORTH_IT: (u64, u64) = (7, 10);
-    kernels
-        .of(&large.family, large.pass)
-        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
-        .filter(|v| v.shared_bytes <= d.shared_bytes_per_block)
-        .filter(|v| !d.tuning.is_some_and(|t| t.has_failed(v)))
-        .fold(None, |best: Option<(&'static Variant, Reason)>, v| {
-            let now = best.map_or(large, |(now, _)| now);
-            let reason = if v.block_rows >= now.block_rows {
-                None
-            } else if blocks(v) <= (d.sms * v.blocks_per_sm) as u64 {
-                Some(Reason::Resident)
-            } else if blocks(v) <= blocks(now) {
-                Some(Reason::NoMoreBlocks)
-            } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
-                Some(Reason::FewerRows)
-            } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
-                Some(Reason::ShorterLongest)
-            } else {
-                None
-            };
-            reason.map(|reason| (v, reason)).or(best)
-        })
+    of_all_sizes(kernels, large, d).fold(None, |best: Option<(&'static Variant, Reason)>, v| {
+        let now = best.map_or(large, |(now, _)| now);
+        let reason = if v.block_rows >= now.block_rows {
+            None
+        } else if blocks(v) <= (d.sms * v.blocks_per_sm) as u64 {
+            Some(Reason::Resident)
+        } else if blocks(v) <= blocks(now) {
+            Some(Reason::NoMoreBlocks)
+        } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
+            Some(Reason::FewerRows)
+        } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
+            Some(Reason::ShorterLongest)
+        } else {
+            None
+        };
+        reason.map(|reason| (v, reason)).or(best)
+    })
 }
 
 /// Plan the forward pass of a non-empty problem.
@@ -376,22 +394,44 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
     Ok(planned(small.unwrap_or(large), a))
 }
 
+/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/backward-kernel.md).
+const TAIL: f64 = 0.67;
+
+/// Blocks of keys of a head that a GPU is done with in one round less than with all, and the smaller variant, where that takes the rest in
+/// one round. Not under a causal mask, whose last blocks are short.
+fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
+    let (rows, heads) = rows_and_heads(main, a);
+    let heads = (heads * a.batch) as u64;
+    let blocks = (rows as u64).div_ceil(main.block_rows.into());
+    let before = ((blocks * heads).div_ceil(places(main, d)) - 1) * places(main, d) / heads;
+    let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
+    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= places(v, d);
+    if before == 0 || a.window.right.is_some() {
+        return None;
+    }
+    of_all_sizes(kernels, main, d).find(|v| fits(v)).map(|v| (before, v))
+}
+
+/// Blocks that run at once.
+fn places(v: &Variant, d: &DeviceLimits) -> u64 {
+    u64::from(d.sms * v.blocks_per_sm)
+}
+
 /// Blocks of keys of a head in each of the main kernel's launches, where a deterministic pass goes by these; and whether that is expected to
-/// be faster than a kernel of its own for dq.
+/// be faster than a kernel of its own for dq. `blocks` are a head's, behind which a tail has `tail` more.
 ///
 /// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
 /// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
 /// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
 ///   rows of dq that it meets. On a V100 (docs/backward-kernel.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
 /// - the other mode has seven products for five, in one launch, and no accumulator.
-fn blocks_of_a_round(main: &Variant, a: &Attention, d: &DeviceLimits) -> (u32, bool) {
+fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
     const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
     const OTHER_MODE: f64 = 7.0 / 5.0;
     // fp32, so twice as many times the memory of q
     const MOST: u64 = 8;
     let (rows, heads) = rows_and_heads(main, a);
-    let blocks = (rows as u64).div_ceil(main.block_rows.into());
-    let (heads, places) = ((heads * a.batch) as u64, u64::from(d.sms * main.blocks_per_sm));
+    let (heads, places) = ((heads * a.batch) as u64, places(main, d));
     let block_times = |blocks: u64| (blocks * heads).div_ceil(places) as f64;
     let block_rows = f64::from(main.block_rows);
     let met = match a.window {
@@ -399,9 +439,13 @@ fn blocks_of_a_round(main: &Variant, a: &Attention, d: &DeviceLimits) -> (u32, b
         _ => a.seqlen_q as f64,
     };
     let of_a_sum = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / places as f64);
-    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + sums as f64 * of_a_sum;
-    let best = (1..=blocks.min(MOST)).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).expect("the problem is not empty");
-    (best as u32, cost(best) < OTHER_MODE * block_times(blocks))
+    let of_tail = if tail > 0 { TAIL } else { 0.0 };
+    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * of_a_sum;
+    // a tail begins where a launch ends, and has sums for its blocks
+    let possible = (1..=blocks.min(MOST)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
+    let all = (rows as u64).div_ceil(main.block_rows.into());
+    Some((best as u32, cost(best) < OTHER_MODE * block_times(all)))
 }
 
 /// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order. Where that has to be
@@ -432,43 +476,66 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         Rounds(u32),
         Own,
     }
+    // large blocks of a head, and a variant with as many small blocks behind them
+    let split = |(main, reason): (&'static Variant, Reason), with_tail: bool| {
+        let (rows, _) = rows_and_heads(main, a);
+        let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(kernels, main, a, d) } else { None };
+        match found {
+            Some((before, v)) => {
+                let rest = rows as u64 - before * u64::from(main.block_rows);
+                (before, Some((v, rest.div_ceil(v.block_rows.into()))))
+            }
+            None => ((rows as u64).div_ceil(main.block_rows.into()), None),
+        }
+    };
     let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
     let in_rounds = |is_faster: bool| {
         let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.in_rounds).map(sized)?;
-        let (blocks, pays) = blocks_of_a_round(chosen[1].0, a, d);
-        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen))
+        let main = chosen[1];
+        let (found, parts) = [true, false].into_iter().find_map(|with_tail| {
+            let parts @ (blocks, tail) = split(main, with_tail);
+            Some((blocks_of_a_round(main.0, blocks, tail.map_or(0, |(_, n)| n), a, d)?, parts))
+        })?;
+        let (blocks, pays) = found;
+        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen, parts))
     };
-    let (dq, chosen) = match (tuned_mode, mode.deterministic) {
-        (Some(chosen), _) => (Dq::Own, sized(because(chosen, Reason::TunedMode))),
+    let whole = |dq, chosen: Chosen<3>| (dq, chosen, split(chosen[1], false));
+    let (dq, chosen, (blocks, tail)) = match (tuned_mode, mode.deterministic) {
+        (Some(chosen), _) => whole(Dq::Own, sized(because(chosen, Reason::TunedMode))),
         (None, true) => {
             let own = without();
             let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPrepare && reason == Reason::Tuned;
             let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
             match if forced { None } else { in_rounds(own.is_ok()) } {
                 Some(found) => found,
-                None => (Dq::Own, sized(own?)),
+                None => whole(Dq::Own, sized(own?)),
             }
         }
         (None, false) => match with_atomics() {
-            Ok(chosen) => (Dq::Atomics, sized(chosen)),
+            Ok(chosen) => {
+                let chosen = sized(chosen);
+                (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.in_rounds))
+            }
             Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
-                (Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
+                whole(Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
             }
             Err(e) => return Err(e),
         },
     };
-    let [prepare, mut main, finish] = chosen.map(|kernel| planned(kernel, a));
-    let (mut rounds, dq_sums) = match dq {
-        Dq::Atomics => (1, 1),
-        Dq::Rounds(blocks) => (1, blocks),
-        Dq::Own => (1, 0),
+    let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
+    let (of_a_round, dq_sums) = match dq {
+        Dq::Atomics => (blocks as u32, 1),
+        Dq::Rounds(blocks) => (blocks, blocks),
+        Dq::Own => (blocks as u32, 0),
     };
-    if let Dq::Rounds(blocks) = dq {
-        let (rows, heads) = rows_and_heads(main.variant, a);
-        let rows_of_a_round = blocks * main.variant.block_rows;
-        rounds = (rows as u64).div_ceil(rows_of_a_round.into()) as u32;
-        main = of_rows((main.variant, main.reason), rows_of_a_round.into(), heads, a);
-    }
+    let (_, heads) = rows_and_heads(main.variant, a);
+    let of_blocks = |kernel: (&'static Variant, Reason), blocks: u32| of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, a);
+    let main = of_blocks((main.variant, main.reason), of_a_round);
+    let tail = tail.map(|(v, n)| Tail {
+        kernel: of_blocks((v, Reason::Tail), n as u32),
+        first_block: (blocks * u64::from(main.variant.block_rows / v.block_rows)) as u32,
+    });
+    let rounds = (blocks as u32).div_ceil(of_a_round);
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
@@ -482,6 +549,7 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         scratch_rows,
         deterministic: !matches!(dq, Dq::Atomics),
         rounds,
+        tail,
         dq_sums,
         headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
     })

@@ -128,6 +128,10 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             params.first_key_block = (round * plan.dq_sums) as i32;
             run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
         }
+        if let Some(tail) = &plan.tail {
+            params.first_key_block = tail.first_block as i32;
+            run(launcher, &tail.kernel, batches, bytes_of(&params), &ranges)?;
+        }
         run(launcher, &plan.finish, batches, bytes_of(&params), &ranges)?;
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
