@@ -113,7 +113,8 @@ fn the_order_of_a_grid() {
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
-    for (right, expected) in [(None, [16, 3]), (Some(0), [3, 16])] {
+    // (not causal, the last keys are another launch's)
+    for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         assert_eq!((plan.prepare.blocks[1], plan.main.blocks, plan.finish.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
@@ -224,7 +225,7 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
     let own = tuned(&[], &[r#""pass": "Backward", "deterministic": true"#]);
     for headdim in [32, 64, 96, 128, 192, 256] {
         // enough heads for large blocks
-        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 700, headdim, headdim) };
+        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
         assert_eq!((p.headdim_rounded, p.dq_sums, p.rounds), (0, 0, 1));
@@ -245,7 +246,7 @@ fn the_deterministic_backward_goes_in_rounds() {
     for (nheads, seqlen, headdim, rounds, sums) in [
         // 160 places: as many heads and sums fill them
         (40, 2048, 64, 4, 4),
-        (32, 2048, 64, 4, 4),
+        (32, 2048, 64, 3, 5),
         (160, 2048, 64, 16, 1),
         (200, 2048, 64, 4, 4),
         // 80 places
@@ -260,6 +261,9 @@ fn the_deterministic_backward_goes_in_rounds() {
         assert_eq!((p.rounds, p.dq_sums, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
+        let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
+        assert_eq!(p.tail.map(|tail| tail.first_block), default.tail.map(|tail| tail.first_block));
+        assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
         let kernels = |p: &plan::BackwardPlan| [p.prepare, p.main, p.finish].map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
         assert_eq!((p.headdim_rounded, default.rounds, default.dq_sums), (default.headdim_rounded, 1, 1));
@@ -279,6 +283,41 @@ fn the_deterministic_backward_goes_in_rounds() {
     // where a kernel for dq failed, in rounds whatever it costs
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardQueries), &[])).dq_sums > 0);
+}
+
+/// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
+#[test]
+fn the_tail_of_a_grid() {
+    let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+    let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
+    for (a, main, tail) in [
+        (with(32, 2048, 64), 15, 2),  // 3.2 rounds of 160 blocks
+        (with(40, 1111, 64), 8, 2),   // 2.25
+        (with(40, 1111, 128), 8, 2),  // 4.5 of 80
+        (with(32, 2048, 128), 15, 2), // 6.4
+        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, of which 80 run at once
+    ] {
+        let p = planned(&a);
+        if tail == 0 {
+            assert_eq!((p.tail, i64::from(p.main.blocks[0])), (None, (a.seqlen_k + 127) / 128));
+            continue;
+        }
+        let found = p.tail.unwrap();
+        assert_eq!((p.main.blocks[0], found.kernel.blocks[0], found.kernel.reason), (main, tail, Reason::Tail), "{a:?}");
+        let (large, small) = (p.main.variant.block_rows, found.kernel.variant.block_rows);
+        assert!(small < large && found.first_block * small == main * large, "it goes on where the others end");
+        assert!(i64::from(main * large) < a.seqlen_k && i64::from(main * large + tail * small) >= a.seqlen_k);
+    }
+    for whole in [
+        with(40, 2048, 64),  // 4 rounds
+        with(8, 1024, 64),   // one
+        with(32, 2048, 256), // has no smaller blocks
+        Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
+    ] {
+        assert_eq!(planned(&whole).tail, None);
+    }
+    // small blocks are what failed
+    assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
 }
 
 /// Plain kernels write fp16 only.
