@@ -17,7 +17,7 @@ the pass: backward's includes the row statistics, the zeroing and the conversion
     pipes                        of the main kernel, with the default model: the share of time that parts of an SM are busy
     waits                        of the main kernel, with the default model: what warps that do not issue wait for, of all warps' time
 The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient;
-deterministic is a backward pass without atomics. One more table has each as a share of plain, the same shape without it.
+deterministic is a backward pass whose sums have a fixed order. One more table has each as a share of plain, the same shape without it.
 Of a Turing chip, which has one head for each SM in all plain cases, a first table has the shares of the tensor pipe at N=4096.
 Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
 in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
