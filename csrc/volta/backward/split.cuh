@@ -13,6 +13,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/dropped_keys.cuh"
@@ -124,8 +125,13 @@ struct BackwardSplit {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
             multiply(x, probabilities);
-            if (kHasBias && p.dbias)
-                add_bias_gradient(x, p, head, Place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m));
+            if (kHasBias && p.dbias) {
+                const Place place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m);
+                if (p.dbias_is_fp16)
+                    store_bias_gradient(pack_tile(x), p, head, place);
+                else
+                    add_bias_gradient(x, p, head, place);
+            }
             if (asks_for_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
             // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);

@@ -351,7 +351,7 @@ pub const BACKWARD: &[Variant] = &[
     with(Need::Alibi, "volta_bwd_alibi_64", MAIN[1], 255),
     with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 236),
     with(Need::Bias, "volta_bwd_bias_64", MAIN[1], 255),
-    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 242),
+    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 244),
     with(Need::Dropout, "volta_bwd_dropout_64", MAIN[1], 254),
     with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 238),
     GENERAL[0],
