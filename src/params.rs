@@ -329,6 +329,9 @@ pub struct BwdParams {
     pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for
     pub dbias: *mut f32,
+    /// not 0: it is fp16, whatever the pointer's type says, and each element is stored once; rows lie contiguous then, and seqlen_k is
+    /// even. 0 for families that do not say otherwise (`Family::stores_dbias`)
+    pub dbias_is_fp16: i32,
     /// from one entry to the next
     pub dbias_batch_stride: i64,
     /// from one query head to the next

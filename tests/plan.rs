@@ -513,6 +513,7 @@ const TURING: Family = Family {
     scratch: None,
     either_order: &[],
     in_rounds: false,
+    stores_dbias: false,
 };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };

@@ -20,6 +20,7 @@ pub const TURING: Family = Family {
     threads: 1024,
     either_order: &[Pass::Forward],
     in_rounds: false,
+    stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

@@ -32,4 +32,5 @@ pub const VOLTA: Family = Family {
     }),
     either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardKeys],
     in_rounds: true,
+    stores_dbias: true,
 };
