@@ -7,7 +7,7 @@ Simulated, one SM's share of the launch is timed by the cycle (tools/volta-sim),
 which stand for a loaded memory. Nothing is measured then: the share is that of the model's DRAM rate. The blocks of one SM are
 simulated, so the merge of partial results, which the last of several SMs' blocks does, is not in these times; nor is the launch.
 
-Caches are fp16, (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to reach.
+Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to reach.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Case:
     seqlen_q: int = 1
     page: int = 16
     kv_dtype: str = ""  # of a quantised cache
+    bfloat: bool = False  # bf16 instead of fp16
     bar: float = 0.0  # with the model's latency
     slow_bar: float = 0.0
 
@@ -61,7 +62,7 @@ class Case:
         longest, batch = max(self.lengths), len(self.lengths)
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
-        kind = f"{self.kv_dtype}, " if self.kv_dtype else ""
+        kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
         return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
 
 
@@ -96,7 +97,8 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # no time depends on the values
-    k, v = (_aligned(shape, device).fill_(0.01) for _ in "kv")
+    dtype = torch.bfloat16 if case.bfloat else torch.float16
+    k, v = (_aligned(shape, device, dtype).fill_(0.01) for _ in "kv")
     options: dict = {}
     if case.kv_dtype:
         like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
@@ -113,7 +115,7 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
     for row, n, own in zip(table, pages, numbers.split(pages)):
         row[:n] = own
-    q = _aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), device).fill_(0.01)
+    q = _aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), device, dtype).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
@@ -155,12 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantised", action="store_true", help="int8, int4 and fp8 caches")
+    parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
-    every = quantised_cases() if options.quantised else cases(options.all)
+    every = quantised_cases() if options.quantised else (replace(case, bfloat=options.bfloat) for case in cases(options.all))
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
     if options.device == "cuda":
