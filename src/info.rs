@@ -250,6 +250,9 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "main": described(backward.main),
             "finish": described(backward.finish),
             "deterministic": backward.deterministic,
+            "rounds": backward.rounds,
+            "tail": backward.tail.map(|tail| described(tail.kernel)),
+            "dq_sums": backward.dq_sums,
         },
         "cache": cached(&a, mode, &limits, on_grid),
     }))

@@ -303,9 +303,15 @@ pub struct BwdParams {
     pub softmax_lse: *const f32,
     /// scratch: statistics of query rows, fp32, laid out as the family says (`Scratch` in src/kernels/variants.rs)
     pub row_stats: *mut f32,
-    /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare; not there in the
-    /// deterministic mode
+    /// scratch: (dq_sums, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare and added up by finish; not
+    /// there where dq has a kernel of its own
     pub dq_accum: *mut f32,
+    /// from what one of a launch's blocks of keys adds to to what the next does: 0 where all add to one accumulator
+    pub dq_sum_stride: i64,
+    /// accumulators
+    pub dq_sums: i32,
+    /// the main kernel's: which block of keys this launch's first is
+    pub first_key_block: i32,
     /// seqlen_q rounded up to the query tile
     pub seqlen_q_rounded: i32,
     /// headdim rounded up to the variant's; 0 without an accumulator

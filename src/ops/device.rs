@@ -63,13 +63,13 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
-    // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
+    // The scratch memory, O(seqlen): statistics of each row, and sums of dq in fp32.
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
-    let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
+    let dq_accum = empty(&[i64::from(plan.dq_sums), entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
     let mut ranges = vec![
@@ -91,7 +91,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let params = BwdParams {
+        let mut params = BwdParams {
             dout: operand(&dout, first),
             q: operand(q, first),
             k: operand(k, first),
@@ -103,6 +103,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             softmax_lse: lse_at(&softmax_lse, a, first),
             row_stats: at(&row_stats, 0),
             dq_accum: at(&dq_accum, 0),
+            dq_sum_stride: if plan.dq_sums > 1 { entries * a.nheads * rows * columns } else { 0 },
+            dq_sums: plan.dq_sums as i32,
+            first_key_block: 0,
             seqlen_q_rounded: rows as i32,
             headdim_rounded: columns as i32,
             problem: plan::problem_block(a, batches),
@@ -120,9 +123,16 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             // what this launch does not write, rows between packed sequences and those of launches before: no probability
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
-        for planned in [&plan.prepare, &plan.main, &plan.finish] {
-            run(launcher, planned, batches, bytes_of(&params), &ranges)?;
+        run(launcher, &plan.prepare, batches, bytes_of(&params), &ranges)?;
+        for round in 0..plan.rounds {
+            params.first_key_block = (round * plan.dq_sums) as i32;
+            run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
         }
+        if let Some(tail) = &plan.tail {
+            params.first_key_block = tail.first_block as i32;
+            run(launcher, &tail.kernel, batches, bytes_of(&params), &ranges)?;
+        }
+        run(launcher, &plan.finish, batches, bytes_of(&params), &ranges)?;
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
         }

@@ -144,7 +144,7 @@ struct BackwardSplit {
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (kRagged && first_key >= sequence.stored_k()) return;
+        if (first_key >= sequence.stored_k()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
         load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
@@ -178,7 +178,7 @@ struct BackwardSplit {
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats =
                 pinned(p.row_stats + head_row * RowStats::kRowFloats + (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
-            float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
+            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
