@@ -7,8 +7,9 @@ Simulated, one SM's share of the launch is timed by the cycle (tools/volta-sim),
 which stand for a loaded memory. Nothing is measured then: the share is that of the model's DRAM rate. The blocks of one SM are
 simulated, so the merge of partial results, which the last of several SMs' blocks does, is not in these times; nor is the launch.
 
-Caches are fp16, (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to reach. Measured,
-these are shares of the copy kernel's rate; PyTorch's attention has the same keys in one dense tensor, without pages and lengths.
+Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to
+reach. Measured, these are shares of the copy kernel's rate; PyTorch's attention has the same keys in one dense tensor, without pages and
+lengths.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ class Case:
     seqlen_q: int = 1
     page: int = 16
     kv_dtype: str = ""  # of a quantised cache
+    bfloat: bool = False  # bf16 instead of fp16
     bar: float = 0.0  # with the model's latency
     slow_bar: float = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, and of a cache that is not quantised."""
+        return torch.bfloat16 if self.bfloat else torch.float16
 
     @property
     def nheads_k(self) -> int:
@@ -63,7 +70,7 @@ class Case:
         longest, batch = max(self.lengths), len(self.lengths)
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
-        kind = f"{self.kv_dtype}, " if self.kv_dtype else ""
+        kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
         return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
 
 
@@ -108,7 +115,8 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # no time depends on the values
-    k, v = (aligned(shape, torch.float16, device).fill_(0.01) for _ in "kv")
+    dtype = case.dtype
+    k, v = (aligned(shape, dtype, device).fill_(0.01) for _ in "kv")
     options: dict = {}
     if case.kv_dtype:
         like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
@@ -125,7 +133,7 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
     for row, n, own in zip(table, pages, numbers.split(pages)):
         row[:n] = own
-    q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), torch.float16, device).fill_(0.01)
+    q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), dtype, device).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
 
@@ -152,8 +160,8 @@ def measure_pytorch(case: Case) -> dict[str, float]:
     if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype:
         return {}
     shape = (len(case.lengths), case.nheads_k, case.lengths[0], case.headdim)
-    k, v = (torch.full(shape, 0.01, device="cuda", dtype=torch.float16) for _ in "kv")
-    q = torch.full((shape[0], case.nheads_k * case.group, 1, case.headdim), 0.01, device="cuda", dtype=torch.float16)
+    k, v = (torch.full(shape, 0.01, device="cuda", dtype=case.dtype) for _ in "kv")
+    q = torch.full((shape[0], case.nheads_k * case.group, 1, case.headdim), 0.01, device="cuda", dtype=case.dtype)
     found = {}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
@@ -177,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantised", action="store_true", help="int8, int4 and fp8 caches")
+    parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
@@ -184,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
     measured = options.device == "cuda"
     every = quantised_cases() if options.quantised else measured_cases() if measured else cases(options.all)
+    every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
     if measured:

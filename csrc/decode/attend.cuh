@@ -130,7 +130,7 @@ struct Attend {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kParts = Warps / RowGroups;
     // Two beside each other find each other's bytes in the first cache; more share what they load.
-    static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised && !kBfloat;
+    static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
@@ -184,7 +184,7 @@ struct Attend {
                     steps.keys(k[0]);
                 }
                 float2 x[kTiles][RowTiles];
-                if constexpr (kBfloat) {
+                if constexpr (kBfloat && !kShares) {
 #pragma unroll
                     for (int tile = 0; tile < kTiles; tile++) keys_of_bfloat(k[tile]);
                 }
@@ -444,8 +444,7 @@ private:
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
                 x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
-                if constexpr (kBfloat)
-                    x = make_uint4(half_of_bfloat(x.x), half_of_bfloat(x.y), half_of_bfloat(x.z), half_of_bfloat(x.w));
+                if constexpr (kBfloat) x = halves_of_bfloat(x);
                 q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
             }
         }

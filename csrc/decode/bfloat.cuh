@@ -17,6 +17,9 @@ __device__ __forceinline__ unsigned half_of_bfloat(unsigned packed) {
     const float2 x = bfloat_to_float2(packed);
     return saturated_half2(x.x, x.y);
 }
+__device__ __forceinline__ uint4 halves_of_bfloat(const uint4& x) {
+    return make_uint4(half_of_bfloat(x.x), half_of_bfloat(x.y), half_of_bfloat(x.z), half_of_bfloat(x.w));
+}
 template <int Units, int Spread>
 __device__ __forceinline__ void keys_of_bfloat(Columns<Units, Spread>& k) {
 #pragma unroll

@@ -61,6 +61,7 @@ class Problem:
 
     @property
     def is_quantised(self) -> bool:
+        """Whether what the cache has stands for other numbers."""
         return self.cache not in ("float", "bfloat16")
 
     @property
