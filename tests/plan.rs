@@ -71,7 +71,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
-const CACHED: [Pass; 4] = [Pass::Append, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
+const CACHED: [Pass; 5] = [Pass::Append, Pass::Convert, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
