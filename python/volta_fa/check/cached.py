@@ -74,7 +74,7 @@ class Problem:
     @property
     def is_converted(self) -> bool:
         """Whether kernels get a quantised cache as numbers of the dtype: where a sequence has more rows than decode takes."""
-        return self.cache != "float" and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
+        return self.is_quantised and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
 
     @property
     def needs(self) -> list[str]:
