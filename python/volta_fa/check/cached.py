@@ -119,12 +119,12 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
         queries = max(rows // 8, 1)
+        # fp16's sequences of more rows are prefill's, beside decode, and of other caches the whole call is others'
+        more = queries + 2 if variant["cache"] == "float" else min(queries + 2, _DECODE_ROWS // group)
         less = _COLUMNS[variant["cache"]]
         found = [
             Problem(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group),
-            Problem(
-                ((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50
-            ),
+            Problem(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
         dtype = torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16
