@@ -329,6 +329,9 @@ pub struct BwdParams {
     pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for
     pub dbias: *mut f32,
+    /// not 0: it is fp16, whatever the pointer's type says, and each element is stored once; rows lie contiguous then, and seqlen_k is
+    /// even. 0 for families that do not say otherwise (`Family::stores_dbias`)
+    pub dbias_is_fp16: i32,
     /// from one entry to the next
     pub dbias_batch_stride: i64,
     /// from one query head to the next
@@ -423,4 +426,27 @@ pub struct AppendParams {
     pub rotary_element: ElementType,
     /// of a quantised cache: int8's and int4's are written
     pub scales: CacheScales,
+}
+
+/// Parameter block of the kernel that makes numbers of a quantised KV cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertParams {
+    /// what is read
+    pub cache: Cache,
+    /// what is written, of `element`: (batch, seqlen_k, nheads_k, headdim), from the first token of each sequence on
+    pub k: Output,
+    /// (batch, seqlen_k, nheads_k, headdim_v), the same
+    pub v: Output,
+    /// (batch): tokens of each sequence; -1 where lengths cannot be, or a page is not there whose tokens a query sees.
+    /// Null: nobody asks
+    pub seqused_k: *mut i32,
+    /// the sizes, and window_left; headdims need not be multiples of 8
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// with the format
+    pub scales: CacheScales,
+    /// fp16 or bf16
+    pub element: ElementType,
 }

@@ -587,14 +587,31 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    let rows_in_all = rows.saturating_mul(nheads_k);
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
-    let shape =
-        Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache, rows_before_keys: 0 };
     remembered(&LAST, (rows, nheads_k), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+        let [kernel] = choose(COMPILED, [Pass::Append], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
+}
+
+/// Plan the kernel that makes numbers of a quantised KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
+pub fn convert(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(COMPILED, [Pass::Convert], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+    Ok(on_grid(kernel, rows, nheads_k))
+}
+
+/// A pass over tokens of a KV cache, whatever their headdim and format.
+fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
+    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    Shape {
+        headdim,
+        headdim_v,
+        seqlen_q: rows,
+        seqlen_k: rows,
+        rows: rows.saturating_mul(nheads_k),
+        is_causal: None,
+        cache,
+        rows_before_keys: 0,
+    }
 }
 
 /// What was asked last, of which device and tuning (which live as long as the process), and the plan.

@@ -71,7 +71,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
-const CACHED: [Pass; 4] = [Pass::Append, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
+const CACHED: [Pass; 5] = [Pass::Append, Pass::Convert, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -513,6 +513,7 @@ const TURING: Family = Family {
     scratch: None,
     either_order: &[],
     in_rounds: false,
+    stores_dbias: false,
 };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };

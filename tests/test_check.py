@@ -70,6 +70,8 @@ def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
         assert status == 0, capsys.readouterr().out
         assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
     assert "volta KV cache, append" in capsys.readouterr().out
+    status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_convert")
+    assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
 
 
 @pytest.mark.cuda

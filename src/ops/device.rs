@@ -8,7 +8,7 @@ use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
 use crate::log;
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
-use crate::problem::Attention;
+use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
 use tch::{Kind, Tensor};
 
@@ -71,7 +71,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_sums), entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
-    let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
+    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| has_scores_of_its_own(b, a));
+    let dbias = match bias {
+        Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
+        bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
+    };
     let mut ranges = vec![
         memory_range("dout", &dout, false),
         memory_range("out", &out, false),
@@ -83,10 +87,15 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         memory_range("dq_accum", &dq_accum, true),
     ];
     ranges.extend(parameters::ranges(inputs));
+    let dbias_range = dbias.as_ref().map(|t| memory_range("dattn_bias", t, true));
+    ranges.extend(dbias_range.clone().filter(|_| stores_dbias));
     launcher.begin(&ranges);
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
-    ranges.extend(dbias.as_ref().map(|t| memory_range("dattn_bias", t, true)));
+    ranges.extend(dbias_range.filter(|_| !stores_dbias));
+    if let Some(dbias) = dbias.as_ref().filter(|_| stores_dbias && !every_score_is_met(a)) {
+        let _ = dbias.shallow_clone().f_zero_()?;
+    }
     let sinks = inputs.options.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
@@ -113,7 +122,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             gradients_are_bf16: mode.bf16_gradients as i32,
             lengths: lengths(inputs, a, first, rows),
             score_options: score_options(inputs, a, first),
-            dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),
+            dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| match stores_dbias {
+                true => (t.data_ptr() as *mut u16).wrapping_offset((first * dbias_batch) as isize).cast(),
+                false => at(t, first * dbias_batch),
+            }),
+            dbias_is_fp16: stores_dbias as i32,
             dbias_batch_stride: dbias_batch,
             dbias_head_stride: dbias_head,
             dbias_row_stride: dbias_row,
@@ -155,6 +168,17 @@ fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
         }
     }
     Ok(())
+}
+
+/// Whether each element of the bias, and of its fp16 gradient, belongs to one score, of which two neighbours are stored together. (Where
+/// lengths are in memory, one of them may be beyond the end.)
+fn has_scores_of_its_own(bias: &Tensor, a: &Attention) -> bool {
+    !a.is_ragged() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
+}
+
+/// Whether no mask keeps a block from any row.
+fn every_score_is_met(a: &Attention) -> bool {
+    a.window == Window { left: None, right: None }
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where

@@ -1,6 +1,7 @@
 //! `volta_fa::fwd_kvcache`: attention of new queries over keys and values in a cache, to which more may be appended first.
 
 mod append;
+mod converted;
 mod device;
 mod gathered;
 pub(crate) mod mla;
@@ -55,7 +56,7 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
             } else if readable(call, &a) {
                 device::attend(&q, call, &a, &*launcher)
             } else {
-                gathered::attend(&q, call, &a, seqlen_k)
+                gathered::attend(&q, call, &a, seqlen_k, sequences.as_deref(), &*launcher)
             }
         }
         _ => gathered::forward(call, &a, seqlen_k),
