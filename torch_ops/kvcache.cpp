@@ -79,7 +79,7 @@ const c10::TypedOperatorHandle<AppendOp>& append_op() {
 }
 
 // Autograd: there are no gradients, and whoever asks for one is told. PyTorch's own fallback says the same, but it looks at the
-// schema in each call, a sixth of a decode step's time on the host.
+// schema in each call, an eighth of what a decode step's call is on the host.
 constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {

@@ -124,7 +124,7 @@ fn check_ints(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what
 /// What the tensors of q, and of k and v to append, have in common: sizes, packed or not.
 fn check_new(name: &str, d: &TensorDesc, q: &TensorDesc, cu_seqlens: Option<&str>, backend: Backend) -> Result<Sizes> {
     let wrong = |allowed: String| Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), allowed));
-    let sizes = match (cu_seqlens, d.sizes.as_slice()) {
+    let sizes = match (cu_seqlens, &d.sizes[..]) {
         (None, &[batch, rows, nheads, headdim]) => Sizes { batch, rows, nheads, headdim },
         (Some(_), &[rows, nheads, headdim]) => Sizes { batch: 0, rows, nheads, headdim },
         (None, _) => return wrong("rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs cu_seqlens_q".into()),
@@ -143,7 +143,7 @@ fn check_new(name: &str, d: &TensorDesc, q: &TensorDesc, cu_seqlens: Option<&str
 
 /// A cache: (entries or pages, rows, nheads_k, headdim).
 fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend: Backend) -> Result<[i64; 4]> {
-    let Ok(sizes) = <[i64; 4]>::try_from(d.sizes.as_slice()) else {
+    let Ok(sizes) = <[i64; 4]>::try_from(&d.sizes[..]) else {
         let layout = match paged {
             true => "(pages, page_size, nheads_k, headdim), since block_table is given",
             false => "(batch, seqlen, nheads_k, headdim); pages (pages, page_size, nheads_k, headdim) need a block_table",
