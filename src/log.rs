@@ -63,8 +63,13 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 /// The three kernels of a backward pass, in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     if enabled()? {
-        let atomics = if planned.deterministic { "backward without atomics" } else { "backward" };
-        let kernels = [planned.prepare, planned.main, planned.finish].map(|k| kernel(&k, a.batch)).join(", ");
+        let atomics = match planned {
+            BackwardPlan { dq_sums: 0, .. } => "backward without atomics".to_string(),
+            BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
+            _ => "backward".into(),
+        };
+        let in_order = [Some(planned.prepare), Some(planned.main), planned.tail.map(|tail| tail.kernel), Some(planned.finish)];
+        let kernels = in_order.iter().flatten().map(|k| kernel(k, a.batch)).collect::<Vec<_>>().join(", ");
         once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
     }
     Ok(())

@@ -126,7 +126,7 @@ def test_each_kernel_gets_problems_that_it_runs():
                 assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
 
 
-def test_kernels_of_quantised_caches_and_of_latents_really_run():
+def test_kernels_of_other_caches_and_of_latents_really_run():
     """(Of latents `_plan` does not know, and of a quantised cache in rows off 16 bytes kernels would get a copy in fp16.)"""
     need("sim")
     listed = [v for v in SIMULATED if v["pass"] == "DecodeLatents" or (v["cache"] != "float" and v["headdim"] == 64)]

@@ -79,6 +79,17 @@ def test_quantize(kv_dtype, dtype):
             assert math.isnan(found[3, 1, 5]) if math.isnan(bad) else found[3, 1, 5] == math.copysign(largest, bad)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cuda")
+def test_same_bits_as_on_the_cpu(backend, kv_dtype):
+    x = torch.randn(100, 3, 64, generator=torch.Generator().manual_seed(2))
+    for scale in (None,) if has_scales(kv_dtype) else (0.3, torch.tensor([0.1, 0.7, 3.0])):
+        there, here = (volta_fa.quantize_kv(t, kv_dtype, scale=scale) for t in (x.to(backend.device), x))
+        for name, a, b in zip(here._fields, there, here, strict=True):
+            if a is not None:
+                assert_same_bits(name, a.cpu(), b)
+
+
 def test_refused_formats():
     x = torch.randn(2, 3, 8)
     for message, call in (

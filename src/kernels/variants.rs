@@ -273,6 +273,11 @@ pub struct Family {
     pub scratch: Option<Scratch>,
     /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
     pub either_order: &'static [Pass],
+    /// whether main backward kernels take a part of the blocks of keys (`BwdParams::first_key_block`), so that the deterministic mode
+    /// can launch them one part after the other
+    pub in_rounds: bool,
+    /// whether its kernels store the gradient of a bias as fp16 where no two scores share an element
+    pub stores_dbias: bool,
 }
 
 /// What the backward kernels of a family keep of query rows between their launches, as far as others need to know it.

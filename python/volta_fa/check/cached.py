@@ -25,7 +25,7 @@ _NHEADS_K = 2
 _DECODE_ROWS = 64
 _ROTARY_ROWS = 700
 #: Of 16 bytes, by a cache's format: kernels read rows of so many where they lie, and others from copies in q's type.
-_COLUMNS = {"float": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+_COLUMNS = {"float": 8, "bfloat16": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Problem:
         return self.group * self.nheads_k
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether what the cache has stands for other numbers."""
+        return self.cache not in ("float", "bfloat16")
+
+    @property
     def nheads_k(self) -> int:
         """Of the cache."""
         return 1 if self.latents else _NHEADS_K
@@ -69,7 +74,7 @@ class Problem:
     @property
     def is_converted(self) -> bool:
         """Whether kernels get a quantised cache as numbers of the dtype: where a sequence has more rows than decode takes."""
-        return self.cache != "float" and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
+        return self.is_quantised and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
 
     @property
     def needs(self) -> list[str]:
@@ -114,15 +119,16 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
         queries = max(rows // 8, 1)
+        # fp16's sequences of more rows are prefill's, beside decode, and of other caches the whole call is others'
+        more = queries + 2 if variant["cache"] == "float" else min(queries + 2, _DECODE_ROWS // group)
         less = _COLUMNS[variant["cache"]]
         found = [
             Problem(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group),
-            Problem(
-                ((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50
-            ),
+            Problem(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
-        found = [dataclasses.replace(p, cache=variant["cache"]) for p in found]
+        dtype = torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16
+        found = [dataclasses.replace(p, cache=variant["cache"], dtype=dtype) for p in found]
     else:
         asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
@@ -149,8 +155,10 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))
     plans = plan["cache"]
-    if p.cache != "float":  # (nothing is appended)
+    if p.is_quantised:  # (nothing is appended)
         return [plans["quantised"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
+    if p.cache != "float":  # (likewise, and of few rows)
+        return [plans[p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -200,7 +208,7 @@ class Inputs:
             cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
                 cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
-            if p.cache == "float":
+            if not p.is_quantised:
                 caches.append(cache.to(p.dtype).to(device))
                 continue
             # NaN becomes codes of NaN or has a scale of NaN
@@ -266,7 +274,7 @@ class Inputs:
     def numbers(self) -> list[Tensor]:
         """Copies of what the caches stand for: quantised ones in float64."""
         caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
-        if format == "float":
+        if not self.problem.is_quantised:
             return [t.clone() for t in caches.values()]
         given = self.options.get
         return [
@@ -344,7 +352,7 @@ def expect(inputs: Inputs) -> Expected:
             nearest = rule.attend(*(t.double() for t in in_dtype), **doubled)
             allowed += rule.max_error(nearest.softmax_lse, ref.softmax_lse)
         tolerance = max(tolerance, allowed)
-        if p.cache != "float":
+        if p.is_quantised:
             # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
             rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
             largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()

@@ -21,6 +21,8 @@ pub const TURING: Family = Family {
     shared_bytes: 64 * 1024,
     threads: 1024,
     either_order: &[Pass::Forward],
+    in_rounds: false,
+    stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

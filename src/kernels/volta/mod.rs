@@ -33,4 +33,6 @@ pub const VOLTA: Family = Family {
         minus_delta_at: &[8, 9, 12, 13],
     }),
     either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardKeys],
+    in_rounds: true,
+    stores_dbias: true,
 };

@@ -68,11 +68,15 @@ fn has_room(a: &CachedAttention) -> bool {
     a.seqlen_k > 0 && a.entries > 0
 }
 
-/// Whether the kernels can attend to the caches where they are: beside fp16 queries, all rows on 16-byte boundaries, of whole groups of 16
-/// bytes. Of a quantised cache they read what decode reads.
+/// Whether the kernels can attend to the caches where they are: all rows on 16-byte boundaries, of whole groups of 16 bytes. Of a cache that
+/// is not fp16 they read what decode reads, of a quantised one beside fp16 queries.
 fn readable(call: &Call, a: &CachedAttention) -> bool {
-    let few = a.format == CacheFormat::Float || plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS;
-    call.q.kind() == Kind::Half && few && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
+    let own = match (call.q.kind(), a.format) {
+        (Kind::Half, CacheFormat::Float) => true,
+        (Kind::Half, _) | (Kind::BFloat16, CacheFormat::Float) => plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS,
+        _ => false,
+    };
+    own && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
 }
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
