@@ -119,7 +119,7 @@ const MAIN: [Variant; 6] = [
 ];
 
 /// The same tiles where V and dO have 128 columns: a third less of dP and of dV. (Multi-head latent attention trains with these headdims.)
-const NARROW_V: Variant = Variant { name: "volta_bwd_192x128", headdim_v: 128, registers: 212, ..MAIN[4] };
+const NARROW_V: Variant = Variant { name: "volta_bwd_192x128", headdim_v: 128, registers: 218, ..MAIN[4] };
 
 /// Blocks of 64 keys in two roles, for grids that are small (`plan::smaller`): at most half as long as the others', if slower a key.
 const fn small(name: &'static str, main: Variant, blocks_per_sm: u32, registers: u32) -> Variant {
