@@ -41,7 +41,7 @@ import volta_fa
 from volta_fa.errors import CommandError
 
 from . import plots, report
-from .measure import simulated
+from .measure import aligned, simulated
 from .peers import GEMM_TFLOPS, PEERS, Peer
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
@@ -272,8 +272,8 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
         dout = _randn(s, s.seqlen_q, s.nheads, s.headdim_v, case.heads_first, seed=3)
         # Stand-ins for a forward's results, which would take hours: no time depends on their values. The scores of
         # normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
-        out = _aligned(dout.shape, dout.dtype).zero_()
-        softmax_lse = _aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
+        out = aligned(dout.shape, dout.dtype).zero_()
+        softmax_lse = aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
     options = {"is_causal": s.causal, **_options(case)}
     if case.feature == "packed":
         q, k, v = (t[0] for t in (q, k, v))
@@ -290,7 +290,7 @@ def _options(case: Case) -> dict:
     """The op's arguments for the case's feature. No time depends on the values."""
     s = case.shape
     if "bias" in case.feature:
-        bias = _aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()
+        bias = aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()
         return (
             {"attn_bias": bias, "attn_bias_requires_grad": case.feature == BIAS_GRADIENT}
             if case.direction == BACKWARD
@@ -311,20 +311,9 @@ def _options(case: Case) -> dict:
 
 def _randn(s: Shape, seqlen: int, nheads: int, headdim: int, heads_first: bool, seed: int) -> Tensor:
     size = (s.batch, nheads, seqlen, headdim) if heads_first else (s.batch, seqlen, nheads, headdim)
-    t = _aligned(size, torch.float16)
+    t = aligned(size, torch.float16)
     t.copy_(torch.randn(size, generator=torch.Generator().manual_seed(seed)))
     return t.transpose(1, 2) if heads_first else t
-
-
-#: Bytes that CUDA aligns allocations to. Cache lines of the simulated inputs lie as on a GPU then.
-_ALIGNMENT = 256
-
-
-def _aligned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    numel, spare = math.prod(size), _ALIGNMENT // dtype.itemsize
-    memory = torch.empty(numel + spare, dtype=dtype)
-    first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
-    return memory[first : first + numel].view(size)
 
 
 def simulate_all(chosen: Sequence[Case], gpu: str, jobs: int) -> tuple[list[Row], list[Case]]:

@@ -118,3 +118,13 @@ pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result
     }
     Ok(())
 }
+
+/// The kernel that makes numbers of a quantised one.
+pub fn convert(a: &CachedAttention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, nheads_k, headdim, headdim_v, .. } = a;
+        let format = a.format.name();
+        once(format!("convert {format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}

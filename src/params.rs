@@ -162,9 +162,11 @@ pub struct Cache {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
-    /// not quantised: of q's type, which kernels read as fp16
+    /// not quantised: of q's type; of a decode kernel: fp16
     #[default]
     Float,
+    /// of a decode kernel: bf16, and so are q and out
+    Bfloat,
     /// a byte, with a scale for each token and head
     Int8,
     /// two in a byte, with a scale and a zero point for each token and head
@@ -180,6 +182,7 @@ impl CacheFormat {
     pub const fn name(self) -> &'static str {
         match self {
             CacheFormat::Float => "float",
+            CacheFormat::Bfloat => "bfloat16",
             CacheFormat::Int8 => "int8",
             CacheFormat::Int4 => "int4",
             CacheFormat::E5m2 => "fp8_e5m2",
@@ -423,4 +426,27 @@ pub struct AppendParams {
     pub rotary_element: ElementType,
     /// of a quantised cache: int8's and int4's are written
     pub scales: CacheScales,
+}
+
+/// Parameter block of the kernel that makes numbers of a quantised KV cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertParams {
+    /// what is read
+    pub cache: Cache,
+    /// what is written, of `element`: (batch, seqlen_k, nheads_k, headdim), from the first token of each sequence on
+    pub k: Output,
+    /// (batch, seqlen_k, nheads_k, headdim_v), the same
+    pub v: Output,
+    /// (batch): tokens of each sequence; -1 where lengths cannot be, or a page is not there whose tokens a query sees.
+    /// Null: nobody asks
+    pub seqused_k: *mut i32,
+    /// the sizes, and window_left; headdims need not be multiples of 8
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// with the format
+    pub scales: CacheScales,
+    /// fp16 or bf16
+    pub element: ElementType,
 }

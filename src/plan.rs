@@ -189,6 +189,13 @@ fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
+/// Kernels of ALiBi alone begin their sums with -slope * distance, so a sum of products loses what that number has no bits for. Rows
+/// near a key that they see give it almost all weight: there the number is small. Rows that lie before the first key by more than this get
+/// other kernels, which add it once: at a slope of 1 it is 739 in units of log2, whose last bit, 2^-14, some 32 steps of a sum
+/// get wrong by a third each in the root mean square, 1e-4 in all; rounding a probability to fp16 costs 2e-4.
+/// (The lengths of packed sequences are the device's to know: of theirs the longest count.)
+const FAR: i64 = 512;
+
 /// Whether a kernel computes this shape, with what is needed, and fits the device.
 fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
@@ -196,6 +203,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
+        && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
@@ -347,7 +355,7 @@ fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> 
 ///   block too many and it takes two, which is what the large block takes for the same rows;
 /// - or has no more blocks than the large one's (all rows fit one block): half of those rows were padding;
 /// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
-/// - or would, under a causal mask, be resident in large blocks, of which the longest then decides, while more warps share a row of the
+/// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
 /// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
@@ -373,13 +381,21 @@ fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceL
             Some(Reason::NoMoreBlocks)
         } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
             Some(Reason::FewerRows)
-        } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
+        } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
             Some(Reason::ShorterLongest)
         } else {
             None
         };
         reason.map(|reason| (v, reason)).or(best)
     })
+}
+
+/// Whether the mean row sees at most three quarters of the keys that the last one sees, which is all of them: causal masks of about as many
+/// keys as queries. (Row i sees seqlen_k - seqlen_q + i + right keys, on the mean seqlen_k - seqlen_q / 2 + right.) A chunk of a prompt
+/// behind many tokens is even, and so is a window.
+fn is_uneven(a: &Attention) -> bool {
+    let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
+    !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
 }
 
 /// Plan the forward pass of a non-empty problem.
@@ -571,13 +587,31 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    let rows_in_all = rows.saturating_mul(nheads_k);
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
-    let shape = Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache };
     remembered(&LAST, (rows, nheads_k), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+        let [kernel] = choose(COMPILED, [Pass::Append], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
+}
+
+/// Plan the kernel that makes numbers of a quantised KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
+pub fn convert(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(COMPILED, [Pass::Convert], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+    Ok(on_grid(kernel, rows, nheads_k))
+}
+
+/// A pass over tokens of a KV cache, whatever their headdim and format.
+fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
+    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    Shape {
+        headdim,
+        headdim_v,
+        seqlen_q: rows,
+        seqlen_k: rows,
+        rows: rows.saturating_mul(nheads_k),
+        is_causal: None,
+        cache,
+        rows_before_keys: 0,
+    }
 }
 
 /// What was asked last, of which device and tuning (which live as long as the process), and the plan.

@@ -71,7 +71,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
-const CACHED: [Pass; 4] = [Pass::Append, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
+const CACHED: [Pass; 5] = [Pass::Append, Pass::Convert, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -124,18 +124,43 @@ fn the_order_of_a_grid() {
 /// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
 #[test]
 fn causal_grids_that_run_at_once_get_small_blocks() {
-    let rows = |nheads, headdim, right| {
-        let window = Window { left: None, right };
-        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, 512, headdim, headdim) };
+    let of = |nheads, seqlen_k, headdim, window| {
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
         let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
+    let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
     // four blocks of 128 rows a head, on 160 places
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
     }
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
+    // blocks of which all take about as long
+    for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
+        assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
+    }
+    assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
+}
+
+/// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
+#[test]
+fn far_rows_with_alibi_get_general_kernels() {
+    let requires = |seqlen_q, seqlen_k, right, seqused_k| {
+        let features = Features { alibi: true, seqused_k, ..Features::default() };
+        let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
+        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Need::Alibi));
+        assert_eq!(forward, backward);
+        forward
+    };
+    assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
+    assert!(!requires(4096, 3583, None, false));
+    // rows before the first key see none, or only those that are near it
+    assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
+    assert!(!requires(30000, 16, Some(513), false));
+    // no more than so many keys, and perhaps fewer
+    assert!(!requires(4096, 4096, None, true));
 }
 
 /// The same of the backward pass' blocks of keys, which are those of key heads.

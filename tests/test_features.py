@@ -120,6 +120,18 @@ def lengths():
 SINGLES, PAIRS, SIZES, BIASES, RAGGED = (list(dict.fromkeys(f())) for f in (singles, pairs, sizes, biases, lengths))
 
 
+@pytest.mark.parametrize("headdim", [64, 128])
+@on("sim", "cuda")
+def test_alibi_far_before_the_keys(backend, headdim):
+    """Biases of up to 21,600, beside which a sum of products has few bits."""
+    q, k, v = (backend.randn(1, n, 1, headdim) for n in (30000, 16, 16))
+    slopes = torch.tensor([0.5], device=backend.device)
+    out = torch.ops.volta_fa.fwd(q, k, v, alibi_slopes=slopes)[0]
+    ref = reference.forward(q.double(), k.double(), v.double(), alibi_slopes=slopes)
+    rms = (out.double() - ref.out).square().mean().sqrt().item()
+    assert rms <= 2 * reference.forward_budget(ref, q, k, v, alibi_slopes=slopes).eager_rms
+
+
 @on_cases(
     (["cpu-fp32", "cpu-fp64", "cpu-fp16", *KERNELS], [*SINGLES, *RAGGED, *BIASES]),
     (["cpu-fp32", *KERNELS], [*PAIRS, *SIZES]),

@@ -2,11 +2,13 @@
 
 mod append;
 mod backward;
+mod convert;
 mod decode;
 mod forward;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
+pub use convert::CONVERT;
 pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 

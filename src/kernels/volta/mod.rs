@@ -2,12 +2,14 @@
 
 mod append;
 mod backward;
+mod convert;
 mod decode;
 mod forward;
 mod merge;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
+pub use convert::CONVERT;
 pub use decode::{decode, DECODE, LATENTS};
 pub use forward::{FORWARD, PREFILL};
 pub use merge::MERGE;
