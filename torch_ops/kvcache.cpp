@@ -67,19 +67,12 @@ Result append_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
     return shapes({q, k_cache, v_cache, k, v}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
-// Autocast: a cache is what it is, and is written in place, so the rest follows it; beside a quantised one, which any goes with,
-// autocast's own type.
-Tensor as(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
-    const bool quantised = cache.element_size() == 1;
-    return at::autocast::cached_cast(quantised ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
-}
-
 template <c10::DeviceType device>
 Result read_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "").typed<ReadOp>();
-    return op.call(as(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return op.call(as_cache(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 template <c10::DeviceType device>
@@ -87,7 +80,7 @@ Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
                        VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "append").typed<AppendOp>();
-    return op.call(as(k_cache, q, device), k_cache, v_cache, as(k_cache, k, device), as(k_cache, v, device),
+    return op.call(as_cache(k_cache, q, device), k_cache, v_cache, as_cache(k_cache, k, device), as_cache(k_cache, v, device),
                    VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 

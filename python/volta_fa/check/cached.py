@@ -91,11 +91,12 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
     if pass_ == "DecodeLatents":
         # of each tile some rows are nobody's; of the others a sequence has several tiles
-        return [
+        found = [
             Problem(((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), d, dv, rows - 1, latents=True),
             Problem(((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)), d, dv, 7, page=0, packed=True, latents=True),
             Problem(((2, 81, 0), (2, 200, 0)), d, dv, rows + 5, page=64, latents=True),
         ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Decode":
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
@@ -242,7 +243,9 @@ class Inputs:
         """What the op returns, and the caches that it leaves."""
         caches = self.k_cache.clone(), self.v_cache.clone()
         if self.problem.latents:
-            options = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            names = {"k_scale": "latent_scale", "k_descale": "latent_descale"}
+            given = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            options = {names.get(name, name): value for name, value in given.items()}
             out, softmax_lse = torch.ops.volta_fa.fwd_mla(self.q, caches[0], **options)
         else:
             out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
@@ -254,9 +257,11 @@ class Inputs:
         if format == "float":
             return [t.clone() for t in caches.values()]
         given = self.options.get
+        # values that are keys have their scales
+        names = {which: "k" if self.problem.latents else which for which in caches}
         return [
-            dequantize_kv(t, format, given(f"{which}_scale", given(f"{which}_descale")), given(f"{which}_zero_point"), dtype=torch.float64)
-            for which, t in caches.items()
+            dequantize_kv(t, format, given(f"{x}_scale", given(f"{x}_descale")), given(f"{x}_zero_point"), dtype=torch.float64)
+            for x, t in ((names[which], t) for which, t in caches.items())
         ]
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:

@@ -97,15 +97,36 @@ pub const DECODE: &[Variant] = &[
     quantised(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 128, 2, 212),
 ];
 
-/// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own.
-const fn latents(name: &'static str, source: &'static str, block_rows: u32, threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+/// Latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/latents.cuh). All warps of a block have the same
+/// tokens: four share the columns, more than four the rows too. Of `rows` the first are `block_rows`, the second `step` those whose
+/// output shared memory has room for at a time.
+const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let [block_rows, step] = rows;
     // outputs of one set of tokens in shared memory, as of one warp
-    let v = decode(name, 512, [block_rows, block_rows], 32, blocks_per_sm, registers);
-    Variant { pass: Pass::DecodeLatents, source, headdim: 576, threads, ..v }
+    let v = quantised(cache, name, 512, [step, step], 32, blocks_per_sm, registers);
+    let (warps, is_quantised) = (threads / 32, !matches!(cache, CacheFormat::Float));
+    // of each 16 rows' nine operands of queries, where a warp has two such, seven lie in shared memory
+    let queries = if block_rows * 4 / warps > 16 { block_rows / 16 * 4 * 7 * 512 } else { 0 };
+    let steps = if is_quantised && warps == 4 { 2 } else { 1 };
+    // tokens and their scales; four parts of scores, probabilities and a factor of each row
+    let work = queries + steps * (16 * (2 * 576 + 16) + 16 * 4) + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
+    let output = step * (512 + 4) * 4;
+    let shared_bytes = if work > output { work } else { output } + block_rows * 16 + 256;
+    Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, block_rows, step, threads, shared_bytes, ..v }
 }
 
-/// With 16 rows memory decides, and what is in flight; with more the time goes into arithmetic and shuffles.
+/// With 16 rows memory decides, and what is in flight; with more the time goes into products and shared memory.
 pub const LATENTS: &[Variant] = &[
-    latents("volta_latents_16", "volta/decode/latents.cu", 16, 128, 2, 231),
-    latents("volta_latents_32", "volta/decode/latents_pipelined.cu", 32, 256, 1, 222),
+    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 216),
+    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 202),
+    latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 254),
+    latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 16], 128, 2, 254),
+    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 194),
+    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 251),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 16], 128, 2, 222),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 194),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 249),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 16], 128, 2, 248),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_64", [64, 32], 256, 1, 249),
 ];
