@@ -206,8 +206,6 @@ pub struct CacheScale {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CacheScales {
-    /// of both caches; a decode kernel is made for one
-    pub format: CacheFormat,
     /// of k
     pub k: CacheScale,
     /// of v

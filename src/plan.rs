@@ -431,13 +431,13 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     Ok(planned(kernel, a))
 }
 
-/// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
-pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
-    thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
+/// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
+pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
+    thread_local!(static LAST: Remembered<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
     let rows_in_all = rows.saturating_mul(nheads_k);
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    let (headdim, headdim_v) = (0, 0);
     let shape = Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache };
-    remembered(&LAST, (rows, nheads_k), d, || {
+    remembered(&LAST, (rows, nheads_k, cache), d, || {
         let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })

@@ -34,6 +34,7 @@ struct Block {
         Schedule schedule;
         Segment segment;
         bool is_last;
+        bool all_have_queries;
     };
     static_assert(sizeof(Shared) <= SHARED_BYTES, "src/kernels");
 
@@ -47,6 +48,7 @@ struct Block {
 
         const bool has_queries = schedule.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
+        if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;  // in the loop registers are few
         while (true) {
             if (threadIdx.x < 32) schedule.next(p, shared.segment);
             __syncthreads();
@@ -67,7 +69,7 @@ struct Block {
             if (segment.blocks > 1) merge_blocks(p, segment, shared.is_last);
             __syncthreads();
         }
-        if (p.lengths.cu_seqlens_q) refuse_rows(p, all_have_queries);
+        if (p.lengths.cu_seqlens_q) refuse_rows(p, shared.all_have_queries);
     }
 
 private:

@@ -30,7 +30,7 @@ class AttendToLatents {
     // Operands of the scores: 16 columns each, the last one's behind the latent. As many operands of queries as registers have room
     // for stay there, the others where their lane finds them again.
     static constexpr int kOperands = kWarpColumns / 16 + 1;
-    static constexpr int kHeld = kPairs > 1 ? 2 : BLOCKS_PER_SM > 2 ? 4 : kOperands, kStored = kOperands - kHeld;
+    static constexpr int kHeld = kPairs > 1 ? 2 : BLOCKS_PER_SM > 2 ? 5 : kOperands, kStored = kOperands - kHeld;
     // Rows of the tile in shared memory: 16 bytes longer than columns, so that four tokens' operands of a quad-pair lie in other
     // banks than those 64 bytes further, which the quad-pair beside it reads.
     static constexpr int kPitch = 2 * HEADDIM + 16;
@@ -39,9 +39,8 @@ class AttendToLatents {
     static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
     static constexpr int kLastWords = kLastColumns * sizeof(decode::Stored) / 4;
     static constexpr int kWords = 4 * kTileLoads + kLastWords;
-    // Steps that are on their way at once: where memory decides, as many bytes of a quantised cache as of another.
-    static constexpr int kAhead = decode::kQuantised && Warps == kColumnWarps ? 2 : 1;
-    static constexpr int kTileBytes = kTokens * kPitch;
+    // Where memory decides and a step of all blocks is too few bytes for a slow one, the step behind the next is on its way too.
+    static constexpr bool kTouches = decode::kQuantised && Warps == kColumnWarps;
     // Scores of a step that a thread has, and how many threads have the others of its row.
     static constexpr int kOwn = BLOCK_ROWS * kTokens / THREADS, kMates = kTokens / kOwn;
     static_assert(kOwn == 2 || kOwn == 4, "a thread's loads of scores");
@@ -53,11 +52,11 @@ class AttendToLatents {
     };
 
     struct Shared {
-        uint4 latents[kAhead * kTileBytes / sizeof(uint4)];
+        uint4 latents[kTokens * kPitch / sizeof(uint4)];
         float scores[kColumnWarps][BLOCK_ROWS][kTokens];
         unsigned short probabilities[BLOCK_ROWS][kTokens];
         float factors[BLOCK_ROWS];
-        float scales[kAhead * kTokens];  // of the tokens, where they have some
+        float scales[kTokens];  // of the tokens, where they have some
         uint4 queries[kStored > 0 ? Warps * kStored * kPairs : 1][32];  // of each warp its own
     };
 
@@ -118,10 +117,9 @@ class AttendToLatents {
     class Tile {
         decode::PageWalk pages_;
         const decode::Stored* from_;  // of this thread
-        const float* scale_;
         bool stands_ = true;  // false: a table has named a page that there is not
-        unsigned words_[kAhead][kWords] = {};
-        float token_scale_[kAhead] = {};  // threads that have a token's first chunk have its scale
+        unsigned words_[kWords] = {};
+        float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
 
         __device__ __forceinline__ static int token() { return threadIdx.x / kTokenThreads; }
         __device__ __forceinline__ static int chunk() { return threadIdx.x % kTokenThreads; }
@@ -131,52 +129,62 @@ class AttendToLatents {
             stands_ &= has_page(p.cache, page);
             from_ = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
                     token() * p.cache.k.row_stride + chunk() * kChunk;
-            if constexpr (decode::kTokenScales) scale_ = scale_of_page(p.scales.k, page, token(), 0);
         }
 
     public:
         __device__ __forceinline__ Tile(const DecodeParams& p, const decode::Segment& s, int first) : pages_(p, s, first) {
             enter_page(p);
             from_ += pages_.row * p.cache.k.row_stride;
-            if constexpr (decode::kTokenScales) scale_ += pages_.row * p.scales.k.row_stride;
         }
         __device__ __forceinline__ bool stands() const { return stands_; }
         // Of the step that begins at `first`: of tokens that do not exist zeros.
-        __device__ __forceinline__ void load(int step, int first, int end) {
-            unsigned (&words)[kWords] = words_[step];
+        __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             bool exists = stands_;
             if (first + kTokens > end) {
 #pragma unroll
-                for (unsigned& x : words) x = 0;
+                for (unsigned& x : words_) x = 0;
                 exists &= first + token() < end;
             }
 #pragma unroll
             for (int i = 0; i < kTileLoads; i++)
-                decode::load_columns<0, 4>(exists, words + 4 * i, from_ + i * kTokenThreads * kChunk);
-            decode::load_columns<0, kLastWords>(exists, words + 4 * kTileLoads,
+                decode::load_columns<0, 4>(exists, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+            decode::load_columns<0, kLastWords>(exists, words_ + 4 * kTileLoads,
                                                 from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
             if constexpr (decode::kTokenScales) {
                 const bool has_scale = exists && chunk() == 0;
+                const float* scale = scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0);
                 asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
-                             : "=&f"(token_scale_[step])
-                             : "l"(scale_), "r"(static_cast<int>(has_scale)));
+                             : "=&f"(token_scale_)
+                             : "l"(scale), "r"(static_cast<int>(has_scale)));
+            }
+        }
+        // Has the step at `next`, behind the one that is loaded, brought to the second cache, where it is in the same page: a word
+        // of each sector is loaded into no register.
+        __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
+            constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
+            const bool exists = stands_ && pages_.row + kTokens < p.cache.rows && next + token() < end;
+            const decode::Stored* from = from_ + kTokens * p.cache.k.row_stride + chunk() * (kSector - kChunk);
+#pragma unroll
+            for (int i = 0; i < kSectors; i += kTokenThreads) {
+                const bool has = exists && i + chunk() < kSectors;
+                asm volatile(
+                    "{.reg .pred p; .reg .b32 x; setp.ne.s32 p, %1, 0; @p ld.global.b32 x, [%0];}" ::"l"(from + i * kSector),
+                    "r"(static_cast<int>(has)));
             }
         }
         __device__ __forceinline__ void advance(const DecodeParams& p, const decode::Segment& s) {
             from_ += kTokens * p.cache.k.row_stride;
-            if constexpr (decode::kTokenScales) scale_ += kTokens * p.scales.k.row_stride;
             if (pages_.template advance<kTokens>(p, s)) enter_page(p);
         }
-        __device__ __forceinline__ void lay_down(Shared& shared, int step) const {
-            const unsigned (&words)[kWords] = words_[step];
-            char* to = reinterpret_cast<char*>(shared.latents) + step * kTileBytes + token() * kPitch;
+        __device__ __forceinline__ void lay_down(Shared& shared) const {
+            char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
 #pragma unroll
             for (int i = 0; i < kTileLoads; i++) {
                 uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
-                at[0] = decode::CacheElement::eight(words + 4 * i);
-                if constexpr (decode::kQuantised) at[1] = decode::CacheElement::eight(words + 4 * i + 2);
+                at[0] = decode::CacheElement::eight(words_ + 4 * i);
+                if constexpr (decode::kQuantised) at[1] = decode::CacheElement::eight(words_ + 4 * i + 2);
             }
-            const unsigned* last = words + 4 * kTileLoads;
+            const unsigned* last = words_ + 4 * kTileLoads;
             void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
             if constexpr (kLastColumns == 8) {
                 *static_cast<uint4*>(at) = decode::CacheElement::eight(last);
@@ -185,7 +193,7 @@ class AttendToLatents {
                 const uint4 x = decode::CacheElement::eight(eight);
                 *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
             }
-            if (decode::kTokenScales && chunk() == 0) shared.scales[step * kTokens + token()] = token_scale_[step];
+            if (decode::kTokenScales && chunk() == 0) shared.scales[token()] = token_scale_;
         }
     };
 
@@ -228,7 +236,7 @@ public:
 
         uint4 q[kHeld][kPairs];
         load_queries(p, s, lane, shared, q);
-        Output o;  // where there are tokens
+        Output o = {};
         SoftmaxRow softmax;
         decode::ValueUnit unit;
         bool is_wrong = false;
@@ -240,18 +248,9 @@ public:
             const int visible = max(position - p.problem.window_left, begin) - own_token;
             const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
             int token = begin / kTokens * kTokens;
-#pragma unroll
-            for (auto& x : o)
-#pragma unroll
-                for (auto& y : x) clear(y[0]), clear(y[1]);
 
             Tile tile(p, s, token);
-#pragma unroll
-            for (int i = 0; i < kAhead; i++) {
-                if (i > 0 && token + i * kTokens >= end) break;
-                if (i > 0) tile.advance(p, s);
-                tile.load(i, token + i * kTokens, end);
-            }
+            tile.load(p, token, end);
             // the lane's places
             const int key_at = lane.t * kPitch + 2 * lane.first_column();
             int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
@@ -265,134 +264,126 @@ public:
             };
 
 #pragma unroll 1
-            while (token < end) {
-#pragma unroll
-                for (int i = 0; i < kAhead; i++) tile.lay_down(shared, i);
-#pragma unroll
-                for (int i = 0; i < kAhead; i++) {
-                    const int next = token + (kAhead + i) * kTokens;
-                    if (next >= end) break;
+            for (; token < end; token += kTokens) {
+                tile.lay_down(shared);
+                if (token + kTokens < end) {
                     tile.advance(p, s);
-                    tile.load(i, next, end);
+                    tile.load(p, token + kTokens, end);
+                    if (kTouches) tile.touch(p, token + 2 * kTokens, end);
                 }
                 __syncthreads();
-#pragma unroll 1
-                for (int step = 0; step < kAhead && token < end; step++, token += kTokens) {
-                    const int tile_at = step * kTileBytes;
-                    {
-                        Accumulator c[kPairs][2];
+                {
+                    Accumulator c[kPairs][2];
 #pragma unroll
-                        for (auto& x : c) clear(x[0]), clear(x[1]);
+                    for (auto& x : c) clear(x[0]), clear(x[1]);
 #pragma unroll
-                        for (int g = 0; g < kOperands; g++) {
-                            const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
-                            const uint4 b[2] = {latents(keys[0] + tile_at + offset), latents(keys[1] + tile_at + offset)};
-#pragma unroll
-                            for (int i = 0; i < kPairs; i++) {
-                                const uint4 a = g < kStored ? shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane]
-                                                            : q[g < kStored ? 0 : g - kStored][i];
-#pragma unroll
-                                for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.x, a.y, b[n].x, b[n].y);
-#pragma unroll
-                                for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.z, a.w, b[n].z, b[n].w);
-                            }
-                        }
-                        float* to = shared.scores[0][0];
+                    for (int g = 0; g < kOperands; g++) {
+                        const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
+                        const uint4 b[2] = {latents(keys[0] + offset), latents(keys[1] + offset)};
 #pragma unroll
                         for (int i = 0; i < kPairs; i++) {
-                            float sum[8];
+                            const uint4 a = g < kStored ? shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane]
+                                                        : q[g < kStored ? 0 : g - kStored][i];
 #pragma unroll
-                            for (int e = 0; e < 8; e++) sum[e] = c[i][0][e] + __shfl_xor_sync(~0u, c[i][1][e], 4);
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.x, a.y, b[n].x, b[n].y);
 #pragma unroll
-                            for (int e = 0; e < 8; e += 2)
-                                *reinterpret_cast<float2*>(to + (score_at ^ (e & 4)) + (16 * i + (e & 2)) * kTokens) =
-                                    make_float2(sum[e], sum[e + 1]);
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.z, a.w, b[n].z, b[n].w);
                         }
                     }
-                    __syncthreads();
+                    float* to = shared.scores[0][0];
+#pragma unroll
+                    for (int i = 0; i < kPairs; i++) {
+                        float sum[8];
+#pragma unroll
+                        for (int e = 0; e < 8; e++) sum[e] = c[i][0][e] + __shfl_xor_sync(~0u, c[i][1][e], 4);
+#pragma unroll
+                        for (int e = 0; e < 8; e += 2)
+                            *reinterpret_cast<float2*>(to + (score_at ^ (e & 4)) + (16 * i + (e & 2)) * kTokens) =
+                                make_float2(sum[e], sum[e + 1]);
+                    }
+                }
+                __syncthreads();
 
-                    float x[kOwn] = {}, scale[kOwn];
+                float x[kOwn] = {}, scale[kOwn];
 #pragma unroll
-                    for (int i = 0; i < kOwn; i++)
-                        scale[i] = decode::kTokenScales ? shared.scales[step * kTokens + own_token + i] : key_scale;
+                for (int i = 0; i < kOwn; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
 #pragma unroll
-                    for (int w = 0; w < kColumnWarps; w++) {
-                        const Own y = reinterpret_cast<const Own*>(shared.scores[w])[thread];
+                for (int w = 0; w < kColumnWarps; w++) {
+                    const Own y = reinterpret_cast<const Own*>(shared.scores[w])[thread];
 #pragma unroll
-                        for (int i = 0; i < kOwn; i++) x[i] += y.x[i];
+                    for (int i = 0; i < kOwn; i++) x[i] += y.x[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    // e4m3's NaN came as an infinity
+                    if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
+                    if constexpr (decode::kQuantised) x[i] *= scale[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++)
+                    if (static_cast<unsigned>(token + i - visible) >= static_cast<unsigned>(count)) x[i] = negative_infinity();
+                float largest = x[0];
+#pragma unroll
+                for (int i = 1; i < kOwn; i++) largest = fmaxf(largest, x[i]);
+                bool moves = __any_sync(~0u, largest > softmax.limit);
+                float factor = 1.f;
+                if (moves) {
+#pragma unroll
+                    for (int n = 1; n < kMates; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
+                    factor = softmax.template move_reference<MovedRows::kAll>(largest, scale_log2, 1.f / scale_log2);
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) x[i] = softmax.probability(x[i], scale_log2);
+                if constexpr (decode::kTokenScales) {
+                    float2 product[kOwn / 2];
+                    bool exceeds = moves;
+#pragma unroll
+                    for (int i = 0; i < kOwn; i += 2) {
+                        product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                        exceeds |= decode::ValueUnit::exceeds(product[i / 2]);
                     }
-#pragma unroll
-                    for (int i = 0; i < kOwn; i++) {
-                        // e4m3's NaN came as an infinity
-                        if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
-                        if constexpr (decode::kQuantised) x[i] *= scale[i];
-                    }
-#pragma unroll
-                    for (int i = 0; i < kOwn; i++)
-                        if (static_cast<unsigned>(token + i - visible) >= static_cast<unsigned>(count)) x[i] = negative_infinity();
-                    float largest = x[0];
-#pragma unroll
-                    for (int i = 1; i < kOwn; i++) largest = fmaxf(largest, x[i]);
-                    bool moves = __any_sync(~0u, largest > softmax.limit);
-                    float factor = 1.f;
+                    moves = __any_sync(~0u, exceeds);
                     if (moves) {
+                        float m = 0.f;
 #pragma unroll
-                        for (int n = 1; n < kMates; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
-                        factor = softmax.template move_reference<MovedRows::kAll>(largest, scale_log2, 1.f / scale_log2);
-                    }
+                        for (int i = 0; i < kOwn; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
 #pragma unroll
-                    for (int i = 0; i < kOwn; i++) x[i] = softmax.probability(x[i], scale_log2);
-                    if constexpr (decode::kTokenScales) {
-                        float2 product[kOwn / 2];
-                        bool exceeds = moves;
+                        for (int n = 1; n < kMates; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
+                        factor *= unit.move(m);
 #pragma unroll
                         for (int i = 0; i < kOwn; i += 2) {
                             product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
-                            exceeds |= decode::ValueUnit::exceeds(product[i / 2]);
+                            if (decode::ValueUnit::exceeds(product[i / 2])) softmax.sum = __int_as_float(0x7fffffff);
                         }
-                        moves = __any_sync(~0u, exceeds);
-                        if (moves) {
-                            float m = 0.f;
-#pragma unroll
-                            for (int i = 0; i < kOwn; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
-#pragma unroll
-                            for (int n = 1; n < kMates; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
-                            factor *= unit.move(m);
-#pragma unroll
-                            for (int i = 0; i < kOwn; i += 2) {
-                                product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
-                                if (decode::ValueUnit::exceeds(product[i / 2])) softmax.sum = __int_as_float(0x7fffffff);
-                            }
-                        }
-#pragma unroll
-                        for (int i = 0; i < kOwn; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
                     }
-                    OwnPacked packed;
 #pragma unroll
-                    for (int i = 0; i < kOwn; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
-                    *reinterpret_cast<OwnPacked*>(&shared.probabilities[own_row][own_token]) = packed;
-                    shared.factors[own_row] = factor;  // of rows of other warps too where some move
-                    if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
+                    for (int i = 0; i < kOwn; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
+                }
+                OwnPacked packed;
+#pragma unroll
+                for (int i = 0; i < kOwn; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
+                *reinterpret_cast<OwnPacked*>(&shared.probabilities[own_row][own_token]) = packed;
+                shared.factors[own_row] = factor;  // of rows of other warps too where some move
+                if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
 
 #pragma unroll 1
-                    for (int k = 0; k < kTokens; k += 8) {
-                        uint4 a[kTiles];
+                for (int k = 0; k < kTokens; k += 8) {
+                    uint4 a[kTiles];
 #pragma unroll
-                        for (int mt = 0; mt < kTiles; mt++)
-                            a[mt] = *reinterpret_cast<const uint4*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
+                    for (int mt = 0; mt < kTiles; mt++)
+                        a[mt] = *reinterpret_cast<const uint4*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
 #pragma unroll
-                        for (int j = 0; j < kLoads; j++)
+                    for (int j = 0; j < kLoads; j++)
 #pragma unroll
-                            for (int h = 0; h < 2; h++) {
-                                const uint4 v = latents(values + tile_at + (k + 4 * h) * kPitch + 128 * j);
+                        for (int h = 0; h < 2; h++) {
+                            const uint4 v = latents(values + (k + 4 * h) * kPitch + 128 * j);
 #pragma unroll
-                                for (int mt = 0; mt < kTiles; mt++) {
-                                    const u32 a0 = h ? a[mt].z : a[mt].x, a1 = h ? a[mt].w : a[mt].y;
-                                    mma_row_row(o[mt][j][0], a0, a1, v.x, v.y);
-                                    mma_row_row(o[mt][j][1], a0, a1, v.z, v.w);
-                                }
+                            for (int mt = 0; mt < kTiles; mt++) {
+                                const u32 a0 = h ? a[mt].z : a[mt].x, a1 = h ? a[mt].w : a[mt].y;
+                                mma_row_row(o[mt][j][0], a0, a1, v.x, v.y);
+                                mma_row_row(o[mt][j][1], a0, a1, v.z, v.w);
                             }
-                    }
+                        }
                 }
                 __syncthreads();
             }
@@ -411,12 +402,12 @@ public:
         }
         if constexpr (decode::kQuantised) {
             __syncthreads();
-            if (begin < end) finish_values(last, shared.factors, o);
+            finish_values(last, shared.factors, o);
             __syncthreads();
         }
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
-            if (begin < end) write_output(last, o, first, parts.output);
+            write_output(last, o, first, parts.output);
             finish(first);
         }
     }

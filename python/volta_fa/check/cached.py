@@ -82,6 +82,13 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
                 ((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, page=0, packed=True, dtype=kind, rotary="half", softcap=20.0, sinks=True
             ),
         ]
+    if pass_ == "Append" and variant["cache"] != "float":  # (a rotation is rounded, and a code may be the next one then)
+        found = [
+            Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4),
+            Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 96, 32, 2, page=0, packed=True),
+            Problem(((2, 37, 2), (2, 0, 2)), 224, 128, 2, page=48),
+        ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Append":  # it takes any headdim
         return [
             Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4, rotary="half"),
@@ -135,8 +142,8 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     shape = (len(p.lengths), max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.headdim_v, True)
     with target.running(variant):
         plans = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))["cache"]
-    if p.cache != "float":  # (of few rows, and nothing is appended)
-        return [plans["quantised"][p.cache]]
+    if p.cache != "float":  # (of few rows)
+        return [*([plans["append_quantised"][p.cache]] if news else []), plans["quantised"][p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -251,18 +258,22 @@ class Inputs:
             out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
         return {"out": out, "softmax_lse": softmax_lse, "k_cache": caches[0], "v_cache": caches[1]}
 
-    def numbers(self) -> list[Tensor]:
-        """Copies of what the caches stand for: quantised ones in float64."""
-        caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
+    def numbers(self, which: str, cache: Tensor) -> Tensor:
+        """A copy of what the cache `which`, k or v, stands for: of a quantised one in float64."""
+        format, given = self.problem.cache, self.options.get
         if format == "float":
-            return [t.clone() for t in caches.values()]
-        given = self.options.get
-        # values that are keys have their scales
-        names = {which: "k" if self.problem.latents else which for which in caches}
-        return [
-            dequantize_kv(t, format, given(f"{x}_scale", given(f"{x}_descale")), given(f"{x}_zero_point"), dtype=torch.float64)
-            for x, t in ((names[which], t) for which, t in caches.items())
-        ]
+            return cache.clone()
+        x = "k" if self.problem.latents else which  # values that are keys have their scales
+        scale = given(f"{x}_scale", given(f"{x}_descale"))
+        return dequantize_kv(cache, format, scale, given(f"{x}_zero_point"), dtype=torch.float64)
+
+    def appended(self, which: str, new: Tensor) -> Tensor:
+        """What the cache stands for where these tokens were appended."""
+        format = self.problem.cache
+        if format == "float":
+            return new
+        made = quantize_kv(new, format, scale=self.options.get(f"{which}_descale"))
+        return dequantize_kv(made.data, format, made.scale, made.zero_point, dtype=torch.float64)
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:
         """Of each sequence with queries q, k and v as a dense problem, its options for `rule.attend`, and where it lies in q."""
@@ -306,14 +317,15 @@ def expect(inputs: Inputs) -> Expected:
         exact.options["alibi_slopes"] = host.options["alibi_slopes"]
     values = exact.run()
     # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
-    (k_cache, v_cache), q = host.numbers(), host.q.clone()
+    k_cache, v_cache, q = host.numbers("k", host.k_cache), host.numbers("v", host.v_cache), host.q.clone()
     for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)):
         of_q: Any = slice(first_q, first_q + n) if p.packed else b
         q[of_q] = _rotated(host.q[of_q].double(), cached, p, host.options).to(p.dtype)
         if new:
             of_new: Any = slice(first_new, first_new + new) if p.packed else b
-            k_cache[entry[cached:], row[cached:]] = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
-            v_cache[entry[cached:], row[cached:]] = host.new[1][of_new]
+            rotated = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
+            k_cache[entry[cached:], row[cached:]] = host.appended("k", rotated)
+            v_cache[entry[cached:], row[cached:]] = host.appended("v", host.new[1][of_new])
     out, again = torch.zeros(values["out"].shape, dtype=p.dtype), torch.zeros_like(values["out"])
     lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
     sums = tolerance = largest = squares = 0.0

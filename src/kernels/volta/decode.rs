@@ -104,12 +104,12 @@ const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads
     let [block_rows, step] = rows;
     // outputs of one set of tokens in shared memory, as of one warp
     let v = quantised(cache, name, 512, [step, step], 32, blocks_per_sm, registers);
-    let (warps, is_quantised) = (threads / 32, !matches!(cache, CacheFormat::Float));
-    // of each 16 rows' nine operands of queries, where a warp has two such, seven lie in shared memory
-    let queries = if block_rows * 4 / warps > 16 { block_rows / 16 * 4 * 7 * 512 } else { 0 };
-    let steps = if is_quantised && warps == 4 { 2 } else { 1 };
+    let warps = threads / 32;
+    // of a warp's nine operands of queries for each 16 rows those that registers have no room for
+    let stored = if block_rows * 4 / warps > 16 { 7 } else if blocks_per_sm > 2 { 4 } else { 0 };
+    let queries = block_rows / 16 * 4 * stored * 512;
     // tokens and their scales; four parts of scores, probabilities and a factor of each row
-    let work = queries + steps * (16 * (2 * 576 + 16) + 16 * 4) + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
+    let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
     let output = step * (512 + 4) * 4;
     let shared_bytes = if work > output { work } else { output } + block_rows * 16 + 256;
     Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, block_rows, step, threads, shared_bytes, ..v }
@@ -117,16 +117,16 @@ const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads
 
 /// With 16 rows memory decides, and what is in flight; with more the time goes into products and shared memory.
 pub const LATENTS: &[Variant] = &[
-    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 216),
-    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 202),
+    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 214),
+    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 200),
     latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 254),
-    latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 16], 128, 2, 254),
-    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 194),
-    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 251),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 16], 128, 2, 222),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 194),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 249),
-    latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 16], 128, 2, 248),
+    latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 249),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 247),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 8], 128, 3, 168),
     latents(CacheFormat::E4m3, "volta_latents_e4m3_32", [32, 32], 256, 1, 192),
-    latents(CacheFormat::E4m3, "volta_latents_e4m3_64", [64, 32], 256, 1, 249),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_64", [64, 32], 256, 1, 247),
 ];
