@@ -158,19 +158,16 @@ class AttendToLatents {
                              : "l"(scale), "r"(static_cast<int>(has_scale)));
             }
         }
-        // Has the step at `next`, behind the one that is loaded, brought to the second cache, where it is in the same page: a word
-        // of each sector is loaded into no register.
+        // Has the step at `next`, behind the one that is loaded, brought to the second cache.
         __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
             constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
-            const bool exists = stands_ && pages_.row + kTokens < p.cache.rows && next + token() < end;
-            const decode::Stored* from = from_ + kTokens * p.cache.k.row_stride + chunk() * (kSector - kChunk);
+            const decode::NextStep<kTokens> step(p, pages_);
+            const bool exists = step.has_page && next + token() < end;
+            const decode::Stored* from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) +
+                                         step.page * p.cache.k.batch_stride + (step.row + token()) * p.cache.k.row_stride +
+                                         chunk() * kSector;
 #pragma unroll
-            for (int i = 0; i < kSectors; i += kTokenThreads) {
-                const bool has = exists && i + chunk() < kSectors;
-                asm volatile(
-                    "{.reg .pred p; .reg .b32 x; setp.ne.s32 p, %1, 0; @p ld.global.b32 x, [%0];}" ::"l"(from + i * kSector),
-                    "r"(static_cast<int>(has)));
-            }
+            for (int i = 0; i < kSectors; i += kTokenThreads) decode::touch(exists && i + chunk() < kSectors, from + i * kSector);
         }
         __device__ __forceinline__ void advance(const DecodeParams& p, const decode::Segment& s) {
             from_ += kTokens * p.cache.k.row_stride;
