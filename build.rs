@@ -76,11 +76,7 @@ fn c_header(sources: &[&str], header: &Path) -> Result<()> {
         // a kernel is compiled again when its parameters change, not when what is said about them does
         documentation: false,
         // the parameter blocks: no Rust function mentions them, so cbindgen must be told
-        export: cbindgen::ExportConfig {
-            // what a kernel is made for is in no block: CACHE_FORMAT names it (tools/build/nvrtc.rs)
-            include: ParamBlock::ALL.iter().map(|block| block.name().into()).chain(["CacheFormat".into()]).collect(),
-            ..Default::default()
-        },
+        export: cbindgen::ExportConfig { include: ParamBlock::ALL.iter().map(|block| block.name().into()).collect(), ..Default::default() },
         ..Default::default()
     };
     sources

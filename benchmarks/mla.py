@@ -10,7 +10,6 @@ in random order.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,8 @@ from torch import Tensor
 
 import volta_fa
 
-from .decode import DRAM_GB_S, LATENCIES, _aligned
-from .measure import simulated
+from .decode import DRAM_GB_S, LATENCIES
+from .measure import aligned, ended, simulated
 
 HEADDIM, HEADDIM_V, PAGE = 576, 512, 64
 QUANTISED = ("int8", "fp8_e5m2", "fp8_e4m3")
@@ -79,16 +78,16 @@ def problem(case: Case) -> tuple[Tensor, Tensor, dict]:
     # no time depends on the values
     if case.kv_dtype:
         dtype = volta_fa.quantize_kv(torch.zeros(1, HEADDIM), case.kv_dtype).data.dtype
-        cache = _aligned((case.batch * pages, PAGE, 1, HEADDIM), "cpu", dtype)
+        cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), dtype)
         cache.view(torch.uint8).fill_(1)
     else:
-        cache = _aligned((case.batch * pages, PAGE, 1, HEADDIM), "cpu").fill_(0.01)
+        cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), torch.float16).fill_(0.01)
     table = torch.randperm(case.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(case.batch, pages)
-    q = _aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), "cpu").fill_(0.01)
+    q = aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), torch.float16).fill_(0.01)
     lengths = torch.full((case.batch,), case.seqlen, dtype=torch.int32)
     options = {"block_table": table, "cache_seqlens": lengths, "is_causal": True}
     if case.kv_dtype == "int8":
-        options["latent_scale"] = _aligned((case.batch * pages, PAGE, 1), "cpu", torch.float32).fill_(0.01)
+        options["latent_scale"] = aligned((case.batch * pages, PAGE, 1), torch.float32).fill_(0.01)
     return q, cache, options
 
 
@@ -118,11 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells.append(f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its bar' if missed else ''}")
             rows.append({**asdict(case), "latency": latency, **found})
         print(f"{case.name:44s} {found['kernel']:21s} {' | '.join(cells)}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if failed:
-        print(f"{failed} figures below their bars")
-    return 1 if failed else 0
+    return ended(rows, failed, options.json)
 
 
 if __name__ == "__main__":

@@ -208,6 +208,20 @@ def test_decode_sweep(tmp_path):
     assert section in docs.fill(page.read_text(), "decode_sweep", section)
 
 
+def test_prefill(tmp_path, capsys):
+    need("sim")
+    from benchmarks import prefill
+
+    figures = tmp_path / "prefill.json"
+    prefill.main(["--tokens", "512", "--only", "headdim 64", "--json", str(figures)])
+    found = json.loads(figures.read_text())
+    assert [row["page"] for row in found] == [0, 16, 64, 256] and found[0]["share"] == 1
+    assert all(row["share"] == pytest.approx(found[0]["us"] / row["us"]) for row in found)
+    # half of 512 x 512 and the diagonal
+    assert found[0]["tflops"] == pytest.approx(4 * 64 * 40 * (512 * 513 / 2) / found[0]["us"] / 1e6)
+    assert capsys.readouterr().out.count("TFLOP/s") == 4
+
+
 def test_docs(tmp_path):
     page, folder = tmp_path / "page.md", tmp_path / "results"
     page.write_text("before\n<!-- begin a -->\nold\n<!-- end a -->\n<!-- begin b -->\nkept\n<!-- end b -->\nafter\n")

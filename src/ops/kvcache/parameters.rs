@@ -74,6 +74,7 @@ pub fn scales(call: &Call, a: &CachedAttention, first: i64) -> CacheScales {
     };
     let of = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if a.format.has_scales() { each } else { fp8 });
     CacheScales {
+        format: a.format,
         k: of(&o.k_scale, &o.k_descale),
         v: of(&o.v_scale, &o.v_descale),
         k_zero_point: scale(&o.k_zero_point),
