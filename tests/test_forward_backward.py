@@ -414,7 +414,7 @@ def test_deterministic(backend, case, dq, set_tuning):
     """dq too agrees to the bit, run to run and in both warp orders; dk and dv are those of the default mode."""
     q, k, v, dout = case.inputs(backend)
     # a tuning tells the two ways apart; without one it is the faster
-    own, plain = ('{"format": 1, "choices": [%s]}' % c for c in ('{"pass": "Backward", "deterministic": true}', ""))
+    own, plain = (json.dumps({"format": 1, "choices": choices}) for choices in ([{"pass": "Backward", "deterministic": True}], []))
     set_tuning(own if dq == "by a kernel of its own" else plain)
     out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
     set_tuning(plain)
