@@ -118,7 +118,12 @@ that all query heads share, whose first 512 columns are the values:
     softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
 
 cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, num_splits and
-check_lengths are fwd_kvcache's. Callers write the cache. volta_fa.flash_mla has FlashMLA's functions.
+check_lengths are fwd_kvcache's. A latent_cache of another type than q is quantised, as volta_fa.quantize_kv does it (no int4):
+
+    latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
+    latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given
+
+Callers write the cache. volta_fa.flash_mla has FlashMLA's functions.
 
 A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
 this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that

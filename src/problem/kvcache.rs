@@ -266,13 +266,10 @@ fn validate_cached(
     check_dtype("q", q, backend)?;
     let qs = check_new("q", q, q, packed_q, backend)?;
     let paged = o.block_table.is_some();
-    let format = match v_cache {
-        Some(v_cache) => cache_format(k_cache, v_cache, q)?,
-        None => {
-            check_same(keys, "dtype", k_cache.dtype, "q", q.dtype)?;
-            CacheFormat::Float
-        }
-    };
+    let format = cache_format(keys, k_cache, q, v_cache.is_none())?;
+    if let Some(v_cache) = v_cache {
+        check_same("v_cache", "dtype", v_cache.dtype, "k_cache", k_cache.dtype)?;
+    }
     let [entries, rows, nheads_k, elements] = check_cache(keys, k_cache, q, paged, backend)?;
     let headdim = format.columns(elements);
     let headdim_v = match v_cache {
@@ -403,7 +400,7 @@ fn validate_cached(
             }
         }
     };
-    check_scales(o, format, [entries, rows, nheads_k], batch, q)?;
+    check_scales(o, format, [entries, rows, nheads_k], batch, q, v_cache.is_none())?;
     let (rotary_dim, rotary_rows) = check_rotary(o, q, headdim, appended.is_some())?;
     if let Some(d) = &o.alibi_slopes {
         check_alibi(d, q, batch, qs.nheads)?;
