@@ -88,9 +88,9 @@ place, behind the tokens that are there; queries are aligned to the lengths that
 
 page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be parts of one tensor, and
 heads may come before tokens in memory. Caches of headdims that are not multiples of 8, or off 16-byte boundaries, and of bfloat16 where a
-sequence has more than 64 rows a key head, are copied at each call. Caches of int8, uint8 (int4: two columns in a byte), float8_e5m2 and float8_e4m3fn are quantised: `quantize_kv` has the
-formats, and q, and k and v to append, are of any type that goes without. softmax_scale, softcap, alibi_slopes, is_causal, window_left,
-window_right, sinks and check_lengths are fwd's, and:
+sequence has more than 64 rows a key head, are copied at each call. Caches of int8, uint8 (int4: two columns in a byte), float8_e5m2 and
+float8_e4m3fn are quantised: `quantize_kv` has the formats, and q, and k and v to append, are of any type that goes without. softmax_scale,
+softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
 
     cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; all that there is room for
                     unless given. Needed with k and v
