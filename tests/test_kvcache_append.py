@@ -19,7 +19,8 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 #: Decode takes fewer rows a key head.
 MANY = ((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65))
 ASKED = {"softcap": {"softcap": 3.0}, "alibi": {"alibi": "bh"}}
-VARIANTS = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] in ("Prefill", "Append")]
+VARIANTS = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] in ("Prefill", "Append") and v["cache"] == "float"]
+QUANTISING = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] == "Append" and v["cache"] != "float"]
 
 
 def launched(backend, problem) -> list[str]:
@@ -47,6 +48,15 @@ def test_variant_runs(backend, variant):
     for other in (dense, padded):
         assert variant["name"] in launched(backend, other.problem(backend))
         check(backend, other)
+
+
+@pytest.mark.parametrize("variant", QUANTISING, ids=lambda v: v["name"])
+@on("sim")
+def test_quantising_variant_runs(backend, variant):
+    """(What it writes, tests/test_kvcache_quantised.py looks at.)"""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    case = Cached(((3, 40, 5), (1, 9, 2), (0, 20, 0)), packed=True, own_new=True, kv_dtype=variant["cache"])
+    assert variant["name"] in launched(backend, case.problem(backend))
 
 
 @on("sim")

@@ -38,14 +38,7 @@ impl CacheFormat {
 }
 
 /// The scales and zero points of caches of `sizes`: entries (pages), rows of each, nheads_k.
-pub fn check_scales(
-    o: &CacheOptions,
-    format: CacheFormat,
-    sizes: [i64; 3],
-    batch: i64,
-    q: &TensorDesc,
-    has_latents: bool,
-) -> Result<()> {
+pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batch: i64, q: &TensorDesc, has_latents: bool) -> Result<()> {
     let named = |name: &'static str| if has_latents { scale_of_latents(name) } else { Some(name) };
     let float = |name: &str, d: &TensorDesc| {
         if d.dtype != DType::Float {
