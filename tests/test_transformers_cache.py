@@ -52,7 +52,9 @@ class Reference(transformers.DynamicCache):
 
 @functools.cache
 def models(name):
-    pair = [copy.deepcopy(model).double() for model in plain.models(name)]
+    # fresh ones: asking for attentions leaves hooks in the others, which copies share
+    made = (plain.CAUSAL | plain.ENCODERS_DECODERS)[name](transformers)
+    pair = [plain.make(*made, implementation).double() for implementation in ("eager", "volta_fa")]
     if name == "gpt_oss" and V5:
         for model in pair:
             model.set_experts_implementation("eager")  # the other one has no fp64
