@@ -13,7 +13,8 @@ namespace decode {
 
 // What the cache's elements are.
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kQuantised = kFormat != CacheFormat::Float;
+constexpr bool kBfloat = kFormat == CacheFormat::Bfloat;  // and queries and outputs too
+constexpr bool kQuantised = kFormat != CacheFormat::Float && !kBfloat;
 // A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
 constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
 constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
@@ -168,6 +169,7 @@ public:
             const int chunk = p.num_splits > 0 ? (work.units + p.num_splits - 1) / p.num_splits : 1;
             s.first = min(work.first + unit / chunk * chunk * kUnit, work.end);
             s.end = until == work.units ? work.end : min(work.first + until / chunk * chunk * kUnit, work.end);
+            if ((threadIdx.x & 31) == 0) segment = s;  // at once: registers are few where a kernel has all of them
             __syncwarp();
             int batch = s.batch, following = row_set, next_unit = until;
             if (until == work.units) {
@@ -185,8 +187,9 @@ public:
                 row_set_ = following;
                 unit_ = next_unit;
             }
+        } else if ((threadIdx.x & 31) == 0) {
+            segment.exists = false;
         }
-        if ((threadIdx.x & 31) == 0) segment = s;
     }
 };
 

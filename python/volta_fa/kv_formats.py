@@ -45,11 +45,33 @@ def _format(kv_dtype: str) -> _Format:
     return _FORMATS[kv_dtype]
 
 
-def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | float | None:
+def _number(x: Tensor, value: float) -> Tensor:
+    """On x's device: by a number of the host, CUDA's division multiplies by the reciprocal, which is rounded."""
+    return x.new_full((), value)
+
+
+def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
     """A scale that broadcasts over (..., nheads, headdim)."""
-    if scale is None or not isinstance(scale, Tensor):
-        return scale
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return _number(x, scale)
     return scale.to(x.device, x.dtype)[..., None] if scale.dim() else scale.to(x.device, x.dtype)
+
+
+def hadamard(n: int) -> Tensor:
+    """Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, n a power of two. Multiplied by n**-0.5 it is orthogonal:
+    keys and queries that are both multiplied by it have the same scores, and a channel of keys that is larger than the others is spread
+    over all of them before it is quantised.
+
+    Raises ValueError for another n.
+    """
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"n: got {n}, expected a power of two")
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
 
 
 def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
@@ -95,12 +117,12 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     else:
         low, high = x.amin(-1), x.amax(-1)
     if f.has_zero_points:
-        spread = (high - low) / f.largest
+        spread = (high - low) / _number(x, f.largest)
         step = torch.where(spread == 0, low.abs(), spread)
         zero = torch.where(step == 0, torch.zeros_like(low), -low / step)
         origin = low
     else:
-        step, zero = torch.maximum(-low, high) / f.largest, None
+        step, zero = torch.maximum(-low, high) / _number(x, f.largest), None
         origin = torch.zeros_like(low)
     wrong = ~(torch.isfinite(low) & torch.isfinite(high))
     # (where the step is 0, all is: 0 / 0)

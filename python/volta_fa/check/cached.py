@@ -19,11 +19,13 @@ from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
 
 #: Kernels of these passes get the problems here.
-PASSES = ("Decode", "DecodeLatents", "Prefill", "Append")
+PASSES = ("Decode", "DecodeLatents", "Prefill", "Append", "Convert")
 _NHEADS_K = 2
+#: src/plan/decode.rs
+_DECODE_ROWS = 64
 _ROTARY_ROWS = 700
 #: Of 16 bytes, by a cache's format: kernels read rows of so many where they lie, and others from copies in q's type.
-_COLUMNS = {"float": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+_COLUMNS = {"float": 8, "bfloat16": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,19 @@ class Problem:
         return self.group * self.nheads_k
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether what the cache has stands for other numbers."""
+        return self.cache not in ("float", "bfloat16")
+
+    @property
     def nheads_k(self) -> int:
         """Of the cache."""
         return 1 if self.latents else _NHEADS_K
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether kernels get a quantised cache as numbers of the dtype: where a sequence has more rows than decode takes."""
+        return self.is_quantised and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
 
     @property
     def needs(self) -> list[str]:
@@ -82,33 +94,49 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
                 ((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, page=0, packed=True, dtype=kind, rotary="half", softcap=20.0, sinks=True
             ),
         ]
+    if pass_ == "Append" and variant["cache"] != "float":  # (a rotation is rounded, and a code may be the next one then)
+        found = [
+            Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4),
+            Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 96, 32, 2, page=0, packed=True),
+            Problem(((2, 37, 2), (2, 0, 2)), 224, 128, 2, page=48),
+        ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Append":  # it takes any headdim
         return [
             Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4, rotary="half"),
             Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 72, 40, 2, page=0, packed=True, rotary="interleaved"),
             Problem(((2, 37, 2), (2, 0, 2)), 36, 20, 2, page=48, dtype=torch.bfloat16, rotary="half"),
         ]
+    if pass_ == "Convert":  # the same
+        return [
+            Problem(((45, 205, 0), (45, 31, 0)), 64, 64, 2, cache="int8"),
+            Problem(((45, 300, 0), (45, 47, 0)), 128, 64, 2, page=48, dtype=torch.bfloat16, cache="int4"),
+            Problem(((70, 77, 0), (0, 20, 0), (50, 3, 0)), 64, 64, 2, page=0, packed=True, window_left=50, cache="fp8_e5m2"),
+            Problem(((65, 130, 0), (65, 81, 0)), 72, 40, 1, page=64, window_left=20, cache="fp8_e4m3"),
+        ]
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
     if pass_ == "DecodeLatents":
         # of each tile some rows are nobody's; of the others a sequence has several tiles
-        return [
+        found = [
             Problem(((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), d, dv, rows - 1, latents=True),
             Problem(((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)), d, dv, 7, page=0, packed=True, latents=True),
             Problem(((2, 81, 0), (2, 200, 0)), d, dv, rows + 5, page=64, latents=True),
         ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Decode":
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
         queries = max(rows // 8, 1)
+        # fp16's sequences of more rows are prefill's, beside decode, and of other caches the whole call is others'
+        more = queries + 2 if variant["cache"] == "float" else min(queries + 2, _DECODE_ROWS // group)
         less = _COLUMNS[variant["cache"]]
         found = [
             Problem(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group),
-            Problem(
-                ((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50
-            ),
+            Problem(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
-        found = [dataclasses.replace(p, cache=variant["cache"]) for p in found]
+        dtype = torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16
+        found = [dataclasses.replace(p, cache=variant["cache"], dtype=dtype) for p in found]
     else:
         asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
@@ -133,9 +161,14 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     tokens = max(cached + new for _, cached, new in p.lengths)
     shape = (len(p.lengths), max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.headdim_v, True)
     with target.running(variant):
-        plans = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))["cache"]
-    if p.cache != "float":  # (of few rows, and nothing is appended)
-        return [plans["quantised"][p.cache]]
+        plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))
+    plans = plan["cache"]
+    if p.is_quantised and news:  # (to few rows)
+        return [plans["append_quantised"][p.cache], plans["quantised"][p.cache]]
+    if p.is_quantised:
+        return [plans["quantised"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
+    if p.cache != "float":  # (likewise, and of few rows)
+        return [plans[p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -185,7 +218,7 @@ class Inputs:
             cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
                 cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
-            if p.cache == "float":
+            if not p.is_quantised:
                 caches.append(cache.to(p.dtype).to(device))
                 continue
             # NaN becomes codes of NaN or has a scale of NaN
@@ -242,22 +275,30 @@ class Inputs:
         """What the op returns, and the caches that it leaves."""
         caches = self.k_cache.clone(), self.v_cache.clone()
         if self.problem.latents:
-            options = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            names = {"k_scale": "latent_scale", "k_descale": "latent_descale"}
+            given = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            options = {names.get(name, name): value for name, value in given.items()}
             out, softmax_lse = torch.ops.volta_fa.fwd_mla(self.q, caches[0], **options)
         else:
             out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
         return {"out": out, "softmax_lse": softmax_lse, "k_cache": caches[0], "v_cache": caches[1]}
 
-    def numbers(self) -> list[Tensor]:
-        """Copies of what the caches stand for: quantised ones in float64."""
-        caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
-        if format == "float":
-            return [t.clone() for t in caches.values()]
-        given = self.options.get
-        return [
-            dequantize_kv(t, format, given(f"{which}_scale", given(f"{which}_descale")), given(f"{which}_zero_point"), dtype=torch.float64)
-            for which, t in caches.items()
-        ]
+    def numbers(self, which: str, cache: Tensor) -> Tensor:
+        """A copy of what the cache `which`, k or v, stands for: of a quantised one in float64."""
+        format, given = self.problem.cache, self.options.get
+        if not self.problem.is_quantised:
+            return cache.clone()
+        x = "k" if self.problem.latents else which  # values that are keys have their scales
+        scale = given(f"{x}_scale", given(f"{x}_descale"))
+        return dequantize_kv(cache, format, scale, given(f"{x}_zero_point"), dtype=torch.float64)
+
+    def appended(self, which: str, new: Tensor) -> Tensor:
+        """What the cache stands for where these tokens were appended."""
+        format = self.problem.cache
+        if not self.problem.is_quantised:
+            return new
+        made = quantize_kv(new, format, scale=self.options.get(f"{which}_descale"))
+        return dequantize_kv(made.data, format, made.scale, made.zero_point, dtype=torch.float64)
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:
         """Of each sequence with queries q, k and v as a dense problem, its options for `rule.attend`, and where it lies in q."""
@@ -301,14 +342,15 @@ def expect(inputs: Inputs) -> Expected:
         exact.options["alibi_slopes"] = host.options["alibi_slopes"]
     values = exact.run()
     # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
-    (k_cache, v_cache), q = host.numbers(), host.q.clone()
+    k_cache, v_cache, q = host.numbers("k", host.k_cache), host.numbers("v", host.v_cache), host.q.clone()
     for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)):
         of_q: Any = slice(first_q, first_q + n) if p.packed else b
         q[of_q] = _rotated(host.q[of_q].double(), cached, p, host.options).to(p.dtype)
         if new:
             of_new: Any = slice(first_new, first_new + new) if p.packed else b
-            k_cache[entry[cached:], row[cached:]] = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
-            v_cache[entry[cached:], row[cached:]] = host.new[1][of_new]
+            rotated = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
+            k_cache[entry[cached:], row[cached:]] = host.appended("k", rotated)
+            v_cache[entry[cached:], row[cached:]] = host.appended("v", host.new[1][of_new])
     out, again = torch.zeros(values["out"].shape, dtype=p.dtype), torch.zeros_like(values["out"])
     lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
     sums = tolerance = largest = squares = 0.0
@@ -324,8 +366,12 @@ def expect(inputs: Inputs) -> Expected:
         eager = first_that_can(lambda part: rule.eager(*part[0], **part[1]), on_device, (in_dtype, options))
         out[at] = eager[0].cpu()
         sums = max(sums, rule.forward_sums(ref, tensors[0], tensors[2]))
-        tolerance = max(tolerance, rule.lse_tolerance(ref, p.dtype))
-        if p.cache != "float":
+        allowed = rule.lse_tolerance(ref, p.dtype)
+        if p.is_converted:  # what the cache stands for is rounded, as the eager result's inputs are
+            nearest = rule.attend(*(t.double() for t in in_dtype), **doubled)
+            allowed += rule.max_error(nearest.softmax_lse, ref.softmax_lse)
+        tolerance = max(tolerance, allowed)
+        if p.is_quantised:
             # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
             rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
             largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()

@@ -2,19 +2,20 @@
 //! cache to where `fwd` reads them.
 //!
 //! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
-//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantised cache. That takes
-//! memory for batch times the longest sequence that there can be.
+//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantised cache (which a
+//! kernel copies: `converted`). That takes memory for batch times the longest sequence that there can be.
 //!
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
 use super::quantised::Quantised;
-use super::{parameters, Call};
+use super::{converted, parameters, Call};
 use crate::error::Result;
+use crate::launch::Launcher;
 use crate::ops::Inputs;
-use crate::options::Options;
+use crate::options::{scale_of_latents, Options};
 use crate::params::CacheFormat;
-use crate::problem::{Attention, CachedAttention};
+use crate::problem::{Attention, CachedAttention, CachedSequence};
 use tch::{Device, Kind, Tensor};
 
 /// A number for each sequence, (batch) int64: read from memory, or the same for all.
@@ -252,6 +253,7 @@ fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k:
 pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
     let o = &call.options;
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
+    let named = |name| if a.has_latents() { scale_of_latents(name).unwrap_or(name) } else { name };
     let refuse = |name: &str, values: &Tensor| -> Result<()> {
         let may_be_negative = name.ends_with("zero_point");
         let finite = values.f_abs()?.f_le(f64::from(f32::MAX))?;
@@ -266,7 +268,7 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
         Err(crate::error::Error::value(name, found.to_string().to_lowercase(), allowed))
     };
     for (name, t) in of_heads {
-        t.as_ref().map_or(Ok(()), |t| refuse(name, t))?;
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), t))?;
     }
     if !a.format.has_scales() || [a.batch, a.entries, a.rows, a.nheads_k, seqlen_k].contains(&0) {
         return Ok(());
@@ -275,7 +277,7 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
     let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
     let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
     for (name, t) in o.token_scales() {
-        t.as_ref().map_or(Ok(()), |t| refuse(name, &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
     }
     Ok(())
 }
@@ -332,9 +334,11 @@ fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen
     Ok((k, v, used))
 }
 
-/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim) and lengths as [`used_keys`] has them.
+/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim), those of a quantised one in fp32, and
+/// lengths as [`used_keys`] has them.
 pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, call.q.kind(), seqlen_k)?;
+    let kind = if a.format == CacheFormat::Float { call.q.kind() } else { Kind::Float };
+    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, kind, seqlen_k)?;
     Ok((k, used))
 }
 
@@ -349,25 +353,41 @@ pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tenso
     let kind = q.kind();
     // what a quantised cache stands for is rounded to no 16-bit type where nobody needs it
     if a.format != CacheFormat::Float && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
-        let (out, softmax_lse) = attend_to(&q.f_to_kind(Kind::Float)?, call, a, s, seqlen_k)?;
+        let q = q.f_to_kind(Kind::Float)?;
+        let (out, softmax_lse) = attend_to(&q, call, a, used_keys(call, a, &s, q.kind(), seqlen_k)?, seqlen_k)?;
         return Ok((out.f_to_kind(kind)?, softmax_lse));
     }
-    attend_to(&q, call, a, s, seqlen_k)
+    attend_to(&q, call, a, used_keys(call, a, &s, kind, seqlen_k)?, seqlen_k)
 }
 
-/// The same where k and v have been written; `q` is the call's, rotated if asked.
+/// The same where k and v have been written; `q` is the call's, rotated if asked. `known`: the sequences, where somebody has looked.
 ///
 /// # Errors
-/// As [`forward`].
-pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    attend_to(q, call, a, Sequences::of(call, a)?, seqlen_k)
+/// As [`forward`]; a kernel that cannot be launched.
+pub fn attend(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    seqlen_k: i64,
+    known: Option<&[CachedSequence]>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
+    let keys = match a.format != CacheFormat::Float && seqlen_k > 0 {
+        true => converted::run(call, a, seqlen_k, known, launcher)?,
+        false => used_keys(call, a, &Sequences::of(call, a)?, q.kind(), seqlen_k)?,
+    };
+    attend_to(q, call, a, keys, seqlen_k)
 }
 
-fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+/// The keys and values, and how many of them each sequence has: [`used_keys`]. fwd makes NaN of a length that cannot be.
+fn attend_to(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    (mut k, mut v, used): (Tensor, Tensor, Tensor),
+    seqlen_k: i64,
+) -> Result<(Tensor, Tensor)> {
     let device = q.device();
-    // fwd makes NaN of a length that cannot be
-    let (k, v, used) = used_keys(call, a, &s, q.kind(), seqlen_k)?;
-
     let o = &call.options;
     let mut options = Options::<Tensor> {
         seqused_k: Some(used),
@@ -381,7 +401,6 @@ fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_
         softcap: o.softcap,
         ..Options::default()
     };
-    let (mut k, mut v) = (k, v);
     if let Some(cu) = &o.cu_seqlens_q {
         options.cu_seqlens_q = Some(cu.shallow_clone());
         options.max_seqlen_q = o.max_seqlen_q;
