@@ -405,7 +405,11 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// The same with other kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, kernels::FORWARD, &Shape::of(a), needs(a, BackwardMode::default()), d)?;
+    forward_pass(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)
+}
+
+fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Needs, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
     Ok(planned(small.unwrap_or(large), a))
 }
@@ -580,8 +584,7 @@ pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Prefill], &Shape::of(a), needs(a, BackwardMode::default()).union(Needs::PAGED), d)?;
-    Ok(planned(kernel, a))
+    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(Needs::PAGED), d)
 }
 
 /// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
