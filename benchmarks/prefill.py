@@ -23,6 +23,7 @@ import volta_fa  # noqa: F401  (loads the ops)
 from volta_fa.errors import CommandError
 
 from .measure import aligned, ended, median_ms, simulated
+from .shapes import Shape
 
 #: Of the dense kernel's rate.
 BAR = 0.85
@@ -44,9 +45,8 @@ class Case:
         return f"headdim {self.headdim}, {self.nheads} heads on {self.nheads_k}, {f'pages of {self.page}' if self.page else 'dense'}"
 
     @property
-    def flops(self) -> int:
-        pairs = self.seqlen_q * self.seqlen_k - self.seqlen_q * (self.seqlen_q - 1) // 2
-        return 4 * self.headdim * self.nheads * pairs
+    def flops(self) -> float:
+        return Shape(1, self.nheads, self.seqlen_q, self.seqlen_k, self.headdim, causal=True).forward_flops
 
 
 def cases(heads: dict[int, int]) -> Iterator[Case]:

@@ -584,11 +584,11 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     Ok(planned(kernel, a))
 }
 
-/// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
-pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
-    thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    remembered(&LAST, (rows, nheads_k), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+/// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
+pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
+    thread_local!(static LAST: Remembered<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
+    remembered(&LAST, (rows, nheads_k, cache), d, || {
+        let [kernel] = choose(COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
 }

@@ -39,10 +39,14 @@ fn every_variant_is_chosen_for_some_problem() {
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {
-        unused.retain(|name| *name != plan::append(5, 2, &d).unwrap().variant.name);
         unused.retain(|name| *name != plan::convert(800, 2, &d).unwrap().variant.name);
-        for heads in [1, 16, 32, 64, 128] {
-            unused.retain(|name| *name != plan(&latents(heads, 1), false, &d).kernel.variant.name);
+        for format in [&[CacheFormat::Float], QUANTISED.as_slice()].concat() {
+            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
+            for heads in [1, 16, 32, 64, 128] {
+                let planned = plan::decode(&latents(heads, 1), format, false, &d);
+                assert_eq!(planned.is_err(), format == CacheFormat::Int4, "latents are not kept in int4");
+                unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
+            }
         }
         for headdim in (8..=256).step_by(8) {
             for group in [1, 8, 9, 16, 32, 64] {

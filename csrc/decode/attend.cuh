@@ -97,6 +97,29 @@ public:
                          : "l"(scale_[i]), "r"(static_cast<int>(exists)));
     }
 
+    // Has keys, values and scales of the step behind this one brought to the second cache.
+    __device__ __forceinline__ void touch_next(const DecodeParams& p, const Segment& s) const {
+        constexpr int kSector = 32, kSectors = stored(HEADDIM) / kSector;  // bytes; of a row
+        static_assert(HEADDIM == HEADDIM_V && kSectors > 0 && kTokenScales, "rows of int4");
+        const NextStep<kUnit> step(p, pages_);
+        const int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int i = 0; i < 2 * kUnit * kSectors; i += 32) {
+            const int at = i + lane, token = at / kSectors % kUnit, byte = at % kSectors * kSector;
+            const bool is_key = at < kUnit * kSectors;
+            const bool has = byte < stored(is_key ? p.problem.headdim : p.problem.headdim_v);
+            const Operand& x = is_key ? p.cache.k : p.cache.v;
+            touch(step.has_page && has && token_ + kUnit + token < s.seqlen_k,
+                  bytes_of_page(x, step.page, step.row + token, s.head_k) + byte);
+        }
+#pragma unroll
+        for (int i = 0; i < StepScales::kRegisters; i++) {
+            const int token = lane % kUnit;
+            touch(step.has_page && lane < StepScales::kLanes && token % 8 == 0 && token_ + kUnit + token < s.seqlen_k,
+                  scale_of_page(StepScales::of_lane(p.scales, i), step.page, step.row + token, s.head_k));
+        }
+    }
+
 private:
     __device__ __forceinline__ static int key_column() {
         return Keys<HEADDIM / 32>::of(Layout::key_column(typename Layout::Lane()));
@@ -132,11 +155,13 @@ struct Attend {
     // Two beside each other find each other's bytes in the first cache; more share what they load.
     static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
+    static constexpr int kRowsAtOnce = BLOCK_ROWS, kWorkBytes = 0;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
+    template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
-                                                  const BlockParts<kParts>& parts) {
+                                                  const BlockParts<kParts>& parts, Finish finish) {
         const typename Layout::Lane lane;
         const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
@@ -198,6 +223,9 @@ struct Attend {
                     if (steps.stands()) {
                         steps.load_keys(p, seqlen_k, k);
                         if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                        // of int4 all the steps that registers have room for are too few bytes for a slow memory
+                        if constexpr (kZeroPoints)
+                            if (left > 1) steps.touch_next(p, s);
                     }
                 }
                 if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
@@ -301,6 +329,7 @@ struct Attend {
                 to[Order::of(column + 1)] = y;
             }
         });
+        finish(0);
     }
 
 private:
