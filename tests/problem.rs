@@ -338,7 +338,8 @@ fn wrong_saved_tensors() {
     let q = tensor([2, 10, 6, 64]);
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
     let out = tensor([2, 10, 6, 32]);
-    let lse = |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()].into(), sizes: sizes.into() };
+    let lse =
+        |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()].into(), sizes: sizes.into() };
     let good = lse(vec![2, 6, 10], DType::Float);
     let check = |dout: &TensorDesc, out: &TensorDesc, l: &TensorDesc| validate_backward(dout, out, l, None, &q, &a, Backend::Kernels);
     check(&out, &out, &good).unwrap();
