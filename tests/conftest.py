@@ -231,11 +231,13 @@ class Backend:
 
 
 def poison_cuda(*like: Tensor):
-    """Leave NaN in the memory that the caching allocator hands out next: outputs, statistics, fp32 scratch."""
+    """Leave NaN in the memory that the caching allocator hands out next: outputs, statistics, fp32 scratch. Of integers -1, whose bytes are
+    NaN to other types."""
     held = []
     for t in like:
+        poison = float("nan") if t.is_floating_point() else -1
         for copies in (1, 1, 2, 4):
-            held.append(torch.full((t.numel() * copies,), float("nan"), dtype=t.dtype, device=t.device))
+            held.append(torch.full((t.numel() * copies,), poison, dtype=t.dtype, device=t.device))
         held.append(torch.full((max(t.numel() // max(t.shape[-1], 1), 1),), float("nan"), device=t.device))
     del held
 
