@@ -3,6 +3,9 @@
 //! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
 mod decode;
+mod shares;
+
+pub use shares::{Dealt, EqualShares, MAX_PIECES};
 
 pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
 
@@ -59,6 +62,8 @@ pub enum Reason {
     FewerRows,
     /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
     ShorterLongest,
+    /// what full rounds of the cheapest's grid leave over is cut along the keys, so that every place has as much of it
+    EqualShares,
     /// the card's tuning says so
     Tuned,
     /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
@@ -76,6 +81,7 @@ impl fmt::Display for Reason {
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
+            Reason::EqualShares => "equal shares, since the last round would leave places idle",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -92,6 +98,16 @@ pub struct PlannedKernel {
     pub blocks: [u32; 2],
     /// why it is this one
     pub reason: Reason,
+    /// of a grid of equal shares, which has one axis for blocks of rows, heads and batch entries: who has what
+    pub shares: Option<EqualShares>,
+}
+
+impl PlannedKernel {
+    /// The grid of a launch of so many batch entries.
+    pub fn grid(&self, batches: i64) -> [u32; 3] {
+        let [x, y] = self.blocks;
+        [x, y, if self.shares.is_some() { 1 } else { batches as u32 }]
+    }
 }
 
 /// How a backward pass differs from others of the same problem.
@@ -303,7 +319,7 @@ fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> Plan
 }
 
 fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason }
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, shares: None }
 }
 
 fn scratch(variant: &Variant) -> Scratch {
@@ -364,7 +380,30 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, kernels::FORWARD, &Shape::of(a), needs(a, BackwardMode::default()), d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    Ok(planned(small.unwrap_or(large), a))
+    Ok(match small {
+        Some(small) => planned(small, a),
+        None => equal_shares(kernels, large, a, d).unwrap_or_else(|| planned(large, a)),
+    })
+}
+
+/// The same tiles on a grid of equal shares, where all blocks of rows take as long and it is expected to pay, or where the card's tuning says so.
+fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+    let shape = Shape::of(a);
+    // so many batch entries take several launches
+    if a.packed.is_some() || a.batch > MAX_GRID_Z || usual.1 == Reason::Tuned {
+        return None;
+    }
+    let [(variant, reason)] = choose(kernels, kernels::FORWARD_SHARES, &shape, needs(a, BackwardMode::default()), d).ok()?;
+    let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let (rows, heads) = rows_and_heads(variant, a);
+    let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let (shares, pays) = EqualShares::of(row_blocks, a.seqlen_k as u32, variant.step, d.sms * variant.blocks_per_sm)?;
+    let reason = match reason {
+        Reason::Tuned => reason,
+        _ if pays && shape.is_causal == Some(false) && of(variant) == of(usual.0) => Reason::EqualShares,
+        _ => return None,
+    };
+    Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
 /// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
