@@ -270,8 +270,8 @@ impl SharePiece {
     }
 }
 
-/// What the blocks of a grid of equal shares do: `rows_first` of them have a block of rows each, numbers 0 and up, the next
-/// `pieces_first` a piece each, then come the other whole blocks of rows, and the other pieces. Blocks of rows count over all heads and entries.
+/// What the blocks of a grid of equal shares do: the first `whole_rows` have a block of rows each, the others a piece of one. Blocks of rows
+/// count over all heads and entries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ShareGrid {
@@ -283,10 +283,6 @@ pub struct ShareGrid {
     pub call_number: u64,
     /// blocks of rows that are not cut; those that are have the numbers behind
     pub whole_rows: i32,
-    /// of these come first
-    pub rows_first: i32,
-    /// pieces that come then
-    pub pieces_first: i32,
     /// of one block of rows
     pub most_pieces: i32,
     /// in the order of the grid

@@ -42,30 +42,38 @@ impl Launch {
         [memory_range("scratch", &self.scratch, true)]
     }
 
-    /// The parameter block. Where not all blocks will run, the first piece of a block of rows is told that the others have been there:
-    /// so each is timed with a join, of which a whole grid has fewer.
+    /// The parameter block.
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdSharesParams> {
         let mut pieces = [SharePiece::default(); MAX_PIECES];
         pieces[..self.dealt.pieces.len()].copy_from_slice(&self.dealt.pieces);
         let arrivals: *mut u64 = at(&self.scratch, self.partials).cast();
         let call_number = call_number();
         if !launcher.runs_all_blocks() {
-            for piece in &self.dealt.pieces {
-                let others = u64::from(piece.pieces()) - 1;
-                // SAFETY: a simulator's memory is the host's, and there is one for each block of rows that is cut.
-                unsafe { arrivals.add(usize::from(piece.row_block)).write(call_number << 16 | others) };
-            }
+            self.join_alone(&mut pieces[..self.dealt.pieces.len()], arrivals, call_number);
         }
         let shares = ShareGrid {
             partials: at(&self.scratch, 0),
             arrivals,
             call_number,
             whole_rows: self.planned.whole_rows as i32,
-            rows_first: self.dealt.rows_first as i32,
-            pieces_first: self.dealt.pieces_first as i32,
             most_pieces: self.dealt.most_pieces as i32,
             pieces,
         };
         Ok(FwdSharesParams { forward, shares })
+    }
+
+    /// For a run of a part of the grid: of each block of rows the piece that starts last finds that the others have been there, whether they
+    /// have or not, and the others find that more are to come. So joins are timed, as many as there are.
+    fn join_alone(&self, pieces: &mut [SharePiece], arrivals: *mut u64, call_number: u64) {
+        let mut has_last = vec![false; self.planned.cut_rows as usize];
+        for piece in pieces.iter_mut().rev() {
+            let (row_block, all) = (usize::from(piece.row_block), piece.pieces());
+            if !std::mem::replace(&mut has_last[row_block], true) {
+                // SAFETY: a simulator's memory is the host's, and there is a counter for each block of rows that is cut.
+                unsafe { arrivals.add(row_block).write(call_number << 16 | (u64::from(all) - 1)) };
+            } else {
+                piece.part |= 0xff;
+            }
+        }
     }
 }

