@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 
 /// What loading queries and writing the result takes of a block's time, in that of so many keys: 12 to 18 thousand clocks at headdims 64 and
 /// 128, where two blocks of an SM take 79 and 164 clocks a key.
-const FIXED_KEYS: u32 = 192;
+const FIXED_KEYS: u32 = 160;
 /// What one piece more costs the block that joins them: 2 to 5 thousand clocks.
 const JOIN_KEYS: u32 = 30;
 /// The most pieces of a block of rows: one block reads the results of all.
@@ -87,7 +87,7 @@ impl EqualShares {
     /// Blocks of rows lie on a line, one behind the other, that is cut in equal lengths. Where shares go on from one to the next, such
     /// a share has two fixed parts: so each block of rows begins with as much of the line as that is worth.
     fn line(&self) -> Vec<Vec<Piece>> {
-        let fixed = if self.is_even() { 0 } else { u64::from(std::env::var("X_FIXED").ok().and_then(|x| x.parse().ok()).unwrap_or(FIXED_KEYS).div_ceil(self.step)) };
+        let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
         let of_row = u64::from(self.steps) + fixed;
         let cut = |share: u32| u64::from(share) * u64::from(self.cut_rows) * of_row / u64::from(self.shares);
         let mut shares = vec![Vec::with_capacity(2); self.shares as usize];
@@ -138,10 +138,9 @@ impl EqualShares {
     pub fn deal(&self) -> Dealt {
         let line = self.line();
         let pieces_of_rows = self.pieces_of_rows(&line);
-        let fixed: u32 = std::env::var("X_PLAIN").ok().map_or(FIXED_KEYS, |_| 0);
         let mut pieces: Vec<_> = (line.iter())
             .flat_map(|share| {
-                let begin = |i: usize| if i == 0 { 0 } else { fixed + share[i - 1].steps() * self.step };
+                let begin = |i: usize| if i == 0 { 0 } else { FIXED_KEYS + share[i - 1].steps() * self.step };
                 share.iter().enumerate().map(move |(i, piece)| (begin(i), piece))
             })
             .collect();

@@ -163,7 +163,7 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        Features<kRowTiles, 1> features(p, mask, unmasked, row, key);
+        Features<kRowTiles, 1, Grid> features(p, grid, mask, unmasked, row, key);
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
@@ -237,7 +237,7 @@ struct ForwardRegisterQ {
             uint4 k[kChunks];
             features.start(p, even, row, key + kStep);
             odd.clear();
-            typename Features<kRowTiles, 1>::Numbers numbers;
+            typename Features<kRowTiles, 1, Grid>::Numbers numbers;
             features.draw(numbers, p, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];

@@ -197,7 +197,7 @@ struct ForwardSharedQ {
         // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kFeature || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
-        Features<RowTiles, kKeyTiles> features(p, mask, unmasked, row, key);
+        Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, row, key);
         if (kFeature != kNeedBias) {  // for which there are no registers there
             unmasked.first = pinned(unmasked.first);
             unmasked.span = pinned(unmasked.span);
@@ -254,7 +254,7 @@ struct ForwardSharedQ {
                 Probabilities<RowTiles> probabilities;
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kModified && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
-                typename Features<RowTiles, kKeyTiles>::Numbers numbers;
+                typename Features<RowTiles, kKeyTiles, Grid>::Numbers numbers;
                 features.draw(numbers, p, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)

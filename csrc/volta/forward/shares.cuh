@@ -7,7 +7,7 @@
 #pragma once
 
 #include "arrivals.cuh"
-#include "volta/forward/layout.cuh"
+#include "volta/forward/features.cuh"
 
 namespace volta {
 
@@ -52,6 +52,8 @@ class EqualShares {
     }
 
 public:
+    static constexpr bool kIndexed = false;
+    static_assert(!kRagged && !kModified, "what reads the place of a block from the grid");
     __device__ __forceinline__ explicit EqualShares(const ShareGrid& shares) : shares_(shares) {}
 
     template <int Rows>

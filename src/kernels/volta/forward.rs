@@ -144,6 +144,10 @@ pub const FORWARD_SHARES: &[Variant] = &[
     shares(PLAIN_LARGE[4], SHARED_Q_SHARES, "volta_fwd_shares_192x128", 162),
     shares(PLAIN_LARGE[5], SHARED_Q_SHARES, "volta_fwd_shares_192x192", 214),
     shares(PLAIN_LARGE[6], SHARED_Q_SHARES, "volta_fwd_shares_256x256", 254),
+    shares(with(Need::Softcap, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_softcap_64x64", 255),
+    shares(with(Need::Softcap, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_softcap_128x128", 255),
+    shares(with(Need::Alibi, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_64x64", 255),
+    shares(with(Need::Alibi, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_128x128", 255),
 ];
 
 /// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.
