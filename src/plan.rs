@@ -380,9 +380,10 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, kernels::FORWARD, &Shape::of(a), needs(a, BackwardMode::default()), d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    Ok(match small {
-        Some(small) => planned(small, a),
-        None => equal_shares(kernels, large, a, d).unwrap_or_else(|| planned(large, a)),
+    let shares = equal_shares(kernels, large, a, d);
+    Ok(match (small, shares) {
+        (Some(small), None | Some(PlannedKernel { reason: Reason::EqualShares, .. })) => planned(small, a),
+        (_, shares) => shares.unwrap_or_else(|| planned(large, a)),
     })
 }
 
@@ -397,7 +398,17 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
-    let (shares, pays) = EqualShares::of(row_blocks, a.seqlen_k as u32, variant.step, d.sms * variant.blocks_per_sm)?;
+    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms * variant.blocks_per_sm);
+    thread_local!(static LAST: Cell<Option<((u64, u32, u32, u32), Option<(EqualShares, bool)>)>> = const { Cell::new(None) });
+    let (shares, pays) = LAST.get().filter(|(same, _)| *same == asked).map_or_else(
+        || {
+            let (row_blocks, keys, step, places) = asked;
+            let found = EqualShares::of(row_blocks, keys, step, places);
+            LAST.set(Some((asked, found)));
+            found
+        },
+        |(_, found)| found,
+    )?;
     let reason = match reason {
         Reason::Tuned => reason,
         _ if pays && shape.is_causal == Some(false) && of(variant) == of(usual.0) => Reason::EqualShares,

@@ -36,6 +36,8 @@ pub struct EqualShares {
     pub step: u32,
     /// shares of those that are cut: one for each place, or so many less that none of them has pieces of two blocks of rows
     pub shares: u32,
+    /// of these shares
+    pub pieces: u32,
 }
 
 /// Some steps of a block of rows that is cut.
@@ -70,10 +72,13 @@ impl EqualShares {
         if cut_rows == 0 || steps > u32::from(u16::MAX) || row_blocks > i32::MAX as u64 / 2 {
             return None;
         }
-        let with = |shares| EqualShares { places, whole_rows: whole_rows as u32, cut_rows, steps, step, shares };
-        let evenly = (2..=(places / cut_rows).min(MOST_PIECES)).map(|pieces| with(cut_rows * pieces));
-        let best = evenly.chain([with(places)]).filter_map(|s| Some((s.time()?, s))).min_by_key(|&(time, s)| (time, s.shares));
-        let (time, best) = best?;
+        let with = |shares| {
+            let cut = EqualShares { places, whole_rows: whole_rows as u32, cut_rows, steps, step, shares, pieces: 0 };
+            let (time, pieces) = cut.time_and_pieces()?;
+            Some((time, EqualShares { pieces, ..cut }))
+        };
+        let evenly = (2..=(places / cut_rows).min(MOST_PIECES)).map(|pieces| cut_rows * pieces);
+        let (time, best) = evenly.chain([places]).filter_map(with).min_by_key(|&(time, cut)| (time, cut.shares))?;
         let whole = row_blocks.div_ceil(u64::from(places)) * u64::from(keys + FIXED_KEYS);
         Some((best, time * WORTH_IT.1 < whole * WORTH_IT.0))
     }
@@ -116,22 +121,27 @@ impl EqualShares {
         pieces
     }
 
-    /// When the last place is done, in keys; None where a kernel's parameters have no room for so many pieces.
-    fn time(&self) -> Option<u64> {
-        let line = self.line();
-        let most = *self.pieces_of_rows(&line).iter().max()?;
-        if line.iter().map(Vec::len).sum::<usize>() > MAX_PIECES || most > MOST_PIECES {
+    /// When the last place is done, in keys, and the number of pieces; None where a kernel's parameters have no room for so many.
+    fn time_and_pieces(&self) -> Option<(u64, u32)> {
+        let keys_of = |pieces: usize, steps: u32| pieces as u32 * FIXED_KEYS + steps * self.step;
+        let (longest, most, pieces) = if self.is_even() {
+            let pieces = self.shares / self.cut_rows;
+            (keys_of(1, self.steps.div_ceil(pieces)), pieces.min(self.steps), self.shares.min(self.cut_rows * self.steps))
+        } else {
+            let line = self.line();
+            let longest = line.iter().map(|share| keys_of(share.len(), share.iter().map(Piece::steps).sum())).max()?;
+            (longest, *self.pieces_of_rows(&line).iter().max()?, line.iter().map(Vec::len).sum::<usize>() as u32)
+        };
+        if pieces as usize > MAX_PIECES || most > MOST_PIECES {
             return None;
         }
-        let keys_of = |share: &Vec<Piece>| share.iter().map(|piece| FIXED_KEYS + piece.steps() * self.step).sum::<u32>();
-        let longest = u64::from(line.iter().map(keys_of).max()?);
         let rounds = u64::from(self.whole_rows / self.places);
-        Some(rounds * u64::from(self.steps * self.step + FIXED_KEYS) + longest + u64::from(most * JOIN_KEYS))
+        Some((rounds * u64::from(keys_of(1, self.steps)) + u64::from(longest + most * JOIN_KEYS), pieces))
     }
 
     /// Blocks of the grid.
     pub fn blocks(&self) -> u32 {
-        self.whole_rows + self.line().iter().map(Vec::len).sum::<usize>() as u32
+        self.whole_rows + self.pieces
     }
 
     /// The pieces in the order in which they are meant to start.

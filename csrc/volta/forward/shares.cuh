@@ -67,7 +67,8 @@ public:
         }
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
-            return max(mask.key_first(Place::row), share.first * Step);
+            // where all pieces begin steps, whatever the window: what it hides is masked
+            return max(mask.key_first(Place::row) / Step * Step, share.first * Step);
         }
         template <int Step>
         __device__ __forceinline__ int key_end(const Mask& mask) const {
