@@ -398,12 +398,12 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
-    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms * variant.blocks_per_sm);
-    thread_local!(static LAST: Cell<Option<((u64, u32, u32, u32), Option<(EqualShares, bool)>)>> = const { Cell::new(None) });
+    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
+    thread_local!(static LAST: Cell<Option<((u64, u32, u32, u32, u32), Option<(EqualShares, bool)>)>> = const { Cell::new(None) });
     let (shares, pays) = LAST.get().filter(|(same, _)| *same == asked).map_or_else(
         || {
-            let (row_blocks, keys, step, places) = asked;
-            let found = EqualShares::of(row_blocks, keys, step, places);
+            let (row_blocks, keys, step, sms, places_per_sm) = asked;
+            let found = EqualShares::of(row_blocks, keys, step, sms, places_per_sm);
             LAST.set(Some((asked, found)));
             found
         },

@@ -20,7 +20,9 @@ PROBLEMS = {
 
 
 def plan(batch, nheads, seqlen_q, seqlen_k, headdim, is_causal=False, **options):
-    return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads, headdim, headdim, is_causal, **options))["forward"]
+    return json.loads(torch.ops.volta_fa._plan(batch, seqlen_q, seqlen_k, nheads, nheads, headdim, headdim, is_causal, **options))[
+        "forward"
+    ]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

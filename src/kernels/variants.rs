@@ -160,14 +160,8 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 6] = [
-        ParamBlock::Forward,
-        ParamBlock::ForwardShares,
-        ParamBlock::Backward,
-        ParamBlock::Merge,
-        ParamBlock::Decode,
-        ParamBlock::Append,
-    ];
+    pub const ALL: [ParamBlock; 6] =
+        [ParamBlock::Forward, ParamBlock::ForwardShares, ParamBlock::Backward, ParamBlock::Merge, ParamBlock::Decode, ParamBlock::Append];
 
     /// The struct's.
     pub const fn name(self) -> &'static str {

@@ -13,6 +13,8 @@ use std::cmp::Reverse;
 const FIXED_KEYS: u32 = 160;
 /// What one piece more costs the block that joins them: 2 to 5 thousand clocks.
 const JOIN_KEYS: u32 = 30;
+/// Of the time of a block that shares its SM with another what it takes alone: 3/4 of each step at headdims 64 and 128, and a little more in all.
+const ALONE: (u64, u64) = (4, 5);
 /// The most pieces of a block of rows: one block reads the results of all.
 const MOST_PIECES: u32 = 16;
 /// The most pieces of a launch ([`crate::params::ShareGrid`]).
@@ -66,8 +68,8 @@ pub struct Dealt {
 impl EqualShares {
     /// The best way to cut what full rounds leave of this grid, and whether that is expected to be faster than to cut nothing; None where
     /// there is nothing to cut, or no way to.
-    pub fn of(row_blocks: u64, keys: u32, step: u32, places: u32) -> Option<(EqualShares, bool)> {
-        let steps = keys.div_ceil(step);
+    pub fn of(row_blocks: u64, keys: u32, step: u32, sms: u32, places_per_sm: u32) -> Option<(EqualShares, bool)> {
+        let (steps, places) = (keys.div_ceil(step), sms * places_per_sm);
         let (whole_rows, cut_rows) = (row_blocks / u64::from(places) * u64::from(places), (row_blocks % u64::from(places)) as u32);
         if cut_rows == 0 || steps > u32::from(u16::MAX) || row_blocks > i32::MAX as u64 / 2 {
             return None;
@@ -80,6 +82,8 @@ impl EqualShares {
         let evenly = (2..=(places / cut_rows).min(MOST_PIECES)).map(|pieces| cut_rows * pieces);
         let (time, best) = evenly.chain([places]).filter_map(with).min_by_key(|&(time, cut)| (time, cut.shares))?;
         let whole = row_blocks.div_ceil(u64::from(places)) * u64::from(keys + FIXED_KEYS);
+        let are_alone = places_per_sm > 1 && row_blocks <= u64::from(sms);
+        let whole = if are_alone { whole * ALONE.0 / ALONE.1 } else { whole };
         Some((best, time * WORTH_IT.1 < whole * WORTH_IT.0))
     }
 
@@ -136,6 +140,8 @@ impl EqualShares {
             return None;
         }
         let rounds = u64::from(self.whole_rows / self.places);
+        // without full rounds all begin together, and wait for their queries together
+        let longest = if rounds == 0 { longest + if self.is_even() { 1 } else { 2 } * FIXED_KEYS } else { longest };
         Some((rounds * u64::from(keys_of(1, self.steps)) + u64::from(longest + most * JOIN_KEYS), pieces))
     }
 
