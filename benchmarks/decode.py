@@ -7,13 +7,14 @@ Simulated, one SM's share of the launch is timed by the cycle (tools/volta-sim),
 which stand for a loaded memory. Nothing is measured then: the share is that of the model's DRAM rate. The blocks of one SM are
 simulated, so the merge of partial results, which the last of several SMs' blocks does, is not in these times; nor is the launch.
 
-Caches are fp16, (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to reach.
+Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to
+reach. Measured, these are shares of the copy kernel's rate; PyTorch's attention has the same keys in one dense tensor, without pages and
+lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,12 +22,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import volta_fa
 from volta_fa.errors import CommandError
 from volta_fa.kv_formats import KV_DTYPES
 
-from .measure import median_ms, simulated
+from .measure import aligned, ended, median_ms, simulated
 
 #: Bytes a clock and SM, SMs, clocks a microsecond: volta-sim's V100.
 DRAM_GB_S = 6.6 * 80 * 1.53
@@ -42,8 +45,14 @@ class Case:
     seqlen_q: int = 1
     page: int = 16
     kv_dtype: str = ""  # of a quantised cache
+    bfloat: bool = False  # bf16 instead of fp16
     bar: float = 0.0  # with the model's latency
     slow_bar: float = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, and of a cache that is not quantised."""
+        return torch.bfloat16 if self.bfloat else torch.float16
 
     @property
     def nheads_k(self) -> int:
@@ -61,7 +70,7 @@ class Case:
         longest, batch = max(self.lengths), len(self.lengths)
         even = all(n == longest for n in self.lengths)
         lengths = f"{batch} x {longest}" if even else f"{longest} + {batch - 1} x {min(self.lengths)}"
-        kind = f"{self.kv_dtype}, " if self.kv_dtype else ""
+        kind = f"{self.kv_dtype}, " if self.kv_dtype else "bf16, " if self.bfloat else ""
         return f"{kind}headdim {self.headdim}, {lengths}, group {self.group}, queries {self.seqlen_q}, page {self.page}"
 
 
@@ -76,6 +85,16 @@ def cases(everything: bool) -> Iterator[Case]:
             yield from (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
         yield from (Case(headdim, (16384,) * 4, group=4, seqlen_q=n) for n in (2, 4, 8))
         yield from (Case(headdim, (16384,) * 4, group=8, seqlen_q=n) for n in (2, 4, 8))
+    yield Case(128, (65536, *[512] * 63))
+    yield Case(128, (1528,) * 64)  # as many tokens
+
+
+def measured_cases() -> Iterator[Case]:
+    """Enough for a GPU that moves terabytes a second."""
+    for headdim in (64, 128, 256):
+        yield Case(headdim, (65536,) * 16, bar=0.85)
+        yield from (Case(headdim, (16384,) * 16, seqlen_q=n) for n in (1, 2, 4, 8))
+        yield from (Case(headdim, (seqlen,) * 16) for seqlen in (4096, 1024))
     yield Case(128, (65536, *[512] * 63))
     yield Case(128, (1528,) * 64)  # as many tokens
 
@@ -96,16 +115,17 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # no time depends on the values
-    k, v = (_aligned(shape, device).fill_(0.01) for _ in "kv")
+    dtype = case.dtype
+    k, v = (aligned(shape, dtype, device).fill_(0.01) for _ in "kv")
     options: dict = {}
     if case.kv_dtype:
         like = volta_fa.quantize_kv(torch.full((1, case.headdim), 0.01), case.kv_dtype).data
-        k, v = (_aligned((*shape[:-1], like.shape[-1]), device, like.dtype) for _ in "kv")
+        k, v = (aligned((*shape[:-1], like.shape[-1]), like.dtype, device) for _ in "kv")
         for t in (k, v):
             t.view(torch.uint8).fill_(1)
         if case.kv_dtype.startswith("int"):
             # those of a head together
-            scale = _aligned((shape[0], shape[2], shape[1]), device, torch.float32).fill_(0.01).transpose(1, 2)
+            scale = aligned((shape[0], shape[2], shape[1]), torch.float32, device).fill_(0.01).transpose(1, 2)
             options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
         if case.kv_dtype == "int4":
             options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
@@ -113,17 +133,9 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
     for row, n, own in zip(table, pages, numbers.split(pages)):
         row[:n] = own
-    q = _aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), device).fill_(0.01)
+    q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), dtype, device).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
-
-
-def _aligned(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float16) -> Tensor:
-    """As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines."""
-    count = torch.Size(shape).numel()
-    room = torch.empty(count + 256, dtype=dtype, device=device)
-    skip = -room.data_ptr() % 256 // room.element_size()
-    return room[skip : skip + count].view(shape)
 
 
 def simulate(case: Case, settings: str) -> dict:
@@ -143,6 +155,24 @@ def measure(case: Case, copy_gb_s: float) -> dict:
     return {"kernel": "", "us": us, "gb_s": gb_s, "share": gb_s / copy_gb_s}
 
 
+def measure_pytorch(case: Case) -> dict[str, float]:
+    """GB/s of PyTorch's own attention by name of the backend, where it can; nothing of cases that no dense tensor holds."""
+    if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype:
+        return {}
+    shape = (len(case.lengths), case.nheads_k, case.lengths[0], case.headdim)
+    k, v = (torch.full(shape, 0.01, device="cuda", dtype=case.dtype) for _ in "kv")
+    q = torch.full((shape[0], case.nheads_k * case.group, 1, case.headdim), 0.01, device="cuda", dtype=case.dtype)
+    found = {}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            try:
+                ms = median_ms(lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), k.device, budget=0.3)
+            except RuntimeError:  # no kernel of the backend has it
+                continue
+        found[name] = case.bytes / ms / 1e6
+    return found
+
+
 def copy_rate() -> float:
     """Bytes read and written a nanosecond by PyTorch's copy kernel."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -155,15 +185,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantised", action="store_true", help="int8, int4 and fp8 caches")
+    parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
-    every = quantised_cases() if options.quantised else cases(options.all)
+    measured = options.device == "cuda"
+    every = quantised_cases() if options.quantised else measured_cases() if measured else cases(options.all)
+    every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0
-    if options.device == "cuda":
+    if measured:
         copy = copy_rate()
         print(f"copy kernel: {copy:.0f} GB/s")
         settings = {"measured": ""}
@@ -172,20 +205,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in chosen:
         cells = []
         for name, setting in settings.items():
-            found = measure(case, copy) if options.device == "cuda" else simulate(case, setting)
-            bar = case.bar if name == "430" else case.slow_bar if name == "3000" else 0.0
+            found = measure(case, copy) if measured else simulate(case, setting)
+            bar = case.slow_bar if name == "3000" else case.bar
             missed = found["share"] < bar
             failed += missed
             cells.append(
                 f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{' < ' + format(bar, '.0%') if missed else ''}"
             )
-            rows.append({**asdict(case), "latency": name, **found, "bar": bar})
+            others = measure_pytorch(case) if measured else {}
+            cells += (f"{other} {gb_s:.0f} GB/s" for other, gb_s in others.items())
+            rows.append({**asdict(case), "latency": name, **found, "bar": bar, "others": others})
         print(f"{case.name:66s} {' | '.join(cells)}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if failed:
-        print(f"{failed} figures below their bars")
-    return 1 if failed else 0
+    return ended(rows, failed, options.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ order.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,8 @@ from torch import Tensor
 
 import volta_fa  # noqa: F401  (the ops)
 
-from .decode import DRAM_GB_S, LATENCIES, _aligned
-from .measure import simulated
+from .decode import DRAM_GB_S, LATENCIES
+from .measure import aligned, ended, simulated
 
 HEADDIM, HEADDIM_V, PAGE = 576, 512, 64
 
@@ -65,9 +64,9 @@ def cases() -> Iterator[Case]:
 
 def problem(case: Case) -> tuple[Tensor, Tensor, dict]:
     pages = -(-case.seqlen // PAGE)
-    cache = _aligned((case.batch * pages, PAGE, 1, HEADDIM), "cpu").fill_(0.01)  # no time depends on the values
+    cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), torch.float16).fill_(0.01)  # no time depends on the values
     table = torch.randperm(case.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(case.batch, pages)
-    q = _aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), "cpu").fill_(0.01)
+    q = aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), torch.float16).fill_(0.01)
     lengths = torch.full((case.batch,), case.seqlen, dtype=torch.int32)
     return q, cache, {"block_table": table, "cache_seqlens": lengths, "is_causal": True}
 
@@ -98,11 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells.append(f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its bar' if missed else ''}")
             rows.append({**asdict(case), "latency": latency, **found})
         print(f"{case.name:34s} {found['kernel']:18s} {' | '.join(cells)}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if failed:
-        print(f"{failed} figures below their bars")
-    return 1 if failed else 0
+    return ended(rows, failed, options.json)
 
 
 if __name__ == "__main__":

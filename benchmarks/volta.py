@@ -16,8 +16,9 @@ the pass: backward's includes the row statistics, the zeroing and the conversion
     loop_bytes                   code of the main loop, from its first to its last instruction
     pipes                        of the main kernel, with the default model: the share of time that parts of an SM are busy
     waits                        of the main kernel, with the default model: what warps that do not issue wait for, of all warps' time
-The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient;
-deterministic is a backward pass without atomics. One more table has each as a share of plain, the same shape without it.
+The last rows of each pass ask for one feature each: a bias is (1, nheads, seqlen_q, seqlen_k) in fp16 and has no gradient but
+in the case dbias (Volta's kernels write all of that one, so PyTorch's kernels have no part in it);
+deterministic is a backward pass whose sums have a fixed order. One more table has each as a share of plain, the same shape without it.
 Of a Turing chip, which has one head for each SM in all plain cases, a first table has the shares of the tensor pipe at N=4096.
 Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
 in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
@@ -40,7 +41,7 @@ import volta_fa
 from volta_fa.errors import CommandError
 
 from . import plots, report
-from .measure import simulated
+from .measure import aligned, simulated
 from .peers import GEMM_TFLOPS, PEERS, Peer
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
@@ -71,8 +72,8 @@ GPUS = {
 FORWARD, BACKWARD = "forward", "backward"
 #: What a call may ask for beyond the mask, each alone: "packed" is one sequence given by cu_seqlens.
 FEATURES = ("packed", "softcap", "alibi", "bias", "sinks", "dropout")
-#: The same of a backward pass.
-DETERMINISTIC = "deterministic"
+#: The same of a backward pass: the gradient of the bias too, and sums in a fixed order.
+BIAS_GRADIENT, DETERMINISTIC = "dbias", "deterministic"
 
 #: Where the shares of a Turing chip's tensor pipe are quoted, and what they are meant to be at least.
 SHARES_AT = 4096
@@ -100,7 +101,7 @@ class Case:
     direction: str
     shape: Shape
     heads_first: bool = False  # views of (batch, nheads, seqlen, headdim) memory
-    feature: str = ""  # one of FEATURES, or DETERMINISTIC
+    feature: str = ""  # one of FEATURES, BIAS_GRADIENT or DETERMINISTIC
 
     def __str__(self) -> str:
         s = self.shape
@@ -191,7 +192,7 @@ def cases(gpu: str = "v100") -> list[Case]:
             add(2048, d, heads_first=True)
         add(1024, 64, nheads=16)
         add(512, 128, nheads=8)
-        features = FEATURES if direction == FORWARD else (*FEATURES, DETERMINISTIC)
+        features = FEATURES if direction == FORWARD else (*FEATURES, *[BIAS_GRADIENT] * (gpu == "v100"), DETERMINISTIC)
         found += [Case(direction, Shape(1, heads, 2048, 2048, d, False), feature=f) for d in (64, 128) for f in features]
     return found
 
@@ -271,8 +272,8 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
         dout = _randn(s, s.seqlen_q, s.nheads, s.headdim_v, case.heads_first, seed=3)
         # Stand-ins for a forward's results, which would take hours: no time depends on their values. The scores of
         # normal q and k have variance 1, so the log of the sum of N exponentials is about log(N) + 1/2.
-        out = _aligned(dout.shape, dout.dtype).zero_()
-        softmax_lse = _aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
+        out = aligned(dout.shape, dout.dtype).zero_()
+        softmax_lse = aligned((s.batch, s.nheads, s.seqlen_q), torch.float32).fill_(math.log(s.seqlen_k) + 0.5)
     options = {"is_causal": s.causal, **_options(case)}
     if case.feature == "packed":
         q, k, v = (t[0] for t in (q, k, v))
@@ -288,6 +289,13 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
 def _options(case: Case) -> dict:
     """The op's arguments for the case's feature. No time depends on the values."""
     s = case.shape
+    if "bias" in case.feature:
+        bias = aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()
+        return (
+            {"attn_bias": bias, "attn_bias_requires_grad": case.feature == BIAS_GRADIENT}
+            if case.direction == BACKWARD
+            else {"attn_bias": bias}
+        )
     if case.feature == "packed":
         ends = torch.tensor([0, s.seqlen_q], dtype=torch.int32)
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": s.seqlen_q, "max_seqlen_k": s.seqlen_k}
@@ -295,7 +303,6 @@ def _options(case: Case) -> dict:
         "": {},
         "softcap": {"softcap": 30.0},
         "alibi": {"alibi_slopes": torch.ones(s.nheads)},
-        "bias": {"attn_bias": _aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()},
         "sinks": {"sinks": torch.zeros(s.nheads)},
         "dropout": {"dropout_p": 0.1},
         DETERMINISTIC: {"deterministic": True},
@@ -304,20 +311,9 @@ def _options(case: Case) -> dict:
 
 def _randn(s: Shape, seqlen: int, nheads: int, headdim: int, heads_first: bool, seed: int) -> Tensor:
     size = (s.batch, nheads, seqlen, headdim) if heads_first else (s.batch, seqlen, nheads, headdim)
-    t = _aligned(size, torch.float16)
+    t = aligned(size, torch.float16)
     t.copy_(torch.randn(size, generator=torch.Generator().manual_seed(seed)))
     return t.transpose(1, 2) if heads_first else t
-
-
-#: Bytes that CUDA aligns allocations to. Cache lines of the simulated inputs lie as on a GPU then.
-_ALIGNMENT = 256
-
-
-def _aligned(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    numel, spare = math.prod(size), _ALIGNMENT // dtype.itemsize
-    memory = torch.empty(numel + spare, dtype=dtype)
-    first = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
-    return memory[first : first + numel].view(size)
 
 
 def simulate_all(chosen: Sequence[Case], gpu: str, jobs: int) -> tuple[list[Row], list[Case]]:
@@ -378,7 +374,7 @@ def _share_grid(rows: Sequence[Row], gpu: str) -> Grid:
 
 
 def _feature_grid(rows: Sequence[Row], gpu: str) -> Grid:
-    features = (*FEATURES, DETERMINISTIC)
+    features = (*FEATURES, BIAS_GRADIENT, DETERMINISTIC)
     grid = Grid(f"Simulated {GPUS[gpu].title}: a feature's share of plain's speed", ["pass", *features])
     found = {row.case: row.figures.tflops for row in rows}
     plain = dict.fromkeys((c.direction, c.shape) for c in found if c.feature)

@@ -1,4 +1,4 @@
-"""Generating text with a Hugging Face model on volta_fa: beam search, and a static cache.
+"""Generating text with a Hugging Face model on volta_fa: beam search, a static cache, and a quantised one.
 
     python examples/transformers_generation.py    (in a checkout: PYTHONPATH=python .venv/bin/python examples/transformers_generation.py)
 
@@ -11,7 +11,7 @@ import copy
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-import volta_fa.transformers  # noqa: F401  registers the name
+from volta_fa.transformers import QuantizedCache  # importing the module registers the name
 
 WAYS = {
     "greedy": {},
@@ -49,6 +49,12 @@ def main():
         print(f"{name}: {same:.0%} of the tokens are eager's")
         # in fp16 two tokens can be so close to each other that rounding decides, and what follows is another text
         assert same == 1 if dtype == torch.float32 else same > 0.5
+    for kv_dtype in ("int8", "int4"):
+        cache = QuantizedCache(config, kv_dtype)
+        found = model.generate(**options, past_key_values=cache)[:, 20:]
+        same = (found == expected).float().mean().item()  # what follows one other token is another text
+        keys, _ = cache.layers[0].stored
+        print(f"a cache in {kv_dtype}: {same:.0%} of the tokens are eager's, a layer's keys {keys.data.dtype} {tuple(keys.data.shape)}")
 
 
 if __name__ == "__main__":

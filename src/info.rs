@@ -181,8 +181,9 @@ fn positive(name: &str, n: i64) -> Result<i64> {
 }
 
 /// The plans of the same shape with its keys in a cache: of `decode` as in a packed batch, whose sequences of many rows are left to
-/// `prefill`, where there may be any; of decode over `quantised` caches, by their formats; and of `append`, of as many tokens as there are
-/// queries. Each null where no kernel does that; all, where something is asked for that a cache's passes do not know.
+/// `prefill`, where there may be any; of decode over `bfloat16` and `quantised` caches, these by their formats, and of what converts the
+/// latter where there are such sequences; and of `append`, of as many tokens as there are queries. Each null where no kernel does that; all,
+/// where something is asked for that a cache's passes do not know.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
@@ -201,7 +202,9 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     json!({
         "append": plan::append(a.seqlen_q, a.nheads_k, limits).ok().map(|kernel| described(kernel, a.batch)),
         "decode": decode(CacheFormat::Float),
+        "bfloat16": decode(CacheFormat::Bfloat),
         "quantised": quantised.into_iter().map(|format| (format.name().into(), json!(decode(format)))).collect::<serde_json::Map<_, _>>(),
+        "convert": has_long.then(|| plan::convert(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
 }
@@ -249,6 +252,9 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "main": described(backward.main),
             "finish": described(backward.finish),
             "deterministic": backward.deterministic,
+            "rounds": backward.rounds,
+            "tail": backward.tail.map(|tail| described(tail.kernel)),
+            "dq_sums": backward.dq_sums,
         },
         "cache": cached(&a, mode, &limits, on_grid),
     }))

@@ -64,8 +64,13 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 /// The three kernels of a backward pass, in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     if enabled()? {
-        let atomics = if planned.deterministic { "backward without atomics" } else { "backward" };
-        let kernels = [planned.prepare, planned.main, planned.finish].map(|k| kernel(&k, a.batch)).join(", ");
+        let atomics = match planned {
+            BackwardPlan { dq_sums: 0, .. } => "backward without atomics".to_string(),
+            BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
+            _ => "backward".into(),
+        };
+        let in_order = [Some(planned.prepare), Some(planned.main), planned.tail.map(|tail| tail.kernel), Some(planned.finish)];
+        let kernels = in_order.iter().flatten().map(|k| kernel(k, a.batch)).collect::<Vec<_>>().join(", ");
         once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
     }
     Ok(())
@@ -111,6 +116,16 @@ pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result
         let rotated = if *rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
         let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
         once(format!("append, {what}: {}", kernel(planned, *batch)));
+    }
+    Ok(())
+}
+
+/// The kernel that makes numbers of a quantised one.
+pub fn convert(a: &CachedAttention, planned: &PlannedKernel) -> Result<()> {
+    if enabled()? {
+        let CachedAttention { batch, nheads_k, headdim, headdim_v, .. } = a;
+        let format = a.format.name();
+        once(format!("convert {format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}: {}", kernel(planned, *batch)));
     }
     Ok(())
 }

@@ -162,9 +162,11 @@ pub struct Cache {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
-    /// not quantised: of q's type, which kernels read as fp16
+    /// not quantised: of q's type; of a decode kernel: fp16
     #[default]
     Float,
+    /// of a decode kernel: bf16, and so are q and out
+    Bfloat,
     /// a byte, with a scale for each token and head
     Int8,
     /// two in a byte, with a scale and a zero point for each token and head
@@ -180,6 +182,7 @@ impl CacheFormat {
     pub const fn name(self) -> &'static str {
         match self {
             CacheFormat::Float => "float",
+            CacheFormat::Bfloat => "bfloat16",
             CacheFormat::Int8 => "int8",
             CacheFormat::Int4 => "int4",
             CacheFormat::E5m2 => "fp8_e5m2",
@@ -355,9 +358,15 @@ pub struct BwdParams {
     pub softmax_lse: *const f32,
     /// scratch: statistics of query rows, fp32, laid out as the family says (`Scratch` in src/kernels/variants.rs)
     pub row_stats: *mut f32,
-    /// scratch: (batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare; not there in the
-    /// deterministic mode
+    /// scratch: (dq_sums, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare and added up by finish; not
+    /// there where dq has a kernel of its own
     pub dq_accum: *mut f32,
+    /// from what one of a launch's blocks of keys adds to to what the next does: 0 where all add to one accumulator
+    pub dq_sum_stride: i64,
+    /// accumulators
+    pub dq_sums: i32,
+    /// the main kernel's: which block of keys this launch's first is
+    pub first_key_block: i32,
     /// seqlen_q rounded up to the query tile
     pub seqlen_q_rounded: i32,
     /// headdim rounded up to the variant's; 0 without an accumulator
@@ -375,6 +384,9 @@ pub struct BwdParams {
     pub score_options: ScoreOptions,
     /// fp32, added to: the gradient of the bias, with a stride of 0 where it is broadcast; null: not asked for
     pub dbias: *mut f32,
+    /// not 0: it is fp16, whatever the pointer's type says, and each element is stored once; rows lie contiguous then, and seqlen_k is
+    /// even. 0 for families that do not say otherwise (`Family::stores_dbias`)
+    pub dbias_is_fp16: i32,
     /// from one entry to the next
     pub dbias_batch_stride: i64,
     /// from one query head to the next
@@ -469,4 +481,27 @@ pub struct AppendParams {
     pub rotary_element: ElementType,
     /// of a quantised cache: int8's and int4's are written
     pub scales: CacheScales,
+}
+
+/// Parameter block of the kernel that makes numbers of a quantised KV cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertParams {
+    /// what is read
+    pub cache: Cache,
+    /// what is written, of `element`: (batch, seqlen_k, nheads_k, headdim), from the first token of each sequence on
+    pub k: Output,
+    /// (batch, seqlen_k, nheads_k, headdim_v), the same
+    pub v: Output,
+    /// (batch): tokens of each sequence; -1 where lengths cannot be, or a page is not there whose tokens a query sees.
+    /// Null: nobody asks
+    pub seqused_k: *mut i32,
+    /// the sizes, and window_left; headdims need not be multiples of 8
+    pub problem: Problem,
+    /// of these cu_seqlens_q and total_q
+    pub lengths: Lengths,
+    /// with the format
+    pub scales: CacheScales,
+    /// fp16 or bf16
+    pub element: ElementType,
 }

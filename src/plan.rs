@@ -12,7 +12,7 @@ pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
-use crate::problem::{Attention, MergedStates};
+use crate::problem::{Attention, MergedStates, Window};
 use crate::tuning::{Shape, Tuning};
 use std::cell::Cell;
 use std::fmt;
@@ -58,6 +58,8 @@ pub enum Reason {
     Resident,
     /// it has smaller blocks than the cheapest, and no more of them
     NoMoreBlocks,
+    /// it has smaller blocks than the kernel before, and all of the last rows' run at once
+    Tail,
     /// it has smaller blocks than the cheapest, and an SM gets so many fewer rows by them that it pays
     FewerRows,
     /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
@@ -78,6 +80,7 @@ impl fmt::Display for Reason {
             Reason::Cheapest => "the cheapest that covers it",
             Reason::LaterFamily => "the cheapest that covers it, where the preferred family does not",
             Reason::Resident => "smaller blocks, since all run at once",
+            Reason::Tail => "smaller blocks for the last rows, since all run at once",
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
@@ -122,20 +125,35 @@ pub struct BackwardMode {
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
-    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulator, where there is one
+    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any
     pub prepare: PlannedKernel,
-    /// dk and dv, and dq into its accumulator
+    /// dk and dv, and dq into its accumulators; `rounds` launches of this grid
     pub main: PlannedKernel,
-    /// dq from its accumulator, or, deterministic, computed without one
+    /// dq from its accumulators, or computed without one
     pub finish: PlannedKernel,
-    /// whether these are the kernels without atomics for dq: asked for, or better on this card
+    /// whether each sum has a fixed order: asked for, or better on this card
     pub deterministic: bool,
+    /// launches of `main`, each for the next blocks of keys of every head
+    pub rounds: u32,
+    /// the last keys of every head, where they would be a round of their own of large blocks
+    pub tail: Option<Tail>,
+    /// accumulators of dq. 0: it has a kernel of its own
+    pub dq_sums: u32,
     /// how these three lay out the row statistics
     pub scratch: Scratch,
     /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
     pub scratch_rows: i64,
-    /// columns of dq's accumulator; 0: there is none
+    /// columns of dq's accumulators; 0: there are none
     pub headdim_rounded: i64,
+}
+
+/// A last launch with smaller blocks than those before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tail {
+    /// for all blocks from the first on
+    pub kernel: PlannedKernel,
+    /// number of its first block of keys
+    pub first_block: u32,
 }
 
 /// The largest grid in y and z that CUDA allows.
@@ -187,6 +205,13 @@ fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
+/// Kernels of ALiBi alone begin their sums with -slope * distance, so a sum of products loses what that number has no bits for. Rows
+/// near a key that they see give it almost all weight: there the number is small. Rows that lie before the first key by more than this get
+/// other kernels, which add it once: at a slope of 1 it is 739 in units of log2, whose last bit, 2^-14, some 32 steps of a sum
+/// get wrong by a third each in the root mean square, 1e-4 in all; rounding a probability to fp16 costs 2e-4.
+/// (The lengths of packed sequences are the device's to know: of theirs the longest count.)
+const FAR: i64 = 512;
+
 /// Whether a kernel computes this shape, with what is needed, and fits the device.
 fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
@@ -194,6 +219,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
+        && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
@@ -305,8 +331,13 @@ fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
 }
 
 /// The grid of a kernel: what its rows are, the pass says.
-fn planned((variant, reason): (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
-    let (rows, heads) = rows_and_heads(variant, a);
+fn planned(kernel: (&'static Variant, Reason), a: &Attention) -> PlannedKernel {
+    let (rows, heads) = rows_and_heads(kernel.0, a);
+    of_rows(kernel, rows, heads, a)
+}
+
+/// The same of some of its rows.
+fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
     // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
@@ -326,12 +357,21 @@ fn scratch(variant: &Variant) -> Scratch {
     variant.family.scratch.expect("a family with backward kernels says how their scratch memory lies")
 }
 
+/// Variants that differ in the size of blocks alone.
+fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> impl Iterator<Item = &'static Variant> {
+    let d = *d;
+    kernels
+        .of(&large.family, large.pass)
+        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(move |v| v.shared_bytes <= d.shared_bytes_per_block && !d.tuning.is_some_and(|t| t.has_failed(v)))
+}
+
 /// The variant of the same headdims with smaller blocks, where its grid
 /// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
 ///   block too many and it takes two, which is what the large block takes for the same rows;
 /// - or has no more blocks than the large one's (all rows fit one block): half of those rows were padding;
 /// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
-/// - or would, under a causal mask, be resident in large blocks, of which the longest then decides, while more warps share a row of the
+/// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
 /// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
@@ -347,28 +387,31 @@ fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceL
     };
     // 32 rows a warp instead of 48 are 10% slower, 16 are 25 to 30%
     const WORTH_IT: (u64, u64) = (7, 10);
-    kernels
-        .of(&large.family, large.pass)
-        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
-        .filter(|v| v.shared_bytes <= d.shared_bytes_per_block)
-        .filter(|v| !d.tuning.is_some_and(|t| t.has_failed(v)))
-        .fold(None, |best: Option<(&'static Variant, Reason)>, v| {
-            let now = best.map_or(large, |(now, _)| now);
-            let reason = if v.block_rows >= now.block_rows {
-                None
-            } else if blocks(v) <= (d.sms * v.blocks_per_sm) as u64 {
-                Some(Reason::Resident)
-            } else if blocks(v) <= blocks(now) {
-                Some(Reason::NoMoreBlocks)
-            } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
-                Some(Reason::FewerRows)
-            } else if a.window.right.is_some() && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
-                Some(Reason::ShorterLongest)
-            } else {
-                None
-            };
-            reason.map(|reason| (v, reason)).or(best)
-        })
+    of_all_sizes(kernels, large, d).fold(None, |best: Option<(&'static Variant, Reason)>, v| {
+        let now = best.map_or(large, |(now, _)| now);
+        let reason = if v.block_rows >= now.block_rows {
+            None
+        } else if blocks(v) <= (d.sms * v.blocks_per_sm) as u64 {
+            Some(Reason::Resident)
+        } else if blocks(v) <= blocks(now) {
+            Some(Reason::NoMoreBlocks)
+        } else if rows(v) * WORTH_IT.1 <= rows(now) * WORTH_IT.0 {
+            Some(Reason::FewerRows)
+        } else if is_uneven(a) && v.threads > now.threads && blocks(now) <= u64::from(d.sms * now.blocks_per_sm) {
+            Some(Reason::ShorterLongest)
+        } else {
+            None
+        };
+        reason.map(|reason| (v, reason)).or(best)
+    })
+}
+
+/// Whether the mean row sees at most three quarters of the keys that the last one sees, which is all of them: causal masks of about as many
+/// keys as queries. (Row i sees seqlen_k - seqlen_q + i + right keys, on the mean seqlen_k - seqlen_q / 2 + right.) A chunk of a prompt
+/// behind many tokens is even, and so is a window.
+fn is_uneven(a: &Attention) -> bool {
+    let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
+    !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)
 }
 
 /// Plan the forward pass of a non-empty problem.
@@ -417,9 +460,64 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
-/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order; where
-/// that has to be deterministic, a kernel of its own computes S and dP again for dq. So it does where the card's tuning says that
-/// this is faster, or that a kernel with atomics failed which no other can replace; the other way round it never goes.
+/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/backward-kernel.md).
+const TAIL: f64 = 0.67;
+
+/// Blocks of keys of a head that a GPU is done with in one round less than with all, and the smaller variant, where that takes the rest in
+/// one round. Not under a causal mask, whose last blocks are short.
+fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
+    let (rows, heads) = rows_and_heads(main, a);
+    let heads = (heads * a.batch) as u64;
+    let blocks = (rows as u64).div_ceil(main.block_rows.into());
+    let before = ((blocks * heads).div_ceil(places(main, d)) - 1) * places(main, d) / heads;
+    let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
+    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= places(v, d);
+    if before == 0 || a.window.right.is_some() {
+        return None;
+    }
+    of_all_sizes(kernels, main, d).find(|v| fits(v)).map(|v| (before, v))
+}
+
+/// Blocks that run at once.
+fn places(v: &Variant, d: &DeviceLimits) -> u64 {
+    u64::from(d.sms * v.blocks_per_sm)
+}
+
+/// Blocks of keys of a head in each of the main kernel's launches, where a deterministic pass goes by these; and whether that is expected to
+/// be faster than a kernel of its own for dq. `blocks` are a head's, behind which a tail has `tail` more.
+///
+/// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
+/// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
+/// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
+///   rows of dq that it meets. On a V100 (docs/backward-kernel.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
+/// - the other mode has seven products for five, in one launch, and no accumulator.
+fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
+    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
+    const OTHER_MODE: f64 = 7.0 / 5.0;
+    // fp32, so twice as many times the memory of q
+    const MOST: u64 = 8;
+    let (rows, heads) = rows_and_heads(main, a);
+    let (heads, places) = ((heads * a.batch) as u64, places(main, d));
+    let block_times = |blocks: u64| (blocks * heads).div_ceil(places) as f64;
+    let block_rows = f64::from(main.block_rows);
+    let met = match a.window {
+        Window { left: Some(left), right: Some(right) } => ((left + right) as f64 + block_rows).min(a.seqlen_q as f64),
+        _ => a.seqlen_q as f64,
+    };
+    let of_a_sum = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / places as f64);
+    let of_tail = if tail > 0 { TAIL } else { 0.0 };
+    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * of_a_sum;
+    // a tail begins where a launch ends, and has sums for its blocks
+    let possible = (1..=blocks.min(MOST)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
+    let all = (rows as u64).div_ceil(main.block_rows.into());
+    Some((best as u32, cost(best) < OTHER_MODE * block_times(all)))
+}
+
+/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order. Where that has to be
+/// deterministic, it is launched several times, so that one block at a time adds to an accumulator, or a kernel of its own computes S
+/// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
+/// kernel with atomics failed which no other can replace; the other way round it never goes.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     backward_among(COMPILED, a, mode, d)
 }
@@ -430,28 +528,80 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
     let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
     let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
     let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));
-    let (deterministic, chosen) = match d.tuning {
-        _ if mode.deterministic => (true, without()?),
-        None => (false, with_atomics()?),
-        Some(tuning) => {
-            let tuned = tuning.without_atomics(&shape, needs).then(|| without().ok()).flatten();
-            match (tuned, tuning.failed().is_empty()) {
-                (Some(chosen), _) => (true, because(chosen, Reason::TunedMode)),
-                (None, true) => (false, with_atomics()?),
-                (None, false) => match with_atomics() {
-                    Ok(chosen) => (false, chosen),
-                    Err(e) => (true, because(without().map_err(|_| e)?, Reason::FailedAvoided)),
-                },
+    let sized = |chosen: Chosen<3>| {
+        chosen.map(|(large, reason)| {
+            let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
+            // why it is this set of kernels at all says more than why the blocks are small
+            let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
+            small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
+        })
+    };
+    // What becomes of dq: all blocks of keys add to one accumulator; in launches of so many blocks each has its own; a kernel computes it.
+    enum Dq {
+        Atomics,
+        Rounds(u32),
+        Own,
+    }
+    // large blocks of a head, and a variant with as many small blocks behind them
+    let split = |(main, reason): (&'static Variant, Reason), with_tail: bool| {
+        let (rows, _) = rows_and_heads(main, a);
+        let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(kernels, main, a, d) } else { None };
+        match found {
+            Some((before, v)) => {
+                let rest = rows as u64 - before * u64::from(main.block_rows);
+                (before, Some((v, rest.div_ceil(v.block_rows.into()))))
             }
+            None => ((rows as u64).div_ceil(main.block_rows.into()), None),
         }
     };
-    let chosen = chosen.map(|(large, reason)| {
-        let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
-        // why it is this set of kernels at all says more than why the blocks are small
-        let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
-        small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
-    });
+    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
+    let in_rounds = |is_faster: bool| {
+        let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.in_rounds).map(sized)?;
+        let main = chosen[1];
+        let (found, parts) = [true, false].into_iter().find_map(|with_tail| {
+            let parts @ (blocks, tail) = split(main, with_tail);
+            Some((blocks_of_a_round(main.0, blocks, tail.map_or(0, |(_, n)| n), a, d)?, parts))
+        })?;
+        let (blocks, pays) = found;
+        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen, parts))
+    };
+    let whole = |dq, chosen: Chosen<3>| (dq, chosen, split(chosen[1], false));
+    let (dq, chosen, (blocks, tail)) = match (tuned_mode, mode.deterministic) {
+        (Some(chosen), _) => whole(Dq::Own, sized(because(chosen, Reason::TunedMode))),
+        (None, true) => {
+            let own = without();
+            let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPrepare && reason == Reason::Tuned;
+            let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
+            match if forced { None } else { in_rounds(own.is_ok()) } {
+                Some(found) => found,
+                None => whole(Dq::Own, sized(own?)),
+            }
+        }
+        (None, false) => match with_atomics() {
+            Ok(chosen) => {
+                let chosen = sized(chosen);
+                (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.in_rounds))
+            }
+            Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
+                whole(Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
+            }
+            Err(e) => return Err(e),
+        },
+    };
     let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
+    let (of_a_round, dq_sums) = match dq {
+        Dq::Atomics => (blocks as u32, 1),
+        Dq::Rounds(blocks) => (blocks, blocks),
+        Dq::Own => (blocks as u32, 0),
+    };
+    let (_, heads) = rows_and_heads(main.variant, a);
+    let of_blocks = |kernel: (&'static Variant, Reason), blocks: u32| of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, a);
+    let main = of_blocks((main.variant, main.reason), of_a_round);
+    let tail = tail.map(|(v, n)| Tail {
+        kernel: of_blocks((v, Reason::Tail), n as u32),
+        first_block: (blocks * u64::from(main.variant.block_rows / v.block_rows)) as u32,
+    });
+    let rounds = (blocks as u32).div_ceil(of_a_round);
     let scratch = scratch(main.variant);
     let multiple = scratch.row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
@@ -463,8 +613,11 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         finish,
         scratch,
         scratch_rows,
-        deterministic,
-        headdim_rounded: if deterministic { 0 } else { main.variant.headdim as i64 },
+        deterministic: !matches!(dq, Dq::Atomics),
+        rounds,
+        tail,
+        dq_sums,
+        headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
     })
 }
 
@@ -484,13 +637,31 @@ pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    let rows_in_all = rows.saturating_mul(nheads_k);
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
-    let shape = Shape { headdim, headdim_v, seqlen_q: rows, seqlen_k: rows, rows: rows_in_all, is_causal: None, cache };
     remembered(&LAST, (rows, nheads_k), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &shape, Needs::NONE, d)?;
+        let [kernel] = choose(COMPILED, [Pass::Append], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
+}
+
+/// Plan the kernel that makes numbers of a quantised KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
+pub fn convert(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [kernel] = choose(COMPILED, [Pass::Convert], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+    Ok(on_grid(kernel, rows, nheads_k))
+}
+
+/// A pass over tokens of a KV cache, whatever their headdim and format.
+fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
+    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    Shape {
+        headdim,
+        headdim_v,
+        seqlen_q: rows,
+        seqlen_k: rows,
+        rows: rows.saturating_mul(nheads_k),
+        is_causal: None,
+        cache,
+        rows_before_keys: 0,
+    }
 }
 
 /// What was asked last, of which device and tuning (which live as long as the process), and the plan.

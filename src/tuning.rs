@@ -51,6 +51,8 @@ pub struct Shape {
     pub is_causal: Option<bool>,
     /// what a kernel reads of a KV cache; Float too where there is none
     pub cache: CacheFormat,
+    /// positions by which a row that sees keys may lie before the first of them
+    pub rows_before_keys: i64,
 }
 
 impl Shape {
@@ -68,13 +70,27 @@ impl Shape {
                 _ => None,
             },
             cache: CacheFormat::Float,
+            rows_before_keys: {
+                // the device knows how many keys are used
+                let seqlen_k = if a.features.seqused_k { 0 } else { a.seqlen_k };
+                (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
+            },
         }
     }
 
     /// Of states to be merged: their kernel takes any headdim.
     pub fn of_states(m: &MergedStates) -> Shape {
         let rows = m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads);
-        Shape { headdim: 0, headdim_v: 0, seqlen_q: m.seqlen_q, seqlen_k: 0, rows, is_causal: None, cache: CacheFormat::Float }
+        Shape {
+            headdim: 0,
+            headdim_v: 0,
+            seqlen_q: m.seqlen_q,
+            seqlen_k: 0,
+            rows,
+            is_causal: None,
+            cache: CacheFormat::Float,
+            rows_before_keys: 0,
+        }
     }
 }
 

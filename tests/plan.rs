@@ -72,7 +72,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
-const CACHED: [Pass; 4] = [Pass::Append, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
+const CACHED: [Pass; 5] = [Pass::Append, Pass::Convert, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -114,7 +114,8 @@ fn the_order_of_a_grid() {
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
-    for (right, expected) in [(None, [16, 3]), (Some(0), [3, 16])] {
+    // (not causal, the last keys are another launch's)
+    for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         assert_eq!((plan.prepare.blocks[1], plan.main.blocks, plan.finish.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
@@ -124,18 +125,43 @@ fn the_order_of_a_grid() {
 /// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
 #[test]
 fn causal_grids_that_run_at_once_get_small_blocks() {
-    let rows = |nheads, headdim, right| {
-        let window = Window { left: None, right };
-        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, 512, headdim, headdim) };
+    let of = |nheads, seqlen_k, headdim, window| {
+        let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
         let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
+    let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
     // four blocks of 128 rows a head, on 160 places
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
     }
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
+    // blocks of which all take about as long
+    for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
+        assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
+    }
+    assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
+}
+
+/// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
+#[test]
+fn far_rows_with_alibi_get_general_kernels() {
+    let requires = |seqlen_q, seqlen_k, right, seqused_k| {
+        let features = Features { alibi: true, seqused_k, ..Features::default() };
+        let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
+        let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
+        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Need::Alibi));
+        assert_eq!(forward, backward);
+        forward
+    };
+    assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
+    assert!(!requires(4096, 3583, None, false));
+    // rows before the first key see none, or only those that are near it
+    assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
+    assert!(!requires(30000, 16, Some(513), false));
+    // no more than so many keys, and perhaps fewer
+    assert!(!requires(4096, 4096, None, true));
 }
 
 /// The same of the backward pass' blocks of keys, which are those of key heads.
@@ -223,13 +249,14 @@ fn grids_cover_every_row() {
 }
 
 #[test]
-fn the_deterministic_backward_has_no_accumulator() {
+fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
+    let own = tuned(&[], &[r#""pass": "Backward", "deterministic": true"#]);
     for headdim in [32, 64, 96, 128, 192, 256] {
         // enough heads for large blocks
-        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 700, headdim, headdim) };
-        let p = plan::backward(&a, DETERMINISTIC, &DeviceLimits::V100).unwrap();
+        let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
+        let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
-        assert_eq!(p.headdim_rounded, 0);
+        assert_eq!((p.headdim_rounded, p.dq_sums, p.rounds), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.blocks[0] * p.finish.variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
@@ -237,6 +264,88 @@ fn the_deterministic_backward_has_no_accumulator() {
         assert_eq!(p.main.blocks, default.blocks);
         assert_eq!(p.main.variant.shared_bytes, default.variant.shared_bytes);
     }
+}
+
+/// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
+#[test]
+fn the_deterministic_backward_goes_in_rounds() {
+    let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
+    let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
+    for (nheads, seqlen, headdim, rounds, sums) in [
+        // 160 places: as many heads and sums fill them
+        (40, 2048, 64, 4, 4),
+        (32, 2048, 64, 3, 5),
+        (160, 2048, 64, 16, 1),
+        (200, 2048, 64, 4, 4),
+        // 80 places
+        (40, 2048, 128, 8, 2),
+        (20, 2048, 128, 4, 4),
+        // a head's only block, and all blocks of a few heads
+        (4, 60, 64, 1, 1),
+        (2, 300, 64, 1, 5),
+    ] {
+        let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
+        let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
+        assert_eq!((p.rounds, p.dq_sums, p.deterministic), (rounds, sums, true), "{a:?}");
+        assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
+        assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
+        let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
+        assert_eq!(p.tail.map(|tail| tail.first_block), default.tail.map(|tail| tail.first_block));
+        assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
+        let kernels = |p: &plan::BackwardPlan| [p.prepare, p.main, p.finish].map(|k| k.variant.name);
+        assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
+        assert_eq!((p.headdim_rounded, default.rounds, default.dq_sums), (default.headdim_rounded, 1, 1));
+        let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
+        assert!(causal.main.blocks == [nheads as u32, causal.dq_sums] || causal.dq_sums == 0);
+    }
+    // Few heads and many blocks would need more memory, or leave most of the GPU idle.
+    for a in [heads(1, attention(65536, 65536, 64, 64)), heads(4, attention(8192, 8192, 128, 128))] {
+        assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardKeys);
+    }
+    // Of a narrow window each block meets few rows, and sums of all rows would take most of the time.
+    let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
+    assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_sums, 0);
+    // T4: its kernels begin with the first block
+    let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..DeviceLimits::V100 };
+    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardKeys);
+    // where a kernel for dq failed, in rounds whatever it costs
+    let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
+    assert!(planned(&narrow, &tuned(&names(Pass::BackwardQueries), &[])).dq_sums > 0);
+}
+
+/// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
+#[test]
+fn the_tail_of_a_grid() {
+    let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
+    let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
+    for (a, main, tail) in [
+        (with(32, 2048, 64), 15, 2),  // 3.2 rounds of 160 blocks
+        (with(40, 1111, 64), 8, 2),   // 2.25
+        (with(40, 1111, 128), 8, 2),  // 4.5 of 80
+        (with(32, 2048, 128), 15, 2), // 6.4
+        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, of which 80 run at once
+    ] {
+        let p = planned(&a);
+        if tail == 0 {
+            assert_eq!((p.tail, i64::from(p.main.blocks[0])), (None, (a.seqlen_k + 127) / 128));
+            continue;
+        }
+        let found = p.tail.unwrap();
+        assert_eq!((p.main.blocks[0], found.kernel.blocks[0], found.kernel.reason), (main, tail, Reason::Tail), "{a:?}");
+        let (large, small) = (p.main.variant.block_rows, found.kernel.variant.block_rows);
+        assert!(small < large && found.first_block * small == main * large, "it goes on where the others end");
+        assert!(i64::from(main * large) < a.seqlen_k && i64::from(main * large + tail * small) >= a.seqlen_k);
+    }
+    for whole in [
+        with(40, 2048, 64),  // 4 rounds
+        with(8, 1024, 64),   // one
+        with(32, 2048, 256), // has no smaller blocks
+        Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
+    ] {
+        assert_eq!(planned(&whole).tail, None);
+    }
+    // small blocks are what failed
+    assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
 }
 
 /// Plain kernels write fp16 only.
@@ -398,8 +507,17 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
 
 // ---- made-up families beside Volta ---------------------------------------------------------------------------------------
 
-const TURING: Family =
-    Family { name: "made-up turing", sm: 75, native: &[75], shared_bytes: 64 * 1024, threads: 1024, scratch: None, either_order: &[] };
+const TURING: Family = Family {
+    name: "made-up turing",
+    sm: 75,
+    native: &[75],
+    shared_bytes: 64 * 1024,
+    threads: 1024,
+    scratch: None,
+    either_order: &[],
+    in_rounds: false,
+    stores_dbias: false,
+};
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
@@ -592,7 +710,8 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
 
 fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'static str; 3], bool) {
     let plan = plan::backward(a, mode, d).unwrap();
-    assert_eq!(plan.headdim_rounded == 0, plan.deterministic, "an accumulator where there are atomics");
+    assert_eq!(plan.headdim_rounded == 0, plan.dq_sums == 0, "an accumulator where there are sums");
+    assert_eq!(plan.dq_sums == 0, plan.main.variant.pass == Pass::BackwardKeys);
     assert!(plan.deterministic || !mode.deterministic, "what is asked for is kept");
     ([plan.prepare, plan.main, plan.finish].map(|k| k.variant.name), plan.deterministic)
 }
@@ -731,7 +850,8 @@ fn a_tuning_takes_atomics_away_and_never_adds_them() {
     // a kernel that adds by atomics, for whoever asked for none
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
     assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_prepare", "volta_bwd_128", "volta_bwd_finish"], false));
-    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (without, true));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_prepare", "volta_bwd_128", "volta_bwd_finish"], true));
+    assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_sums > 0);
     // both kinds of choice at once
     let both =
         tuned(&[], &[r#""pass": "BackwardQueries", "variant": "volta_bwd_queries_96""#, r#""pass": "Backward", "deterministic": true"#]);
@@ -776,7 +896,12 @@ fn what_stands_in_for_a_failed_kernel() {
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
     assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_prepare", "volta_bwd_keys_64_small", "volta_bwd_queries_64"], true));
-    let e = plan::backward(&a, DETERMINISTIC, &tuned(&of(Pass::BackwardQueries), &[])).unwrap_err();
+    assert_eq!(
+        backward_of(&a, DETERMINISTIC, &no_atomics),
+        (["volta_bwd_prepare", "volta_bwd_keys_64_small", "volta_bwd_queries_64"], true)
+    );
+    let neither = [of(Pass::Backward), of(Pass::BackwardQueries)].concat();
+    let e = plan::backward(&a, DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
     assert!(e.message.contains("volta_bwd_queries_64") && !e.message.contains("volta_bwd_queries_32"), "{e}");
 }
 

@@ -35,11 +35,12 @@ const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_byte
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants()
-        .filter(|v| matches!(v.pass, Pass::Append | Pass::Decode | Pass::DecodeLatents | Pass::Prefill))
+        .filter(|v| matches!(v.pass, Pass::Append | Pass::Convert | Pass::Decode | Pass::DecodeLatents | Pass::Prefill))
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {
         unused.retain(|name| *name != plan::append(5, 2, &d).unwrap().variant.name);
+        unused.retain(|name| *name != plan::convert(800, 2, &d).unwrap().variant.name);
         for heads in [1, 16, 32, 64, 128] {
             unused.retain(|name| *name != plan(&latents(heads, 1), false, &d).kernel.variant.name);
         }
@@ -47,7 +48,7 @@ fn every_variant_is_chosen_for_some_problem() {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for format in QUANTISED {
+                for format in QUANTISED.into_iter().chain([CacheFormat::Bfloat]) {
                     unused.retain(|name| *name != plan::decode(&a, format, false, &d).unwrap().kernel.variant.name);
                 }
             }
@@ -58,6 +59,17 @@ fn every_variant_is_chosen_for_some_problem() {
         }
     }
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
+}
+
+/// Tokens before the first visible one are zeros as far as any kernel reads that attends to the copy, and its blocks cover all tokens.
+#[test]
+fn conversion_reaches_as_far_as_a_step_of_keys() {
+    let longest = kernels::variants().filter(|v| v.pass == Pass::Forward).map(|v| v.step).max();
+    for v in kernels::variants().filter(|v| v.pass == Pass::Convert) {
+        assert_eq!(Some(v.step), longest, "{}", v.name);
+    }
+    let planned = plan::convert(801, 2, &DeviceLimits::V100).unwrap();
+    assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
 const QUANTISED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];

@@ -180,6 +180,8 @@ def test_plan(capsys):
         ("volta", ["--jobs", "0"], "--jobs 0"),
         ("plan", ["1,4,8,8,64", "--nheads-k", "3"], "--nheads-k 3"),
         ("plan", ["1,4,8,8,512"], "512"),
+        ("features", ["--shapes", "1,4,8,8"], "1,4,8,8"),
+        ("prefill", ["--tokens", "511"], "--tokens 511"),
         ("plan", ["1,4,8,8,64", "--capability", "7"], "--capability 7"),
     ],
 )
@@ -206,6 +208,19 @@ def test_decode_sweep(tmp_path):
     assert files["plot"].read_bytes().startswith(PNG)
     page = REPOSITORY / "docs" / "decode-kernels.md"
     assert section in docs.fill(page.read_text(), "decode_sweep", section)
+
+
+def test_prefill(tmp_path, capsys):
+    need("sim")
+    from benchmarks import prefill
+
+    figures = tmp_path / "prefill.json"
+    prefill.main(["--tokens", "512", "--only", "headdim 64", "--json", str(figures)])
+    found = json.loads(figures.read_text())
+    assert [row["page"] for row in found] == [0, 16, 64, 256] and found[0]["share"] == 1
+    assert all(row["share"] == pytest.approx(found[0]["us"] / row["us"]) for row in found)
+    assert found[0]["tflops"] == pytest.approx(4 * 64 * 40 * (512 * 512 / 2) / found[0]["us"] / 1e6)
+    assert capsys.readouterr().out.count("TFLOP/s") == 4
 
 
 def test_docs(tmp_path):

@@ -70,6 +70,8 @@ def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
         assert status == 0, capsys.readouterr().out
         assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
     assert "volta KV cache, append" in capsys.readouterr().out
+    status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_convert")
+    assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
 
 
 @pytest.mark.cuda
@@ -124,7 +126,7 @@ def test_each_kernel_gets_problems_that_it_runs():
                 assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
 
 
-def test_kernels_of_quantised_caches_and_of_latents_really_run():
+def test_kernels_of_other_caches_and_of_latents_really_run():
     """(Of latents `_plan` does not know, and of a quantised cache in rows off 16 bytes kernels would get a copy in fp16.)"""
     need("sim")
     listed = [v for v in SIMULATED if v["pass"] == "DecodeLatents" or (v["cache"] != "float" and v["headdim"] == 64)]

@@ -38,6 +38,71 @@ def test_tiles(backend, case):
     check(backend, case)
 
 
+#: The same in bf16: one of each tile and headdim, and of those that are padded; rows of several tiles.
+BFLOAT = [*TILES[0:3:2], *TILES[5:7], *TILES[9:11], *TILES[11::3], TILES[-1], Cached(queries(2), headdim=128, nheads=8, nheads_k=2, page=0)]
+
+
+@on_cases((("sim-bf16", "cuda-bf16"), BFLOAT))
+def test_bfloat_tiles(backend, case):
+    check(backend, case)
+
+
+@on("sim-bf16", "cuda-bf16")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("exponent", [-110, -40, 40, 110])
+def test_bfloat_values_of_any_magnitude(backend, headdim, exponent):
+    """By a power of two larger or smaller, they give results that are as much larger or smaller, to the bit."""
+    problem = Cached(((1, 600, 0), (1, 30, 0), (1, 1, 0)), headdim=headdim, nheads=8).problem(backend)
+    out, lse, *_ = run(backend, problem)
+    problem.v_cache *= 2.0**exponent
+    scaled, same, *_ = run(backend, problem)
+    assert_same_bits("out", scaled, out * 2.0**exponent)
+    assert_same_bits("softmax_lse", same, lse)
+
+
+@on("sim-bf16", "cuda-bf16")
+@pytest.mark.parametrize("growth", [2.0, 0.5])
+def test_bfloat_values_that_grow(backend, growth):
+    """A warp that has begun with small values meets large ones, and the other way round."""
+    case = Cached(((1, 150, 0), (1, 60, 0), (1, 9, 0)), nheads=8, headdim=128)
+
+    def change(problem):
+        for b, (_, cached, _) in enumerate(case.lengths):
+            at = tuple(t[:cached].to(backend.device) for t in problem.places[b])
+            factors = growth ** (torch.arange(cached, dtype=torch.float64, device=backend.device) / 2 - cached / 4)
+            problem.v_cache[at] = (problem.v_cache[at].double() * factors[:, None, None]).to(problem.v_cache.dtype)
+
+    check(backend, case, change)
+
+
+@on("sim-bf16", "cuda-bf16")
+def test_bfloat_infinities_and_large_keys(backend):
+    problem = Cached(((2, 50, 0), (2, 90, 0)), headdim=64, nheads=8).problem(backend)
+    out, lse, *_ = run(backend, problem)
+    entry, row = problem.places[1]
+    first = (entry[3].item(), row[3].item())
+    problem.v_cache[first][0, 5] = math.inf
+    found, same, *_ = run(backend, problem)
+    assert not found[1, ..., 5].isfinite().any()
+    columns = [column for column in range(64) if column != 5]
+    # the other columns, and the other sequence, do not know of it
+    assert_same_bits("out", found[..., columns], out[..., columns])
+    assert_same_bits("softmax_lse", same, lse)
+    problem.v_cache[first][0, 5] = 0.0
+    keys = problem.k_cache[first].clone()
+    results = []
+    for large in (1e30, 65280.0):  # fp16 ends at 65504
+        problem.k_cache[first] = torch.where(keys > 0, large, -large)
+        results.append(run(backend, problem)[:2])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        assert a.isfinite().all()
+    problem.k_cache[first][0, 2] = math.nan
+    found, *_ = run(backend, problem)
+    assert found[1].isnan().all()
+    assert_same_bits("out", found[0], out[0])
+
+
 #: More than one block has of a row set: one level of the merge, and two and three.
 SHARED = [
     Cached(((1, 600, 0), (1, 30, 0)), nheads=8),

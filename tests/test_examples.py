@@ -40,7 +40,8 @@ def test_transformers_llama():
 
 def test_transformers_generation():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    lines = run("transformers_generation.py").splitlines()[-4:]
+    *lines, int8, int4 = run("transformers_generation.py").splitlines()[-6:]
+    assert int8.startswith("a cache in int8: ") and "torch.int8 (3, 2, " in int8 and "torch.uint8 (3, 2, " in int4
     if not torch.cuda.is_available():
         assert [line.partition(": ")[2] for line in lines] == 4 * ["100% of the tokens are eager's"]
     assert lines[1].startswith("beam search: ") and lines[2].startswith("static cache: ")

@@ -4,6 +4,7 @@ The rule for kernels is that of this field: the largest error of a result is at 
 that of PyTorch's own fp16 eager attention on the same inputs, both against fp64; see `reference.Budget`.
 """
 
+import json
 import math
 
 import hypothesis
@@ -401,14 +402,52 @@ DETERMINISTIC = [
 ] + [Case(141, 70, 64, batch=1, window_left=30, window_right=5), Case(1, 300, 128), Case(300, 1, 64)]
 
 
+@pytest.fixture
+def set_tuning():
+    yield torch.ops.volta_fa._set_tuning
+    torch.ops.volta_fa._set_tuning("")
+
+
 @on_cases((KERNELS, DETERMINISTIC))
-def test_deterministic(backend, case):
+@pytest.mark.parametrize("dq", ["in rounds", "by a kernel of its own"])
+def test_deterministic(backend, case, dq, set_tuning):
     """dq too agrees to the bit, run to run and in both warp orders; dk and dv are those of the default mode."""
     q, k, v, dout = case.inputs(backend)
+    # a tuning tells the two ways apart; without one it is the faster
+    own, plain = ('{"format": 1, "choices": [%s]}' % c for c in ('{"pass": "Backward", "deterministic": true}', ""))
+    set_tuning(own if dq == "by a kernel of its own" else plain)
     out, lse, _, dk, dv = check(backend, q, k, v, dout, deterministic=True, **case.options)
+    set_tuning(plain)
     default = backend.backward(dout, q, k, v, out, lse, **case.options)[0]
     assert_same_bits("dk", dk, default[1])
     assert_same_bits("dv", dv, default[2])
+
+
+# More blocks of keys than run at once on a V100, so that there are several launches, of which the last has smaller blocks, or fewer left
+# than its grid. (Few queries: what is new is which keys a launch has.)
+ROUNDS = [
+    Case(9, 4 * 128 + 5, 64, batch=2, nheads=20),
+    Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, is_causal=True),
+    Case(9, 4 * 128 + 5, 64, batch=2, nheads=20, window_left=300, window_right=9),
+    Case(9, 4 * 128 + 5, 128, batch=2, nheads=20, nheads_k=10),
+    Case(9, 9 * 64 + 5, 256, batch=1, nheads=20),
+    Case(headdim=64, nheads=20, lengths=((9, 4 * 128 + 5), (7, 130))),
+    Case(headdim=128, nheads=10, lengths=((9, 4 * 128 + 5), (40, 300)), is_causal=True),
+]
+
+
+@on_cases((["sim", "sim-bf16"], ROUNDS))
+def test_several_launches(backend, case):
+    (q, k, v, dout), options = case.problem(backend)
+    packed = {"seqlen_q": 40, "seqlen_k": 4 * 128 + 5, "batch": 2}
+    sizes = packed if case.lengths else {name: getattr(case, name) for name in packed}
+    shape = (sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"], case.nheads, case.nheads_k or case.nheads, case.headdim, case.headdim)
+    needs = ",".join(["lengths"] * bool(case.lengths) + ["bf16_gradients"] * (q.dtype == torch.bfloat16))
+    plans = [json.loads(torch.ops.volta_fa._plan(*shape, case.is_causal, deterministic=d, needs=needs))["backward"] for d in (True, False)]
+    assert (plans[0]["rounds"] > 1 or plans[0]["tail"]) and plans[0]["dq_sums"] > 1, plans[0]
+    check(backend, q, k, v, dout, deterministic=True, **options)
+    if plans[1]["tail"]:
+        check(backend, q, k, v, dout, **options)
 
 
 @on("sim", "cuda")

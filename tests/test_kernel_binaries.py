@@ -68,7 +68,11 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
     assert plan()["forward"]["needs"] == []
     found = plan(needs="alibi,dropout", deterministic=True)
     assert {"alibi", "dropout"} <= set(found["forward"]["needs"])
-    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "BackwardKeys", "BackwardQueries"]
+    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "Backward", "BackwardFinish"]
+    assert (found["backward"]["rounds"], found["backward"]["dq_sums"], found["backward"]["tail"]) == (1, 4, None)
+    found = plan(deterministic=True, major=7, minor=5)["backward"]
+    assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "BackwardKeys", "BackwardQueries"]
+    assert (found["rounds"], found["dq_sums"]) == (1, 0)
     assert "bf16_gradients" in plan(needs="bf16_gradients")["backward"]["finish"]["needs"]
     with pytest.raises(ValueError, match="needs: got `alibis`, expected .*alibi"):
         plan(needs="alibis")

@@ -30,8 +30,9 @@ def run(backend, problem):
     return results[0]
 
 
-def check(backend, case):
+def check(backend, case, change=lambda problem: None):
     problem = case.problem(backend)
+    change(problem)
     out, lse, k_cache, v_cache = run(backend, problem)
     q = problem.q
     assert out.shape == (*q.shape[:-1], problem.v_cache.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()

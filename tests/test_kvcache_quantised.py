@@ -12,7 +12,9 @@ from torch.library import opcheck
 import reference
 import volta_fa
 from cached import WRITTEN, Cached, has_scales
-from conftest import assert_same_bits, on, on_cases, within
+from conftest import INFO, assert_same_bits, on, on_cases, within
+from test_kvcache_append import launched
+from test_variants import GPUS
 from volta_fa.kv_formats import KV_DTYPES
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
@@ -75,6 +77,17 @@ def test_quantize(kv_dtype, dtype):
         else:
             largest = 57344.0 if kv_dtype == "fp8_e5m2" else 448.0
             assert math.isnan(found[3, 1, 5]) if math.isnan(bad) else found[3, 1, 5] == math.copysign(largest, bad)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cuda")
+def test_same_bits_as_on_the_cpu(backend, kv_dtype):
+    x = torch.randn(100, 3, 64, generator=torch.Generator().manual_seed(2))
+    for scale in (None,) if has_scales(kv_dtype) else (0.3, torch.tensor([0.1, 0.7, 3.0])):
+        there, here = (volta_fa.quantize_kv(t, kv_dtype, scale=scale) for t in (x.to(backend.device), x))
+        for name, a, b in zip(here._fields, there, here, strict=True):
+            if a is not None:
+                assert_same_bits(name, a.cpu(), b)
 
 
 def test_refused_formats():
@@ -316,6 +329,100 @@ def test_wrong_scales_are_nan(backend, kv_dtype):
         out, *_ = run(backend, problem)
         assert out[0, :, 2:].isnan().all(), (name, value)
         assert torch.isfinite(out[0, :, :2]).all() and torch.isfinite(out[1]).all()
+
+
+# ---- many queries ----------------------------------------------------------------------------------------------------
+
+MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
+#: More rows than decode takes: copies are made first.
+CONVERTED = [
+    Cached(MANY, nheads=4, nheads_k=2),
+    Cached(MANY, nheads=4, nheads_k=2, page=48, layout="kv", headdim=128, window_left=30),
+    Cached(((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65)), packed=True, own_new=True, layout="hnd", sinks="own"),
+    Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, page=0, leftpad=(3, 11, 0, 2), batch_idx=True, window_left=9),
+    Cached(((70, 90, 3), (70, 30, 3)), layout="wide", headdim=40, headdim_v=24, is_causal=False),
+    Cached(((70, 90, 0), (70, 30, 0)), headdim=20, headdim_v=14, is_causal=False),
+    Cached(((70, 90, 70), (70, 0, 70)), headdim=256, rotary="half", window_left=20, window_right=3, is_causal=False),
+]
+
+
+@on_cases((("cpu-fp32", "sim", "cuda"), list(of_each_format(CONVERTED))), (("sim-bf16",), list(of_each_format(CONVERTED[::3]))))
+def test_many_queries(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on("sim", "cuda")
+def test_converted_to_the_bit(backend, kv_dtype, dtype):
+    """What the kernel makes of the cache are dequantize_kv's numbers: attention to those, of the same shape, is the same."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    lengths = ((70, 100, 0), (70, 71, 0), (70, 300, 0))
+    case = Cached(lengths, nheads=2, nheads_k=2, kv_dtype=kv_dtype, descale="" if has_scales(kv_dtype) else "bh", window_left=40)
+    backend.dtype = dtype
+    problem = case.problem(backend)
+    found, lse, *_ = run(backend, problem)
+    seqlen_k = case.page * problem.options["block_table"].shape[1]  # nobody has looked
+    dense = torch.zeros(2, len(lengths), seqlen_k, case.nheads_k, case.headdim, dtype=dtype, device=backend.device)
+    for b, (entry, row) in enumerate(problem.places):
+        place = entry.to(backend.device), row.to(backend.device)
+        for i, (which, cache) in enumerate((("k", problem.k_cache), ("v", problem.v_cache))):
+            scale, zero_point = (
+                t if t is None else t[place] for t in (problem.options.get(f"{which}_{s}") for s in ("scale", "zero_point"))
+            )
+            if not has_scales(kv_dtype):
+                scale = problem.options[f"{which}_descale"][b]
+            data = cache.view(torch.uint8)[place].view(cache.dtype)
+            dense[i, b, : len(row)] = volta_fa.dequantize_kv(data, kv_dtype, scale, zero_point, dtype=dtype)
+        # bf16's range depends on what nobody sees
+        dense[:, b, : max(0, len(row) - 70 - case.window_left)] = 0
+    used = backend.ints([cached for _, cached, _ in lengths])
+    for _ in backend._runs(problem.q):
+        expected, expected_lse, _ = torch.ops.volta_fa.fwd(problem.q, *dense, seqused_k=used, is_causal=True, window_left=40)
+        assert_same_bits("out", found, expected)
+        assert_same_bits("softmax_lse", lse, expected_lse)
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 256])
+@pytest.mark.parametrize("sm", GPUS)
+@on("sim")
+def test_converted_for_each_family(backend, sm, headdim):
+    """With kernels that begin up to three keys before a window, which must not find NaN there."""
+    gpu, _ = GPUS[sm]
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    lengths = ((70, 161, 0), (70, 90, 0), (70, 128, 0))
+    case = Cached(lengths, headdim=headdim, window_left=30, softcap=4.0, alibi="h", sinks="own", kv_dtype="int8")
+    [convert] = [v["name"] for v in INFO["variants"] if v["pass"] == "Convert" and v["sm"] == sm]
+    assert convert in launched(backend, case.problem(backend))
+    check(backend, case)
+
+
+@on("sim")
+def test_converted_in_one_launch(backend):
+    """Two kernels, whatever the pages, and three with appending."""
+    for case in (Cached(MANY, nheads=4, nheads_k=2, kv_dtype="int8"), Cached(((40, 60, 0),), nheads=4, nheads_k=1, kv_dtype="int4")):
+        names = launched(backend, case.problem(backend))
+        assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["convert", "fwd"]
+
+
+@on("sim", "cuda")
+def test_pages_that_do_not_exist(backend):
+    """Where a query sees them, the sequence is NaN; before its window they may be anything."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = Cached(((40, 200, 0), (40, 200, 0)), nheads=4, nheads_k=2, kv_dtype="int8", window_left=30)
+    expected, *_ = run(backend, case.problem(backend))
+    # the first query sees tokens from 130 on
+    for page, wrong in ((7, False), (8, True), (12, True)):
+        problem = dataclasses.replace(case).problem(backend)
+        problem.options["block_table"][1, page] = 10**6
+        found, lse, *_ = run(backend, problem)
+        assert found[1].isnan().all().item() == lse[1].isnan().all().item() == wrong
+        assert wrong or torch.isfinite(found[1]).all()
+        assert torch.isfinite(found[0]).all()
+    problem.options["block_table"][1, page] = 3
+    problem.options["cache_seqlens"][1] = 10**6
+    found, *_ = run(backend, problem)
+    assert found[1].isnan().all() and torch.isfinite(found[0]).all() and torch.isfinite(expected).all()
 
 
 # ---- PyTorch's contract ----------------------------------------------------------------------------------------------

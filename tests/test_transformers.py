@@ -508,6 +508,24 @@ def test_decoding_in_blocks():
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("rows", [4, 40], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_decoding_in_blocks_after_padding(name, rows):
+    """Of a few queries, by numbers; of many, whose kernels know of no padding before cached keys, by a tensor."""
+    eager, ours = models(name)
+    ids = tokens(seqlen=SEQLEN + rows)
+    mask = padding("left", ids.shape[1])
+    expected = run(eager, input_ids=ids, attention_mask=mask)
+    cache = transformers.DynamicCache(config=ours.config)
+    with torch.no_grad():
+        ours(ids[:, :SEQLEN], attention_mask=mask[:, :SEQLEN], past_key_values=cache)
+        found, calls = profile(lambda: ours(ids[:, SEQLEN:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(found, expected[:, SEQLEN:], **TOLERANCE)
+    # a window that has moved on beyond the padding is one without
+    windows = {"llama": 0, "gemma2": 1, "mistral": LAYERS}[name]
+    assert (calls.count, calls.biased) == (LAYERS, 0 if rows < 32 else LAYERS - windows)
+
+
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
@@ -865,7 +883,8 @@ def test_packed_sequences_with_a_mask_are_refused():
     sequences = dict(cu_seq_lens_q=SEQUENCES["cu_seqlens_q"], cu_seq_lens_k=SEQUENCES["cu_seqlens_k"], max_length_q=6, max_length_k=6)
     call(**sequences)
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
-    for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6)):
+    padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))
+    for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
         with pytest.raises(NotImplementedError, match="attention_mask: SimpleNamespace got .*, and cu_seq_lens_q: expected one of them"):
             call(mask, **sequences)
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
@@ -952,6 +971,7 @@ def test_transformers_4_57():
     check = "import transformers; assert transformers.__version__.startswith('4.57.'), transformers.__version__"
     subprocess.run([sys.executable, "-c", check], env=environment, check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__]
+    command.append(str(REPOSITORY / "tests" / "test_transformers_cache.py"))
     result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

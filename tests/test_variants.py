@@ -66,13 +66,21 @@ def test_problems_ask_for_what_a_kernel_covers():
         assert not variant["needs"] or all(features_for(variant)), variant["name"]
 
 
+@pytest.fixture(autouse=True)
+def no_tuning():
+    yield
+    torch.ops.volta_fa._set_tuning("")
+
+
 def simulate(backend, variant):
-    """On the GPU that has the variant's machine code."""
+    """On the GPU that has the variant's machine code, and in the mode that it belongs to."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    choices = [{"pass": "Backward", "deterministic": True}] if is_deterministic(variant) else []
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices}))
 
 
 def is_deterministic(variant) -> bool:
-    """Whether only the deterministic backward pass runs this kernel."""
+    """Whether it is of the backward pass whose dq has a kernel of its own."""
     return variant["pass"] in ("BackwardKeys", "BackwardQueries")
 
 

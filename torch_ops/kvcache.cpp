@@ -5,9 +5,10 @@
 #include "rust.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace volta_fa {
@@ -67,6 +68,65 @@ Result append_meta(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
     return shapes({q, k_cache, v_cache, k, v}, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
+const c10::TypedOperatorHandle<ReadOp>& read_op() {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "").typed<ReadOp>();
+    return op;
+}
+
+const c10::TypedOperatorHandle<AppendOp>& append_op() {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "append").typed<AppendOp>();
+    return op;
+}
+
+// Autograd: there are no gradients, and whoever asks for one is told. PyTorch's own fallback says the same, but it looks at the
+// schema in each call, a sixth of a decode step's time on the host.
+constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
+
+struct NoGradient : torch::autograd::Function<NoGradient> {
+    template <class... Inputs>
+    static torch::autograd::variable_list forward(torch::autograd::AutogradContext*, const Result& found, const Inputs&...) {
+        return {std::get<0>(found), std::get<1>(found)};
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, const torch::autograd::variable_list&) {
+        C10_THROW_ERROR(NotImplementedError, kNoGradient);
+    }
+};
+
+template <class Other>
+bool wants_gradient(const Other&) {
+    return false;
+}
+bool wants_gradient(const Tensor& t) {
+    if (!t.defined()) return false;
+    TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), kNoGradient);
+    return t.requires_grad();
+}
+bool wants_gradient(const OptionalTensor& t) { return t && wants_gradient(*t); }
+
+template <class Op, class... Inputs>
+Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&... inputs) {
+    const auto call = [&] {
+        const at::AutoDispatchBelowAutograd guard;
+        return op.redispatch(keys & c10::after_autograd_keyset, inputs...);
+    };
+    const bool wants = (wants_gradient(inputs) | ...);
+    if (!wants || !at::GradMode::is_enabled()) return call();
+    const auto outputs = NoGradient::apply(call(), inputs...);
+    return {outputs[0], outputs[1]};
+}
+
+Result read_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                     VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    return without_gradient(read_op(), keys, q, k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
+Result append_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                       const Tensor& v, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
+    TORCH_CHECK(!at::GradMode::is_enabled() || !(k_cache.requires_grad() || v_cache.requires_grad()),
+                "volta_fa::fwd_kvcache: k_cache and v_cache are written in place: got one that requires a gradient");
+    return without_gradient(append_op(), keys, q, k_cache, v_cache, k, v, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+}
+
 // Autocast: a cache is what it is, and is written in place, so the rest follows it; beside a quantised one, which any goes with,
 // autocast's own type.
 Tensor as(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
@@ -78,17 +138,15 @@ template <c10::DeviceType device>
 Result read_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "").typed<ReadOp>();
-    return op.call(as(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return read_op().call(as(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 template <c10::DeviceType device>
 Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
                        VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_kvcache", "append").typed<AppendOp>();
-    return op.call(as(k_cache, q, device), k_cache, v_cache, as(k_cache, k, device), as(k_cache, v, device),
-                   VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return append_op().call(as(k_cache, q, device), k_cache, v_cache, as(k_cache, k, device), as(k_cache, v, device),
+                            VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 }  // namespace
@@ -113,7 +171,6 @@ VOLTA_FA_KVCACHE_IMPL(CUDA, read, append)
 VOLTA_FA_KVCACHE_IMPL(Meta, read_meta, append_meta)
 VOLTA_FA_KVCACHE_IMPL(AutocastCPU, read_autocast<c10::DeviceType::CPU>, append_autocast<c10::DeviceType::CPU>)
 VOLTA_FA_KVCACHE_IMPL(AutocastCUDA, read_autocast<c10::DeviceType::CUDA>, append_autocast<c10::DeviceType::CUDA>)
-VOLTA_FA_KVCACHE_IMPL(Autograd, torch::autograd::autogradNotImplementedFallback(),
-                      torch::autograd::autogradNotImplementedFallback())
+VOLTA_FA_KVCACHE_IMPL(Autograd, read_autograd, append_autograd)
 
 }  // namespace volta_fa

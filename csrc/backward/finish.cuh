@@ -1,4 +1,5 @@
-// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides.
+// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides. Where there are several accumulators, their
+// sum in a fixed order.
 //
 // The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
 // computed with carry the sign (Problem::sign_flip).
@@ -30,8 +31,16 @@ struct BackwardFinish {
             const float* from = accum + DqAccumulator::row(static_cast<long long>(row), p.headdim_rounded);
             unsigned short* to = dq + row * p.dq.row_stride;
             for (int d = DqAccumulator::chunk_of(threadIdx.x) * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
+                const float* eight = from + DqAccumulator::column(d, p.headdim_rounded);
                 float4 a, b;
-                DqAccumulator::eight(from + DqAccumulator::column(d, p.headdim_rounded), a, b);
+                DqAccumulator::eight(eight, a, b);
+#pragma unroll 1
+                for (int sum = 1; sum < p.dq_sums; sum++) {
+                    float4 c, d;
+                    DqAccumulator::eight(eight += p.dq_sum_stride, c, d);
+                    a = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
+                    b = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
+                }
                 *reinterpret_cast<uint4*>(to + d) =
                     make_uint4(to_gradient2<BF16>(a.x * scale, a.y * scale), to_gradient2<BF16>(a.z * scale, a.w * scale),
                                to_gradient2<BF16>(b.x * scale, b.y * scale), to_gradient2<BF16>(b.z * scale, b.w * scale));

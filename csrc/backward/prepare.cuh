@@ -67,9 +67,11 @@ struct BackwardPrepare {
             }
         }
 
-        // The block's rows of the accumulator are contiguous, in whatever order it has inside.
+        // The block's rows of an accumulator are contiguous, in whatever order it has inside.
         const int rows = min(kBlockRows, all_rows - block_row);
-        float4* accum = reinterpret_cast<float4*>(p.dq_accum + (first_row + block_row) * p.headdim_rounded);
-        for (int i = threadIdx.x; i < rows * (p.headdim_rounded / 4); i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        float* accum = p.dq_accum + (first_row + block_row) * p.headdim_rounded;
+        for (int sum = 0; sum < p.dq_sums; sum++, accum += p.dq_sum_stride)
+            for (int i = threadIdx.x; i < rows * (p.headdim_rounded / 4); i += kThreads)
+                reinterpret_cast<float4*>(accum)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
 };

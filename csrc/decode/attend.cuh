@@ -17,6 +17,7 @@
 //   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
 #pragma once
 
+#include "decode/bfloat.cuh"
 #include "decode/cache_registers.cuh"
 #include "decode/page_walk.cuh"
 #include "decode/shared_steps.cuh"
@@ -146,6 +147,7 @@ struct Attend {
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ValueUnit unit[RowTiles];
+        BfloatValues bfloat_values;
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -182,6 +184,10 @@ struct Attend {
                     steps.keys(k[0]);
                 }
                 float2 x[kTiles][RowTiles];
+                if constexpr (kBfloat && !kShares) {
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; tile++) keys_of_bfloat(k[tile]);
+                }
 #pragma unroll
                 for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
                 const StepScales scales = next_scales;
@@ -223,6 +229,8 @@ struct Attend {
                                 v[tile].token[h].clear();
                     }
                 }
+
+                if constexpr (kBfloat) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
                 bool exceeds = false;
 #pragma unroll
@@ -267,6 +275,7 @@ struct Attend {
         }
         if constexpr (kShares) __syncthreads();  // parts are written where steps were
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
+        if constexpr (kBfloat) rescale_all(lane, o, bfloat_values.inverse());
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -411,6 +420,14 @@ private:
         Layout::rescale(lane, o, factor);
     }
 
+    __device__ __forceinline__ static void rescale_all(const typename Layout::Lane& lane,
+                                                       typename Layout::template Output<kValueLoads>& o, float factor) {
+        float of_rows[RowTiles];
+#pragma unroll
+        for (float& x : of_rows) x = factor;
+        Layout::rescale(lane, o, of_rows);
+    }
+
     // What does not exist is zero.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
                                                         unsigned (&q)[RowTiles][kKeyLoads][4]) {
@@ -427,6 +444,7 @@ private:
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
                 x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
+                if constexpr (kBfloat) x = halves_of_bfloat(x);
                 q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
             }
         }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const Parts& 
     }
 }
 
-// A finished row set: outputs in fp16, and lse.
+// A finished row set: outputs in their type, and lse.
 struct WriteOutput {
     const DecodeParams& p;
     const Segment& s;
@@ -100,7 +100,10 @@ struct WriteOutput {
         const float scale = result.output_scale * factor;
         unsigned words[kColumns / 2];
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) words[i] = to_half2(x[2 * i] * scale, x[2 * i + 1] * scale);
+        for (int i = 0; i < kColumns / 2; i++) {
+            const float lo = x[2 * i] * scale, hi = x[2 * i + 1] * scale;
+            words[i] = kBfloat ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+        }
         unsigned short* out =
             p.out.ptr + s.batch * p.out.batch_stride + (s.first_q + query) * p.out.row_stride + head * p.out.head_stride + column;
         *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);

@@ -13,7 +13,8 @@ namespace decode {
 
 // What the cache's elements are.
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kQuantised = kFormat != CacheFormat::Float;
+constexpr bool kBfloat = kFormat == CacheFormat::Bfloat;  // and queries and outputs too
+constexpr bool kQuantised = kFormat != CacheFormat::Float && !kBfloat;
 // A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
 constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
 constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;

@@ -12,6 +12,7 @@
 //   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
 #pragma once
 
+#include "decode/bfloat.cuh"
 #include "decode/cache_registers.cuh"
 #include "decode/page_walk.cuh"
 
@@ -33,6 +34,7 @@ class SharedSteps {
     int mine_;  // of a step's tokens the lane's
     int columns_;  // that its row has from the lane's on; kNone: a table has named a page that there is not
     int barrier_;  // of the set
+    bool has_values_;  // what this warp loads
     char* buffer_;  // of the step that was laid down last
     int other_;  // from there to the other buffer
     int to_, keys_, values_;  // in either, of this lane: its first load's place; its operands'
@@ -46,7 +48,7 @@ public:
     __device__ __forceinline__ SharedSteps(const DecodeParams& p, const Segment& s, int token, void* buffers, int set, int group)
         : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2),
           token_(token) {
-        const bool has_values = group & 2;
+        const bool has_values = has_values_ = group & 2;
         const int lane = threadIdx.x & 31, chunk = lane & 7, block = group >> 2;
         const typename Layout::Lane own;
         const Operand& x = has_values ? p.cache.v : p.cache.k;
@@ -70,6 +72,11 @@ public:
     __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
         buffer_ += other_;
         other_ = -other_;
+        // values of bf16 become fp16 where each warp has them, by its own factor
+        if (kBfloat && !has_values_) {
+#pragma unroll
+            for (uint4& x : loaded_) x = halves_of_bfloat(x);
+        }
 #pragma unroll
         for (int i = 0; i < kLoads; i++) *at(to_ + i * kColumns * kSlot) = loaded_[i];
         if (has_next) {

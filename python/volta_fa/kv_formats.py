@@ -45,10 +45,17 @@ def _format(kv_dtype: str) -> _Format:
     return _FORMATS[kv_dtype]
 
 
-def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | float | None:
+def _number(x: Tensor, value: float) -> Tensor:
+    """On x's device: by a number of the host, CUDA's division multiplies by the reciprocal, which is rounded."""
+    return x.new_full((), value)
+
+
+def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
     """A scale that broadcasts over (..., nheads, headdim)."""
-    if scale is None or not isinstance(scale, Tensor):
-        return scale
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return _number(x, scale)
     return scale.to(x.device, x.dtype)[..., None] if scale.dim() else scale.to(x.device, x.dtype)
 
 
@@ -95,12 +102,12 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     else:
         low, high = x.amin(-1), x.amax(-1)
     if f.has_zero_points:
-        spread = (high - low) / f.largest
+        spread = (high - low) / _number(x, f.largest)
         step = torch.where(spread == 0, low.abs(), spread)
         zero = torch.where(step == 0, torch.zeros_like(low), -low / step)
         origin = low
     else:
-        step, zero = torch.maximum(-low, high) / f.largest, None
+        step, zero = torch.maximum(-low, high) / _number(x, f.largest), None
         origin = torch.zeros_like(low)
     wrong = ~(torch.isfinite(low) & torch.isfinite(high))
     # (where the step is 0, all is: 0 / 0)

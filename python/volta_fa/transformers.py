@@ -35,7 +35,9 @@ except ImportError as error:
         f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`"
     ) from error
 
-__all__ = ["NAME", "MaskRule", "attention", "context_parallel", "mask"]
+from .quantized_cache import QuantizedCache, QuantizedStates, arguments
+
+__all__ = ["NAME", "MaskRule", "QuantizedCache", "attention", "context_parallel", "mask"]
 
 #: The value of `attn_implementation`.
 NAME = "volta_fa"
@@ -55,6 +57,7 @@ class MaskRule(Tensor):
             seqlen_k keys, and at the end their number; None if each entry of the batch is one sequence. A run of padding is
             a sequence too, so that the tokens can stay where they are.
         max_seqlen_q, max_seqlen_k: the longest of them.
+        leftpad_k: int32 (batch), how many of the first keys are padding, that no query sees; None for none.
     """
 
     window_left: int
@@ -64,6 +67,7 @@ class MaskRule(Tensor):
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    leftpad_k: Tensor | None
 
     @staticmethod
     def __new__(
@@ -75,12 +79,13 @@ class MaskRule(Tensor):
         seqlen_k: int | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
     ) -> MaskRule:
         """Of this shape, on this device; the other arguments are the attributes."""
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
-        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
+        self.cu_seqlens_q, self.cu_seqlens_k, self.leftpad_k = cu_seqlens_q, cu_seqlens_k, leftpad_k
         self.max_seqlen_q = self.max_seqlen_k = 0
         if cu_seqlens_q is not None:
             assert cu_seqlens_k is not None
@@ -108,7 +113,7 @@ class MaskRule(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
         return (
             f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
-            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k})"
+            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k}, leftpad_k={self.leftpad_k})"
         )
 
     def as_tensor(self) -> Tensor:
@@ -121,6 +126,8 @@ class MaskRule(Tensor):
             visible = visible & (j >= i - self.window_left)
         if self.window_right >= 0:
             visible = visible & (j <= i + self.window_right)
+        if self.leftpad_k is not None:
+            visible = visible & (j >= self.leftpad_k[:, None, None, None])
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
             sequence_q, sequence_k = (
                 torch.bucketize(torch.arange(batch * length, dtype=torch.int32, device=self.device), cu_seqlens, right=True).view(
@@ -164,7 +171,7 @@ def mask(
     Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
     a static cache that is being filled; for one query after padding, or over a static cache that compiled code reads, the range of
     keys that it sees, int32 (2, 1, 1, batch): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
-    keys), True where visible: for padding among cached keys or in the middle, for patterns that are not transformers' own, and while
+    keys), True where visible: for padding behind cached keys or in the middle, for patterns that are not transformers' own, and while
     tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
     """
     if _sharded is not None:
@@ -296,7 +303,7 @@ def _rule(
         if right >= seqlen_q - 1 and right > 0:
             right = -1
 
-    cu_seqlens_q = cu_seqlens_k = None
+    cu_seqlens_q = cu_seqlens_k = leftpad_k = None
     if pattern.sequences is not None:
         if seqlen_q != seqlen_k or padding_mask is not None:
             raise _NeedsTensor
@@ -306,7 +313,8 @@ def _rule(
         padding_mask = padding_mask[:, kv_offset : kv_offset + seqlen_k].expand(batch, -1)
         changes = _changes(padding_mask)
         begins = changes & padding_mask  # of runs of tokens
-        complete, broken = torch.stack([padding_mask.all(), (begins.sum(1) > 1).any()]).tolist()  # one wait for the GPU
+        facts = [padding_mask.all(), (begins.sum(1) > 1).any(), padding_mask[:, -1].all()]
+        complete, broken, ends = torch.stack(facts).tolist()  # one wait for the GPU
         unlimited = left < 0 and (right < 0 or seqlen_q == 1)
         if complete:
             pass
@@ -324,6 +332,8 @@ def _rule(
             cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
         elif seqlen_q == seqlen_k:
             cu_seqlens_q = cu_seqlens_k = _cu_seqlens(changes)
+        elif ends:
+            leftpad_k = padding_mask.to(torch.int8).argmax(1).int()
         else:
             raise _NeedsTensor
 
@@ -332,7 +342,7 @@ def _rule(
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
     # Causality is no None: modules that do not say whether they are causal exist of both kinds.
     if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
-        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k)
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
     return None
 
 
@@ -424,7 +434,8 @@ def attention(
 
     Args:
         query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
-            differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA.
+            differ. Up to 256; what is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA. Or what a `QuantizedCache` has
+            returned for them.
         attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
             where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. None: what
             `is_causal`, or else the module's is_causal if it has one, says (the last query sees the last key), in a window of
@@ -464,21 +475,28 @@ def attention(
     if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
         # its cu_seqlens are on the GPU, where to check them would be to wait
         raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
-    if rule is not None and position_bias is not None and not packed and rule.cu_seqlens_q is not None:
-        attention_mask = rule.as_tensor()  # a bias is for each position in the batch, not in a sequence
-        rule = None
+    quantised = isinstance(key, QuantizedStates)
+    if quantised and (packed or dropout > 0.0 or position_bias is not None):
+        name = "cu_seq_lens_q" if packed else "dropout" if dropout > 0.0 else "position_bias"
+        raise NotImplementedError(f"volta_fa: {name}: got it with a QuantizedCache, expected none")
 
     window_left = window_right = -1
     bias: Tensor | None = None
     sequences: dict[str, Any] = {}
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
-    few = (
+    few = quantised or (
         seqlen_q < (keys if rule is None else rule.seqlen_k)
         and seqlen_q * query.shape[1] // max(1, key.shape[1]) < _FEW_ROWS
         and dropout == 0.0
         and position_bias is None
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
+    if rule is not None and (
+        # a bias is for each position in the batch, not in a sequence; and fwd knows of no padding among cached keys
+        (position_bias is not None and not packed and rule.cu_seqlens_q is not None) or (rule.leftpad_k is not None and not few)
+    ):
+        attention_mask = rule.as_tensor()
+        rule = None
     seen: dict[str, Tensor] = {}
     if _is_range(attention_mask) and not packed:
         assert attention_mask is not None
@@ -490,6 +508,7 @@ def attention(
             bias = ((position >= begin[:, None]) & (position < end[:, None]))[:, None, None, :]
     elif rule is not None:
         window_left, window_right, keys = rule.window_left, rule.window_right, rule.seqlen_k
+        seen = {} if rule.leftpad_k is None else {"leftpad_k": rule.leftpad_k}
         if rule.cu_seqlens_q is not None and rule.cu_seqlens_k is not None:
             sequences = _sequences(rule.cu_seqlens_q, rule.cu_seqlens_k, rule.max_seqlen_q, rule.max_seqlen_k)
     elif attention_mask is None or packed:
@@ -520,12 +539,23 @@ def attention(
             raise NotImplementedError("volta_fa: position_bias: got it together with cu_seq_lens_q, expected one of them")
         bias = _sum_of_biases(bias, position_bias[..., :keys])
 
-    q, k, v = (t.transpose(1, 2) for t in (query, key[:, :, :keys], value[:, :, :keys]))
+    q = query.transpose(1, 2)
+    if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
+        if bias is not None or sequences:
+            raise NotImplementedError(
+                f"volta_fa: attention_mask: {type(module).__name__} got one that is more than causality, a window and padding before or "
+                "after a sequence, with a QuantizedCache: expected one of these"
+            )
+        cache = arguments(key.stored, value.stored)
+    else:
+        k, v = (t[:, :, :keys].transpose(1, 2) for t in (key, value))
+        cache = {"k_cache": k, "v_cache": v}
     if few and bias is None and not sequences:
         out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
             q if q.stride(-1) == 1 else q.contiguous(),
-            k,
-            v,
+            cache.pop("k_cache"),
+            cache.pop("v_cache"),
+            **cache,
             **seen,
             sinks=s_aux,
             softmax_scale=scaling,
@@ -602,7 +632,7 @@ def _refuse(
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"volta_fa: {name}: {type(module).__name__} uses {what}, which volta_fa does not have")
     name = type(module).__name__
-    if attention_mask is not None and not isinstance(attention_mask, MaskRule):
+    if attention_mask is not None and (not isinstance(attention_mask, MaskRule) or attention_mask.leftpad_k is not None):
         additive = attention_mask.is_floating_point()
         # 4.57's ViT and its relatives pass it as the mask, and eager multiplies by it
         if additive and attention_mask.dim() == 4 and attention_mask.shape[2:] == (1, 1) and key.shape[2] > 1:

@@ -9,7 +9,7 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::params::{AppendParams, BwdParams, DecodeParams, FwdParams, FwdSharesParams, MergeParams};
+use crate::params::{AppendParams, BwdParams, ConvertParams, DecodeParams, FwdParams, FwdSharesParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
@@ -105,6 +105,7 @@ pub fn params_bytes(block: ParamBlock) -> usize {
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),
+        ParamBlock::Convert => size_of::<ConvertParams>(),
     }
 }
 

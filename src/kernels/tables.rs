@@ -17,11 +17,13 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::MERGE,
     volta::PREFILL,
     volta::APPEND,
+    volta::CONVERT,
     volta::DECODE,
     volta::LATENTS,
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,
     turing::APPEND,
+    turing::CONVERT,
     turing::DECODE,
 ];

@@ -139,6 +139,8 @@ pub enum Pass {
     DecodeLatents,
     /// keys and values into a KV cache, and rotary embeddings of these and of queries
     Append,
+    /// a quantised KV cache as fp16 or bf16
+    Convert,
 }
 
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
@@ -156,12 +158,16 @@ pub enum ParamBlock {
     Decode,
     /// `AppendParams`
     Append,
+    /// `ConvertParams`
+    Convert,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 6] =
-        [ParamBlock::Forward, ParamBlock::ForwardShares, ParamBlock::Backward, ParamBlock::Merge, ParamBlock::Decode, ParamBlock::Append];
+    pub const ALL: [ParamBlock; 7] = {
+        use ParamBlock::*;
+        [Forward, ForwardShares, Backward, Merge, Decode, Append, Convert]
+    };
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
@@ -172,6 +178,7 @@ impl ParamBlock {
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
+            ParamBlock::Convert => "ConvertParams",
         }
     }
 }
@@ -203,7 +210,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 12] = {
+pub const PASSES: [PassFacts; 13] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -226,6 +233,7 @@ pub const PASSES: [PassFacts; 12] = {
         row(Pass::Prefill, P::Forward, Queries, Needs::PAGED.union(Needs::of(&[Need::Softcap, Need::Alibi]))),
         row(Pass::DecodeLatents, P::Decode, PackedQueries, Needs::NONE),
         row(Pass::Append, P::Append, Keys, Needs::NONE),
+        row(Pass::Convert, P::Convert, Keys, Needs::NONE),
     ]
 };
 
@@ -274,6 +282,11 @@ pub struct Family {
     pub scratch: Option<Scratch>,
     /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
     pub either_order: &'static [Pass],
+    /// whether main backward kernels take a part of the blocks of keys (`BwdParams::first_key_block`), so that the deterministic mode
+    /// can launch them one part after the other
+    pub in_rounds: bool,
+    /// whether its kernels store the gradient of a bias as fp16 where no two scores share an element
+    pub stores_dbias: bool,
 }
 
 /// What the backward kernels of a family keep of query rows between their launches, as far as others need to know it.

@@ -8,7 +8,7 @@ use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
 use crate::log;
 use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
-use crate::problem::Attention;
+use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -70,15 +70,19 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
-    // The scratch memory, O(seqlen): statistics of each row, and, if not deterministic, dq in fp32.
+    // The scratch memory, O(seqlen): statistics of each row, and sums of dq in fp32.
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
     let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
-    let dq_accum = empty(&[entries, a.nheads, rows, columns], Kind::Float)?;
+    let dq_accum = empty(&[i64::from(plan.dq_sums), entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
-    let dbias = bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?;
+    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| has_scores_of_its_own(b, a));
+    let dbias = match bias {
+        Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
+        bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
+    };
     let mut ranges = vec![
         memory_range("dout", &dout, false),
         memory_range("out", &out, false),
@@ -90,15 +94,20 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         memory_range("dq_accum", &dq_accum, true),
     ];
     ranges.extend(parameters::ranges(inputs));
+    let dbias_range = dbias.as_ref().map(|t| memory_range("dattn_bias", t, true));
+    ranges.extend(dbias_range.clone().filter(|_| stores_dbias));
     launcher.begin(&ranges);
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros
-    ranges.extend(dbias.as_ref().map(|t| memory_range("dattn_bias", t, true)));
+    ranges.extend(dbias_range.filter(|_| !stores_dbias));
+    if let Some(dbias) = dbias.as_ref().filter(|_| stores_dbias && !every_score_is_met(a)) {
+        let _ = dbias.shallow_clone().f_zero_()?;
+    }
     let sinks = inputs.options.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let params = BwdParams {
+        let mut params = BwdParams {
             dout: operand(&dout, first),
             q: operand(q, first),
             k: operand(k, first),
@@ -110,6 +119,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             softmax_lse: lse_at(&softmax_lse, a, first),
             row_stats: at(&row_stats, 0),
             dq_accum: at(&dq_accum, 0),
+            dq_sum_stride: if plan.dq_sums > 1 { entries * a.nheads * rows * columns } else { 0 },
+            dq_sums: plan.dq_sums as i32,
+            first_key_block: 0,
             seqlen_q_rounded: rows as i32,
             headdim_rounded: columns as i32,
             problem: plan::problem_block(a, batches),
@@ -117,7 +129,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             gradients_are_bf16: mode.bf16_gradients as i32,
             lengths: lengths(inputs, a, first, rows),
             score_options: score_options(inputs, a, first),
-            dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| at(t, first * dbias_batch)),
+            dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| match stores_dbias {
+                true => (t.data_ptr() as *mut u16).wrapping_offset((first * dbias_batch) as isize).cast(),
+                false => at(t, first * dbias_batch),
+            }),
+            dbias_is_fp16: stores_dbias as i32,
             dbias_batch_stride: dbias_batch,
             dbias_head_stride: dbias_head,
             dbias_row_stride: dbias_row,
@@ -127,9 +143,16 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             // what this launch does not write, rows between packed sequences and those of launches before: no probability
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
-        for planned in [&plan.prepare, &plan.main, &plan.finish] {
-            run(launcher, planned, batches, bytes_of(&params), &ranges)?;
+        run(launcher, &plan.prepare, batches, bytes_of(&params), &ranges)?;
+        for round in 0..plan.rounds {
+            params.first_key_block = (round * plan.dq_sums) as i32;
+            run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
         }
+        if let Some(tail) = &plan.tail {
+            params.first_key_block = tail.first_block as i32;
+            run(launcher, &tail.kernel, batches, bytes_of(&params), &ranges)?;
+        }
+        run(launcher, &plan.finish, batches, bytes_of(&params), &ranges)?;
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
         }
@@ -152,6 +175,17 @@ fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
         }
     }
     Ok(())
+}
+
+/// Whether each element of the bias, and of its fp16 gradient, belongs to one score, of which two neighbours are stored together. (Where
+/// lengths are in memory, one of them may be beyond the end.)
+fn has_scores_of_its_own(bias: &Tensor, a: &Attention) -> bool {
+    !a.is_ragged() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
+}
+
+/// Whether no mask keeps a block from any row.
+fn every_score_is_met(a: &Attention) -> bool {
+    a.window == Window { left: None, right: None }
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where

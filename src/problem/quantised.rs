@@ -98,6 +98,6 @@ fn quantised_dtype(format: CacheFormat) -> DType {
         CacheFormat::Int4 => DType::Uint8,
         CacheFormat::E5m2 => DType::Float8E5m2,
         CacheFormat::E4m3 => DType::Float8E4m3,
-        CacheFormat::Float => unreachable!("it has many"),
+        CacheFormat::Float | CacheFormat::Bfloat => unreachable!("not quantised"),
     }
 }

@@ -22,22 +22,30 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python/volta_fa"
 
 def every_kernel(pattern: str) -> int:
     sys.path.insert(0, str(PACKAGE.parent))
-    from volta_fa.check.kernels import Target, problems, wanted
+    from volta_fa.check import cached, kernels
     from volta_fa.check.problems import Inputs
 
-    target = Target.of("cuda:0")
-    chosen = [v for v in wanted(target, json.loads(torch.ops.volta_fa._info())["variants"]) if v["pass"] != "Merge"]
-    chosen = [v for v in chosen if fnmatchcase(v["name"], pattern)]
+    target = kernels.Target.of("cuda:0")
+    variants = json.loads(torch.ops.volta_fa._info())["variants"]
+    chosen = [v for v in kernels.wanted(target, variants) if v["pass"] != "Merge" and fnmatchcase(v["name"], pattern)]
     launches = 0
     for variant in chosen:
-        for problem in problems(variant):
-            if variant["name"] not in target.planned(problem, variant):
-                print(f"the plan takes {', '.join(target.planned(problem, variant))} instead of {variant['name']}: {problem}")
+        with_cache = variant["pass"] in cached.PASSES
+        for problem in (cached if with_cache else kernels).problems(variant):
+            if with_cache:
+                planned = [kernel["name"] for kernel in cached.planned(target, problem, variant)]
+            else:
+                planned = target.planned(problem, variant)
+            if variant["name"] not in planned:
+                print(f"the plan takes {', '.join(planned)} instead of {variant['name']}: {problem}")
                 return 1
-            inputs = Inputs.draw(problem, 0, target.device)
             with target.running(variant):
-                out, lse, rng_state = inputs.forward(torch.Generator("cuda").manual_seed(0))
-                found = [out] if variant["pass"] == "Forward" else list(inputs.gradients(out, lse, rng_state).values())
+                if with_cache:
+                    found = [cached.Inputs.draw(problem, 0, target.device).run()["out"]]
+                else:
+                    inputs = Inputs.draw(problem, 0, target.device)
+                    out, lse, rng_state = inputs.forward(torch.Generator("cuda").manual_seed(0))
+                    found = [out] if variant["pass"] == "Forward" else list(inputs.gradients(out, lse, rng_state).values())
             if not all(torch.isfinite(x.cpu()).all() for x in found):
                 print(f"not finite: {variant['name']}, {problem}")
                 return 1

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward/modifiers.cuh"
+#include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dropped_keys.cuh"
 
@@ -90,8 +91,9 @@ struct JointScores {
             store(packed, m, n, probabilities, keys_left);
 #pragma unroll
             for (int v = 0; v < 8; v++) dx[v] *= x[v] * kExponentUnit;
-            if (kHasBias && p.dbias) add_bias_gradient(dx, p, head, place(p, row, m, n));
+            if (kHasBias && p.dbias && !p.dbias_is_fp16) add_bias_gradient(dx, p, head, place(p, row, m, n));
             const PackedTile ds = pack_tile(dx);
+            if (kHasBias && p.dbias && p.dbias_is_fp16) store_bias_gradient(ds, p, head, place(p, row, m, n));
             next_tile(s);
             next_tile(dp);
 #pragma unroll

@@ -49,9 +49,9 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
             for (int i = 0; i < 2; i++) clear(c[m][j][i]);
 }
 
-// Over the rows of a step (at most 32); the warp has every BlockStep-th block of columns.
+// Over the rows of a step (at most 32); the warp has every BlockStep-th block of columns, and computes the first `blocks` of these.
 template <class S, int BlockStep, int M, int J>
-__device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address) {
+__device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
     if (kGeneral) {  // by four rows: general code is past the instruction cache
 #pragma unroll 1
@@ -63,6 +63,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
             const u32 b0 = chunk_after<S::kChunks>(b_address, row % 8 ? row_swizzle<S::kChunks>(4) : 0) + row * S::kRowBytes;
 #pragma unroll
             for (int j = 0; j < J; j++) {
+                if (j >= blocks) break;
                 const uint4 b = load_shared(chunk_after<S::kChunks>(b0, 4 * BlockStep * j));
 #pragma unroll
                 for (int m = 0; m < M; m++) {
@@ -86,11 +87,12 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
             uint4 b[J];
 #pragma unroll
             for (int j = 0; j < J; j++)
-                b[j] = load_shared(chunk_after<S::kChunks>(b_half, 4 * BlockStep * j) + 4 * h * S::kRowBytes);
+                if (j < blocks) b[j] = load_shared(chunk_after<S::kChunks>(b_half, 4 * BlockStep * j) + 4 * h * S::kRowBytes);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int j = 0; j < J; j++) {
+                    if (j >= blocks) break;
                     const u32 a_low = h ? a[m].z : a[m].x, a_high = h ? a[m].w : a[m].y;
                     mma_row_row(c[m][j][0], a_low, a_high, b[j].x, b[j].y);
                     mma_row_row(c[m][j][1], a_low, a_high, b[j].z, b[j].w);

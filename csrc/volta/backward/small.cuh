@@ -35,7 +35,7 @@ struct BackwardSmall {
         const int warp = threadIdx.x / 32;
         const int first_key = KeysBlock::number(p) * S::kRows, warp_key = 32 * warp;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (kRagged && first_key >= sequence.stored_k()) return;
+        if (first_key >= sequence.stored_k()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
         load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
@@ -65,7 +65,7 @@ struct BackwardSmall {
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats = pinned(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
-            float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
+            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
             Accumulator s[2][2], dp[2][2];

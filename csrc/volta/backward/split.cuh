@@ -13,6 +13,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/dropped_keys.cuh"
@@ -21,7 +22,8 @@
 namespace volta {
 
 // WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
-template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq>
+// HeaddimV: fewer columns of V and dO may be computed with than tiles have.
+template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq, int HeaddimV = Headdim>
 struct BackwardSplit {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
@@ -36,6 +38,10 @@ struct BackwardSplit {
     static constexpr int kScoreKeyTiles = kSharers == 2 && S::kStep == 16 ? 1 : 2;     // a warp's scores, in tiles of 16
     static constexpr int kScoreQueryTiles = S::kStep / 16 / (kSharers == 2 && S::kStep == 32 ? 2 : 1);
     static constexpr int kBlocks = S::kHeaddim / 32 / kSharers;  // a warp's blocks of 32 columns of dV or dK
+
+    static constexpr bool kSquare = HeaddimV == Headdim;
+    static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kSharers;
+    static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kSharers) == 0, "whole blocks of columns");
 
     // Chunks of headdim at once in the first two products: two where the rest of the loop leaves room for that
     // in the instruction cache.
@@ -124,8 +130,13 @@ struct BackwardSplit {
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
             multiply(x, probabilities);
-            if (kHasBias && p.dbias)
-                add_bias_gradient(x, p, head, Place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m));
+            if (kHasBias && p.dbias) {
+                const Place place(Lane(thread_index_here() & 31), row + 16 * n, key + 16 * m);
+                if (p.dbias_is_fp16)
+                    store_bias_gradient(pack_tile(x), p, head, place);
+                else
+                    add_bias_gradient(x, p, head, place);
+            }
             if (asks_for_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
             // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
@@ -144,7 +155,7 @@ struct BackwardSplit {
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (kRagged && first_key >= sequence.stored_k()) return;
+        if (first_key >= sequence.stored_k()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
         load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
@@ -178,7 +189,7 @@ struct BackwardSplit {
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats =
                 pinned(p.row_stats + head_row * RowStats::kRowFloats + (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
-            float* dq = pinned(p.dq_accum + head_row * S::kHeaddim + dq_lane);
+            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
@@ -192,8 +203,9 @@ struct BackwardSplit {
             for (int row = first; row < range.end; row += S::kStep) {
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
+                    const u32 chunks = kSquare || !role ? S::kChunks : kChunksV;
 #pragma unroll kScoreUnroll
-                    for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+                    for (u32 chunk = 0; chunk < chunks; chunk++) {
                         const Fragments<S, kScoreKeyTiles, kScoreQueryTiles> f(chunk_after<S::kChunks>(a, chunk),
                                                                                chunk_after<S::kChunks>(b, chunk));
                         f.multiply_low(s);
@@ -245,7 +257,8 @@ struct BackwardSplit {
 
                 // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
-                accumulate<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first());
+                accumulate<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first(),
+                                        kSquare || role ? kBlocks : kBlocksV);
                 __syncthreads();  // dS is complete, and Q and dO are free
 
                 tiles.store(query_addresses.second());

@@ -19,11 +19,13 @@ from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
 
 #: Kernels of these passes get the problems here.
-PASSES = ("Decode", "DecodeLatents", "Prefill", "Append")
+PASSES = ("Decode", "DecodeLatents", "Prefill", "Append", "Convert")
 _NHEADS_K = 2
+#: src/plan/decode.rs
+_DECODE_ROWS = 64
 _ROTARY_ROWS = 700
 #: Of 16 bytes, by a cache's format: kernels read rows of so many where they lie, and others from copies in q's type.
-_COLUMNS = {"float": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+_COLUMNS = {"float": 8, "bfloat16": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,19 @@ class Problem:
         return self.group * self.nheads_k
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether what the cache has stands for other numbers."""
+        return self.cache not in ("float", "bfloat16")
+
+    @property
     def nheads_k(self) -> int:
         """Of the cache."""
         return 1 if self.latents else _NHEADS_K
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether kernels get a quantised cache as numbers of the dtype: where a sequence has more rows than decode takes."""
+        return self.is_quantised and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
 
     @property
     def needs(self) -> list[str]:
@@ -88,6 +100,13 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 72, 40, 2, page=0, packed=True, rotary="interleaved"),
             Problem(((2, 37, 2), (2, 0, 2)), 36, 20, 2, page=48, dtype=torch.bfloat16, rotary="half"),
         ]
+    if pass_ == "Convert":  # the same
+        return [
+            Problem(((45, 205, 0), (45, 31, 0)), 64, 64, 2, cache="int8"),
+            Problem(((45, 300, 0), (45, 47, 0)), 128, 64, 2, page=48, dtype=torch.bfloat16, cache="int4"),
+            Problem(((70, 77, 0), (0, 20, 0), (50, 3, 0)), 64, 64, 2, page=0, packed=True, window_left=50, cache="fp8_e5m2"),
+            Problem(((65, 130, 0), (65, 81, 0)), 72, 40, 1, page=64, window_left=20, cache="fp8_e4m3"),
+        ]
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
     if pass_ == "DecodeLatents":
         # of each tile some rows are nobody's; of the others a sequence has several tiles
@@ -100,15 +119,16 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
         queries = max(rows // 8, 1)
+        # fp16's sequences of more rows are prefill's, beside decode, and of other caches the whole call is others'
+        more = queries + 2 if variant["cache"] == "float" else min(queries + 2, _DECODE_ROWS // group)
         less = _COLUMNS[variant["cache"]]
         found = [
             Problem(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group),
-            Problem(
-                ((queries + 2, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50
-            ),
+            Problem(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, page=0, packed=True, window_left=50),
             Problem(((queries, 81, 0), (queries, 200, 0)), d, dv, group, page=64, softcap=20.0, alibi=True, sinks=True),
         ]
-        found = [dataclasses.replace(p, cache=variant["cache"]) for p in found]
+        dtype = torch.bfloat16 if variant["cache"] == "bfloat16" else torch.float16
+        found = [dataclasses.replace(p, cache=variant["cache"], dtype=dtype) for p in found]
     else:
         asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in variant["needs"] else 0.0, "alibi": "alibi" in variant["needs"]}
         found = [
@@ -133,9 +153,12 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     tokens = max(cached + new for _, cached, new in p.lengths)
     shape = (len(p.lengths), max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.headdim_v, True)
     with target.running(variant):
-        plans = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))["cache"]
-    if p.cache != "float":  # (of few rows, and nothing is appended)
-        return [plans["quantised"][p.cache]]
+        plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))
+    plans = plan["cache"]
+    if p.is_quantised:  # (nothing is appended)
+        return [plans["quantised"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
+    if p.cache != "float":  # (likewise, and of few rows)
+        return [plans[p.cache]]
     passes = ["append"] if news else []
     # packed, both kernels run, each for the sequences that are its own
     passes += ["decode", "prefill"] if p.packed or plans["prefill"] is None else ["prefill"]
@@ -185,7 +208,7 @@ class Inputs:
             cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
                 cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
-            if p.cache == "float":
+            if not p.is_quantised:
                 caches.append(cache.to(p.dtype).to(device))
                 continue
             # NaN becomes codes of NaN or has a scale of NaN
@@ -251,7 +274,7 @@ class Inputs:
     def numbers(self) -> list[Tensor]:
         """Copies of what the caches stand for: quantised ones in float64."""
         caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
-        if format == "float":
+        if not self.problem.is_quantised:
             return [t.clone() for t in caches.values()]
         given = self.options.get
         return [
@@ -324,8 +347,12 @@ def expect(inputs: Inputs) -> Expected:
         eager = first_that_can(lambda part: rule.eager(*part[0], **part[1]), on_device, (in_dtype, options))
         out[at] = eager[0].cpu()
         sums = max(sums, rule.forward_sums(ref, tensors[0], tensors[2]))
-        tolerance = max(tolerance, rule.lse_tolerance(ref, p.dtype))
-        if p.cache != "float":
+        allowed = rule.lse_tolerance(ref, p.dtype)
+        if p.is_converted:  # what the cache stands for is rounded, as the eager result's inputs are
+            nearest = rule.attend(*(t.double() for t in in_dtype), **doubled)
+            allowed += rule.max_error(nearest.softmax_lse, ref.softmax_lse)
+        tolerance = max(tolerance, allowed)
+        if p.is_quantised:
             # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
             rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
             largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()

@@ -82,9 +82,11 @@ class Target:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     @contextmanager
-    def running(self, variant: dict[str, Any] | None = None, failed: Sequence[str] = ()) -> Iterator[None]:
-        """Calls of the op run here, on this kernel where it holds the problem, and on none that failed. Tuning files have no say."""
+    def running(self, variant: dict[str, Any] | None = None, failed: Sequence[str] = (), without_atomics: bool = False) -> Iterator[None]:
+        """Calls of the op run here, on this kernel where it holds the problem, and on none that failed; gradients, if asked for, without
+        atomics. Tuning files have no say."""
         choices = [] if variant is None or variant["family"] == "cpu" else [{"pass": variant["pass"], "variant": variant["name"]}]
+        choices += [{"pass": "Backward", "deterministic": True}] * without_atomics
         simulate = "1" if self.kind == "simulator" else None
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": list(failed)}))
         try:

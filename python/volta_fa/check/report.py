@@ -41,6 +41,7 @@ _PASSES = {
     "DecodeLatents": "KV cache, latents",
     "Prefill": "KV cache, prefill",
     "Append": "KV cache, append",
+    "Convert": "KV cache, convert",
 }
 
 

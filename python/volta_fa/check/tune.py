@@ -196,7 +196,7 @@ def compare(target: Target, class_: Class, alternatives: Sequence[Alternative], 
     times: list[list[float]] = [[] for _ in alternatives]
     for _ in range(_ROUNDS):
         for alternative, work, of in zip(alternatives, works, times):
-            with target.running(alternative.variant, failed):
+            with target.running(alternative.variant, failed, alternative.deterministic):
                 of.append(median_ms(work, target.device, _OF_A_FIGURE, most=10, calls=_CALLS))
     gains = [min(mine / theirs for mine, theirs in zip(times[own], of)) for of in times]
     best = max(range(len(gains)), key=gains.__getitem__)
@@ -228,7 +228,7 @@ def _work(target: Target, class_: Class, alternative: Alternative) -> Work:
     if class_.pass_ == "Forward":
         return lambda: torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
     out, lse, _ = torch.ops.volta_fa.fwd(q, k, v, is_causal=class_.causal)
-    return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=class_.causal, deterministic=alternative.deterministic)
+    return lambda: torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, is_causal=class_.causal)
 
 
 def _write(tuned: Tuned, about: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ pub const BACKWARD: &[Variant] = &[
     SPLIT[2].covering(Needs::RAGGED, "turing_bwd_ragged_128", 252),
     SPLIT[3].covering(Needs::RAGGED, "turing_bwd_ragged_192", 248),
     SPLIT[4].covering(Needs::RAGGED, "turing_bwd_ragged_256", 238),
-    FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 49),
+    FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 44),
     with(Need::Softcap, "turing_bwd_softcap_64", SMALL[1], 255),
     with(Need::Softcap, "turing_bwd_softcap_128", SPLIT[2], 252),
     with(Need::Alibi, "turing_bwd_alibi_64", SMALL[1], 255),

@@ -2,11 +2,16 @@
 //! found out: so blocks whose rows are long or many have two warps. Of headdim 256, warps beside each other take more than eight rows.
 
 use super::super::volta;
-use super::{Variant, TURING};
+use super::{CacheFormat, Variant, TURING};
 
 const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
     let volta = volta::decode(name, headdim, rows, threads, blocks_per_sm, registers);
     Variant { family: TURING, source: "turing/decode/decode.cu", ..volta }
+}
+
+/// The same of a cache of bf16.
+const fn bfloat(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    Variant { cache: CacheFormat::Bfloat, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
 pub const DECODE: &[Variant] = &[
@@ -19,4 +24,13 @@ pub const DECODE: &[Variant] = &[
     decode("turing_decode_256x8", 256, [8, 8], 64, 3, 249),
     decode("turing_decode_256x16", 256, [16, 8], 64, 3, 251),
     decode("turing_decode_256x32", 256, [32, 8], 128, 1, 251),
+    bfloat("turing_decode_bf16_64x8", 64, [8, 8], 128, 4, 127),
+    bfloat("turing_decode_bf16_64x16", 64, [16, 16], 128, 3, 150),
+    bfloat("turing_decode_bf16_64x32", 64, [32, 16], 128, 3, 150),
+    bfloat("turing_decode_bf16_128x8", 128, [8, 8], 128, 3, 167),
+    bfloat("turing_decode_bf16_128x16", 128, [16, 16], 64, 3, 240),
+    bfloat("turing_decode_bf16_128x32", 128, [32, 16], 64, 3, 242),
+    bfloat("turing_decode_bf16_256x8", 256, [8, 8], 64, 3, 255),
+    bfloat("turing_decode_bf16_256x16", 256, [16, 8], 64, 3, 255),
+    bfloat("turing_decode_bf16_256x32", 256, [32, 8], 128, 1, 255),
 ];

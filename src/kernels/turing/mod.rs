@@ -2,11 +2,13 @@
 
 mod append;
 mod backward;
+mod convert;
 mod decode;
 mod forward;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
+pub use convert::CONVERT;
 pub use decode::DECODE;
 pub use forward::{FORWARD, PREFILL};
 
@@ -19,6 +21,8 @@ pub const TURING: Family = Family {
     shared_bytes: 64 * 1024,
     threads: 1024,
     either_order: &[Pass::Forward],
+    in_rounds: false,
+    stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,

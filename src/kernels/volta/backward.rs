@@ -118,6 +118,9 @@ const MAIN: [Variant; 6] = [
     },
 ];
 
+/// The same tiles where V and dO have 128 columns: a third less of dP and of dV. (Multi-head latent attention trains with these headdims.)
+const NARROW_V: Variant = Variant { name: "volta_bwd_192x128", headdim_v: 128, registers: 218, ..MAIN[4] };
+
 /// Blocks of 64 keys in two roles, for grids that are small (`plan::smaller`): at most half as long as the others', if slower a key.
 const fn small(name: &'static str, main: Variant, blocks_per_sm: u32, registers: u32) -> Variant {
     Variant {
@@ -265,12 +268,12 @@ const PREPARE: Variant = Variant {
     threads: 256,
     shared_bytes: 0,
     blocks_per_sm: 4,
-    registers: 54,
+    registers: 56,
 };
 
 /// As `PREPARE`: any headdim.
 const FINISH: Variant =
-    Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", registers: 32, ..PREPARE };
+    Variant { name: "volta_bwd_finish", pass: Pass::BackwardFinish, source: "volta/backward/finish.cu", registers: 38, ..PREPARE };
 
 /// Both roles of `volta/backward/split` for all headdims.
 const fn general(name: &'static str, headdim: u32, block_rows: u32, step: u32, registers: u32) -> Variant {
@@ -313,6 +316,7 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[3],
     MAIN[4],
     MAIN[5],
+    NARROW_V,
     SMALL[0],
     SMALL[1],
     // deterministic=True: dk and dv by the main kernels without their dQ product, with the same tiles and, but for
@@ -341,7 +345,8 @@ pub const BACKWARD: &[Variant] = &[
     MAIN[3].covering(Needs::RAGGED, "volta_bwd_ragged_128", 248),
     MAIN[4].covering(Needs::RAGGED, "volta_bwd_ragged_192", 212),
     MAIN[5].covering(Needs::RAGGED, "volta_bwd_ragged_256", 237),
-    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 40),
+    NARROW_V.covering(Needs::RAGGED, "volta_bwd_ragged_192x128", 216),
+    FINISH.covering(Needs::RAGGED, "volta_bwd_ragged_finish", 44),
     keys(MAIN[1], "volta_bwd_keys_64", "volta/backward/small_keys.cu", 255).covering(Needs::RAGGED, "volta_bwd_ragged_keys_64", 254),
     keys(MAIN[3], "volta_bwd_keys_128", "volta/backward/split_keys.cu", 214).covering(Needs::RAGGED, "volta_bwd_ragged_keys_128", 228),
     QUERIES[1].covering(Needs::RAGGED, "volta_bwd_ragged_queries_64", 200),
@@ -351,7 +356,7 @@ pub const BACKWARD: &[Variant] = &[
     with(Need::Alibi, "volta_bwd_alibi_64", MAIN[1], 255),
     with(Need::Alibi, "volta_bwd_alibi_128", GENERAL[2], 236),
     with(Need::Bias, "volta_bwd_bias_64", MAIN[1], 255),
-    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 242),
+    with(Need::Bias, "volta_bwd_bias_128", GENERAL[2], 244),
     with(Need::Dropout, "volta_bwd_dropout_64", MAIN[1], 254),
     with(Need::Dropout, "volta_bwd_dropout_128", GENERAL[2], 238),
     GENERAL[0],

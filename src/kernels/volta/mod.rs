@@ -2,12 +2,14 @@
 
 mod append;
 mod backward;
+mod convert;
 mod decode;
 mod forward;
 mod merge;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
+pub use convert::CONVERT;
 pub use decode::{decode, DECODE, LATENTS};
 pub use forward::{FORWARD, FORWARD_SHARES, PREFILL};
 pub use merge::MERGE;
@@ -31,4 +33,6 @@ pub const VOLTA: Family = Family {
         minus_delta_at: &[8, 9, 12, 13],
     }),
     either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardKeys],
+    in_rounds: true,
+    stores_dbias: true,
 };

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::launch::{bytes_of, memory, KernelLaunch, Launcher};
 use crate::log;
 use crate::ops::device::{at, call_number};
-use crate::params::DecodeParams;
+use crate::params::{CacheFormat, DecodeParams};
 use crate::plan;
 use crate::problem::{Attention, CachedAttention};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
@@ -55,7 +55,8 @@ fn decode(
     others: bool,
     launcher: &dyn Launcher,
 ) -> Result<()> {
-    let plan = plan::decode(padded, a.format, others, &launcher.limits()?)?;
+    let cache = if q.kind() == Kind::BFloat16 { CacheFormat::Bfloat } else { a.format };
+    let plan = plan::decode(padded, cache, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
     // most calls have neither, and need no other view of their options
     let converted = if a.alibi || a.sinks { Some(parameters::readable_scores(&call.options)?) } else { None };

@@ -2,19 +2,20 @@
 //! cache to where `fwd` reads them.
 //!
 //! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
-//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantised cache. That takes
-//! memory for batch times the longest sequence that there can be.
+//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantised cache (which a
+//! kernel copies: `converted`). That takes memory for batch times the longest sequence that there can be.
 //!
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
 use super::quantised::Quantised;
-use super::{parameters, Call};
+use super::{converted, parameters, Call};
 use crate::error::Result;
+use crate::launch::Launcher;
 use crate::ops::Inputs;
 use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::problem::{Attention, CachedAttention};
+use crate::problem::{Attention, CachedAttention, CachedSequence};
 use tch::{Device, Kind, Tensor};
 
 /// A number for each sequence, (batch) int64: read from memory, or the same for all.
@@ -349,25 +350,41 @@ pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tenso
     let kind = q.kind();
     // what a quantised cache stands for is rounded to no 16-bit type where nobody needs it
     if a.format != CacheFormat::Float && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
-        let (out, softmax_lse) = attend_to(&q.f_to_kind(Kind::Float)?, call, a, s, seqlen_k)?;
+        let q = q.f_to_kind(Kind::Float)?;
+        let (out, softmax_lse) = attend_to(&q, call, a, used_keys(call, a, &s, q.kind(), seqlen_k)?, seqlen_k)?;
         return Ok((out.f_to_kind(kind)?, softmax_lse));
     }
-    attend_to(&q, call, a, s, seqlen_k)
+    attend_to(&q, call, a, used_keys(call, a, &s, kind, seqlen_k)?, seqlen_k)
 }
 
-/// The same where k and v have been written; `q` is the call's, rotated if asked.
+/// The same where k and v have been written; `q` is the call's, rotated if asked. `known`: the sequences, where somebody has looked.
 ///
 /// # Errors
-/// As [`forward`].
-pub fn attend(q: &Tensor, call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    attend_to(q, call, a, Sequences::of(call, a)?, seqlen_k)
+/// As [`forward`]; a kernel that cannot be launched.
+pub fn attend(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    seqlen_k: i64,
+    known: Option<&[CachedSequence]>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
+    let keys = match a.format != CacheFormat::Float && seqlen_k > 0 {
+        true => converted::run(call, a, seqlen_k, known, launcher)?,
+        false => used_keys(call, a, &Sequences::of(call, a)?, q.kind(), seqlen_k)?,
+    };
+    attend_to(q, call, a, keys, seqlen_k)
 }
 
-fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+/// The keys and values, and how many of them each sequence has: [`used_keys`]. fwd makes NaN of a length that cannot be.
+fn attend_to(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    (mut k, mut v, used): (Tensor, Tensor, Tensor),
+    seqlen_k: i64,
+) -> Result<(Tensor, Tensor)> {
     let device = q.device();
-    // fwd makes NaN of a length that cannot be
-    let (k, v, used) = used_keys(call, a, &s, q.kind(), seqlen_k)?;
-
     let o = &call.options;
     let mut options = Options::<Tensor> {
         seqused_k: Some(used),
@@ -381,7 +398,6 @@ fn attend_to(q: &Tensor, call: &Call, a: &CachedAttention, s: Sequences, seqlen_
         softcap: o.softcap,
         ..Options::default()
     };
-    let (mut k, mut v) = (k, v);
     if let Some(cu) = &o.cu_seqlens_q {
         options.cu_seqlens_q = Some(cu.shallow_clone());
         options.max_seqlen_q = o.max_seqlen_q;

@@ -1,6 +1,7 @@
 //! `volta_fa::fwd_kvcache`: attention of new queries over keys and values in a cache, to which more may be appended first.
 
 mod append;
+mod converted;
 mod device;
 mod gathered;
 pub(crate) mod mla;
@@ -55,7 +56,7 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
             } else if readable(call, &a) {
                 device::attend(&q, call, &a, &*launcher)
             } else {
-                gathered::attend(&q, call, &a, seqlen_k)
+                gathered::attend(&q, call, &a, seqlen_k, sequences.as_deref(), &*launcher)
             }
         }
         _ => gathered::forward(call, &a, seqlen_k),
@@ -67,11 +68,15 @@ fn has_room(a: &CachedAttention) -> bool {
     a.seqlen_k > 0 && a.entries > 0
 }
 
-/// Whether the kernels can attend to the caches where they are: beside fp16 queries, all rows on 16-byte boundaries, of whole groups of 16
-/// bytes. Of a quantised cache they read what decode reads.
+/// Whether the kernels can attend to the caches where they are: all rows on 16-byte boundaries, of whole groups of 16 bytes. Of a cache that
+/// is not fp16 they read what decode reads, of a quantised one beside fp16 queries.
 fn readable(call: &Call, a: &CachedAttention) -> bool {
-    let few = a.format == CacheFormat::Float || plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS;
-    call.q.kind() == Kind::Half && few && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
+    let own = match (call.q.kind(), a.format) {
+        (Kind::Half, CacheFormat::Float) => true,
+        (Kind::Half, _) | (Kind::BFloat16, CacheFormat::Float) => plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS,
+        _ => false,
+    };
+    own && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
 }
 
 /// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.

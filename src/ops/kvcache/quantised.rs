@@ -22,7 +22,7 @@ fn largest(format: CacheFormat) -> f64 {
         CacheFormat::Int4 => 15.0,
         CacheFormat::E5m2 => 57344.0,
         CacheFormat::E4m3 => 448.0,
-        CacheFormat::Float => unreachable!("its elements are numbers"),
+        CacheFormat::Float | CacheFormat::Bfloat => unreachable!("its elements are numbers"),
     }
 }
 
@@ -30,7 +30,7 @@ fn largest(format: CacheFormat) -> f64 {
 fn element(format: CacheFormat) -> Kind {
     match format {
         CacheFormat::Int8 => Kind::Int8,
-        CacheFormat::Int4 | CacheFormat::Float => Kind::Uint8,
+        CacheFormat::Int4 | CacheFormat::Float | CacheFormat::Bfloat => Kind::Uint8,
         CacheFormat::E5m2 => Kind::Float8e5m2,
         CacheFormat::E4m3 => Kind::Float8e4m3fn,
     }

@@ -4,7 +4,7 @@
 
 use crate::cta::Arrival;
 use crate::env::Env;
-use crate::half::{f2h, h2f};
+use crate::half::{f2h_rz, h2f};
 use crate::isa::*;
 use crate::lanes::*;
 use crate::warp::{Warp, V};
@@ -116,8 +116,8 @@ impl Step<'_> {
         let v = self.raw(i)?;
         let s = &self.inst.src[i];
         let (and, xor) = (if s.abs { 0x7fff_7fff } else { !0u32 }, if s.neg { 0x8000_8000u32 } else { 0 });
-        // ptxas makes half2 constants so, of ones that it keeps in fp32
-        let pair = |x: u32| if s.sel == Sel::F32 { f2h(f32::from_bits(x)) as u32 * 0x1_0001 } else { x };
+        // towards zero: it is what ptxas makes of cvt.rz.f16.f32 (of cvt.rn, F2F), and of constants that it keeps in fp32
+        let pair = |x: u32| if s.sel == Sel::F32 { f2h_rz(f32::from_bits(x)) as u32 * 0x1_0001 } else { x };
         let v = v.each(|x| (pair(x) & and) ^ xor);
         let lo = v.each(|x| h2f(x as u16));
         let hi = v.each(|x| h2f((x >> 16) as u16));

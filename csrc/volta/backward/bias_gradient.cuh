@@ -1,0 +1,36 @@
+// The gradient of a bias whose every element belongs to one score: stored as fp16, once, where others are added to (modifiers.cuh).
+#pragma once
+
+#include "volta/backward/fragments.cuh"
+#include "volta_fa_params.h"
+
+namespace volta {
+
+// A tile of dS, as fp16, to the gradient of the bias. A lane has four queries of two keys, and the lane beside it those of the keys
+// behind: each takes two of the queries, so that a store has two keys. seqlen_k is even, so both exist or neither.
+__device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
+                                                    const ScorePlace<KeysLayout>& place) {
+    const int odd = place.key(0) & 1;
+    u32 first[2], second[2];  // of a key and of the one two behind: two queries
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 mine = odd ? ds.x[2 * i + 1] : ds.x[2 * i];
+        const u32 others = __shfl_xor_sync(~0u, odd ? ds.x[2 * i] : ds.x[2 * i + 1], 1);
+        first[i] = odd ? others : mine, second[i] = odd ? mine : others;
+    }
+    __syncwarp();  // what follows is made of parameters behind this
+    const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
+    const int query = place.query(0) + 2 * odd, key = place.key(0) & ~1;
+    unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + block_batch_here() * p.dbias_batch_stride +
+                         head * p.dbias_head_stride + query * p.dbias_row_stride + key;
+#pragma unroll
+    for (int r = 0; r < 2; r++, to += p.dbias_row_stride) {
+        if (query + r >= sequence.seqlen_q()) break;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (key + 2 * i < sequence.seqlen_k())
+                *reinterpret_cast<u32*>(to + 2 * i) = __byte_perm(first[i], second[i], r ? 0x7632 : 0x5410);
+    }
+}
+
+}  // namespace volta

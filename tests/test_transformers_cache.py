@@ -1,0 +1,312 @@
+"""`volta_fa.transformers.QuantizedCache`, against transformers' own attention over a cache whose tokens went through `quantize_kv` and
+`dequantize_kv`: small random models, in fp64, where hardly a number is rounded to another code."""
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+
+from conftest import on
+
+if "VOLTA_FA_TEST_LIBRARY" in os.environ:
+    pytest.skip("the Python package loads its own library", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import test_transformers as plain
+import volta_fa.transformers
+from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, padding, profile, tokens
+from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, quantize_kv
+from volta_fa.transformers import QuantizedCache
+
+quiet = plain.quiet
+PARTS = (9, 4, 1, 6)
+#: Eager attention in fp64 makes NaN of padding, which sees nothing: what it adds to scores is infinite in its fp32 softmax.
+WITH_SDPA = ("llama", "qwen3", "mistral", "gemma3")
+
+
+class Reference(transformers.DynamicCache):
+    """Transformers' own cache, of numbers that have been rounded as a quantised cache rounds them; a prompt sees its own."""
+
+    def __init__(self, config, kv_dtype):
+        super().__init__(config=config)
+        self.kv_dtype = kv_dtype
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        is_prompt = self.get_seq_length(layer_idx) == 0
+        rounded = []
+        for x in (key_states, value_states):
+            made = quantize_kv(x, self.kv_dtype)
+            rounded.append(dequantize_kv(made.data, self.kv_dtype, made.scale, made.zero_point, dtype=x.dtype))
+        seen = super().update(*rounded, layer_idx, *args, **kwargs)
+        return (key_states, value_states) if is_prompt else seen
+
+
+@functools.cache
+def models(name):
+    pair = [copy.deepcopy(model).double() for model in plain.models(name)]
+    if name == "gpt_oss" and V5:
+        for model in pair:
+            model.set_experts_implementation("eager")  # the other one has no fp64
+    if name in WITH_SDPA:
+        pair[0].set_attn_implementation("sdpa")
+    return pair
+
+
+def caches(name, kv_dtype):
+    eager, ours = models(name)
+    return Reference(eager.config, kv_dtype), QuantizedCache(ours.config, kv_dtype)
+
+
+def in_parts(model, cache, parts=PARTS, mask=None):
+    logits, done = [], 0
+    for part in tokens(seqlen=sum(parts)).split(parts, 1):
+        done += part.shape[1]
+        with torch.no_grad():
+            logits.append(model(part, attention_mask=None if mask is None else mask[:, :done], past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_in_parts(name, kv_dtype):
+    """A prompt, two longer parts and a single token; windows, sinks and softcaps."""
+    eager, ours = models(name)
+    reference, cache = caches(name, kv_dtype)
+    expected = in_parts(eager, reference)
+    found, calls = profile(lambda: in_parts(ours, cache))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    # each part of a layer appends, and all but the prompt read
+    assert calls.cached == LAYERS * (2 * len(PARTS) - 1) and calls.count == calls.cached + LAYERS
+    assert cache.get_seq_length() == SEQLEN
+    exact = in_parts(eager, transformers.DynamicCache(config=eager.config))
+    assert (found - exact).abs().max() > 100 * TOLERANCE["atol"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("name", WITH_SDPA)
+def test_left_padding(name, kv_dtype):
+    mask = padding("left")
+    eager, ours = models(name)
+    reference, cache = caches(name, kv_dtype)
+    expected = in_parts(eager, reference, mask=mask)
+    found = in_parts(ours, cache, mask=mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **TOLERANCE)
+
+
+@pytest.mark.parametrize("what", ["scale", "zero_point", "data"])
+def test_what_is_stored_is_what_is_read(what):
+    """Each tensor of each layer matters."""
+    _, ours = models("llama")
+    for layer in range(LAYERS):
+        for i in range(2):
+            _, cache = caches("llama", "int4")
+            with torch.no_grad():
+                ours(tokens(), past_key_values=cache)
+                again = copy.deepcopy(cache)
+                t = getattr(again.layers[layer].stored[i], what)
+                # (a zero point moved alike for all keys of a head moves no weights: queries see them in one row of numbers)
+                t.copy_(t.flip(2) if what == "data" else t * (1 + 0.1 * torch.arange(t.shape[2])))
+                right, wrong = (ours(tokens(seqlen=1), past_key_values=c).logits for c in (cache, again))
+            assert (right - wrong).abs().max() > 100 * TOLERANCE["atol"]
+
+
+def generate(model, cache, **inputs):
+    return plain.generate(model, new_tokens=16, past_key_values=cache, **inputs)
+
+
+@pytest.mark.parametrize("how", ["greedy", "beam", "guesses", "several", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_generate(name, how):
+    if how == "guesses":  # prompt lookup, one sequence: guesses are cropped
+        ids = tokens(1).repeat(1, 3)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 4}
+    else:
+        options = {"beam": {"num_beams": 3}, "several": {"num_return_sequences": 2, "num_beams": 2}, "chunks": {"prefill_chunk_size": 7}}
+        inputs = {"input_ids": tokens(), "attention_mask": padding("left"), **options.get(how, {})}
+    if not V5 and name != "llama" and how == "guesses":
+        pytest.skip("transformers 4.57's own caches do not crop windows")
+    eager, ours = models(name)
+    reference, cache = caches(name, "int8")
+    expected = generate(eager, reference, **inputs)
+    assert torch.equal(generate(ours, cache, **inputs), expected)
+    assert cache.get_seq_length() == reference.get_seq_length() >= SEQLEN + 15
+
+
+@pytest.mark.skipif(not V5, reason="BART of 4.57 makes tensors of its masks, which are refused")
+def test_encoder_decoder():
+    eager, ours = models("bart")
+    inputs = {"input_ids": tokens(), "attention_mask": padding("right")}
+    reference, cache = caches("bart", "int8")
+    pair = [transformers.EncoderDecoderCache(own, transformers.DynamicCache(config=eager.config)) for own in (reference, cache)]
+    assert torch.equal(*(generate(model, both, **inputs) for model, both in zip((eager, ours), pair)))
+    assert cache.get_seq_length() == 16 and cache.layers[0].stored[0].data.dtype == torch.int8
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_on_kernels(backend, kv_dtype):
+    """fp16: no further from fp64 than twice eager attention in fp16 is."""
+    mask = padding("left")
+    eager, ours = models("gemma3")
+    exact = in_parts(eager, caches("gemma3", kv_dtype)[0], mask=mask)
+    theirs = in_parts(copy.deepcopy(eager).half(), caches("gemma3", kv_dtype)[0], mask=mask).double()
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    else:
+        pytest.skip("tokens() are on the CPU")
+    found = in_parts(copy.deepcopy(ours).half(), caches("gemma3", kv_dtype)[1], mask=mask).double()
+    keep = mask.bool()
+    assert (found - exact)[keep].abs().max() <= 2 * (theirs - exact)[keep].abs().max()
+
+
+# ---- storage -------------------------------------------------------------------------------------------------------
+
+
+def filled(kv_dtype="int8", name="llama", n=SEQLEN, batch=BATCH):
+    _, ours = models(name)
+    cache = QuantizedCache(ours.config, kv_dtype)
+    states = torch.randn(2, batch, 2, n, 16, generator=torch.Generator().manual_seed(0))
+    for layer in range(LAYERS):
+        cache.update(states[0], states[1], layer)
+    return cache, states
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_stored_as_the_format_says(kv_dtype):
+    """To the bit, over several appends, and in no more memory than a quarter over what is needed."""
+    cache, states = filled(kv_dtype)
+    more = torch.randn(2, BATCH, 2, 7, 16)
+    for i in range(7):
+        cache.update(more[0, :, :, i : i + 1], more[1, :, :, i : i + 1], 0)
+    layer = cache.layers[0]
+    for stored, x, shown in zip(layer.stored, torch.cat((states, more), 3), (layer.keys, layer.values)):
+        expected = quantize_kv(x, kv_dtype)
+        for a, b, c in zip(stored, expected, shown.stored):
+            assert (a is None) == (b is None) == (c is None)
+            if a is not None:
+                assert a.dtype == b.dtype and a.shape[2] <= 1.25 * (SEQLEN + 7)
+                as_bytes = [t.contiguous().view(torch.uint8) for t in (a[:, :, : SEQLEN + 7], b, c)]
+                assert torch.equal(as_bytes[0], as_bytes[1]) and torch.equal(as_bytes[2], as_bytes[1])
+    assert shown.shape == (BATCH, 2, SEQLEN + 7, 16) and shown.dtype == torch.float32
+
+
+def test_a_prompt_sees_its_own_numbers():
+    cache, states = filled()
+    key, value = states
+    k, v = QuantizedCache(models("llama")[1].config).update(key, value, 0)
+    assert k is key and v is value
+    k, _ = cache.update(key, value, 0)
+    assert type(k) is not torch.Tensor and k.shape[2] == 2 * SEQLEN
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_sequences_are_moved(kv_dtype):
+    cache, states = filled(kv_dtype)
+
+    def check(indices):
+        for layer in cache.layers:
+            for stored, x in zip(layer.stored, states):
+                for a, b in zip(stored, quantize_kv(x[indices], kv_dtype)):
+                    assert (a is None and b is None) or torch.equal(a[:, :, :SEQLEN].float(), b.float())
+
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    check([2, 0, 0])
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    check([0, 2])
+    cache.batch_repeat_interleave(2)
+    check([0, 0, 2, 2])
+
+
+def test_crop_and_reset():
+    cache, states = filled()
+    cache.crop(-3)
+    assert cache.get_seq_length() == SEQLEN - 3 and cache.layers[1].keys.shape[2] == SEQLEN - 3
+    cache.crop(0)
+    assert cache.get_seq_length() == SEQLEN - 3
+    cache.crop(5)  # as transformers 4.57 has it
+    k, _ = cache.update(states[0, :, :, :2], states[1, :, :, :2], 0)
+    assert cache.get_seq_length() == 7
+    expected = quantize_kv(torch.cat((states[0, :, :, :5], states[0, :, :, :2]), 2), "int8")
+    assert torch.equal(k.stored.data, expected.data) and torch.equal(k.stored.scale, expected.scale)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.is_initialized and cache.layers[0].keys is None
+    key, value = states
+    assert cache.update(key, value, 0)[0] is key
+
+
+def test_windows_keep_what_they_show():
+    """Memory does not grow, and crop goes back as far as there is something to show."""
+    cache, states = filled(name="mistral", n=30)
+    layer = cache.layers[0]
+    one = states[:, :, :, :1]
+    room = 0
+    for i in range(100):
+        k, _ = cache.update(one[0], one[1], 0)
+        assert k.shape[2] == WINDOW
+        if i == 10:
+            room = layer.stored[0].data.shape[2]
+    assert layer.stored[0].data.shape[2] == room <= 1.25 * WINDOW and layer.length == 130
+    with pytest.raises(ValueError, match=r"tokens_to_remove: got -5 after 130 tokens, of which the last \d are in memory"):
+        cache.crop(-5)
+    layer.activate_past_recording()
+    for _ in range(8):
+        cache.update(one[0], one[1], 0)
+    layer.crop(-8)
+    assert layer.length == 130 and cache.get_mask_sizes(1, 0) == (WINDOW, 130 - WINDOW + 1)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_refused_when_made():
+    eager, ours = models("llama")
+    with pytest.raises(ValueError, match="kv_dtype: got 'int2', expected one of int8, int4, fp8_e5m2, fp8_e4m3"):
+        QuantizedCache(ours.config, "int2")
+    with pytest.raises(ValueError, match="config: got attn_implementation 'sdpa', expected 'volta_fa'"):
+        QuantizedCache(eager.config)
+    config = copy.deepcopy(ours.config)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(NotImplementedError, match="config: got a layer of linear_attention, expected full_attention or sliding_attention"):
+        QuantizedCache(config)
+    odd = torch.zeros(1, 2, 3, 15)
+    with pytest.raises(ValueError, match="headdim 15, expected an even one"):
+        QuantizedCache(ours.config, "int4").update(odd, odd, 0)
+
+
+def test_nothing_else_reads_it():
+    cache, states = filled()
+    k, v = cache.update(states[0], states[1], 0)
+    for f in (lambda: k + 1, lambda: k[:, :, :4], lambda: torch.cat((v, v)), lambda: v.float().sum()):
+        with pytest.raises(NotImplementedError, match="past_key_values: the keys or values of a QuantizedCache were given to"):
+            f()
+    assert k.detach() is k and "QuantizedStates" in repr(k)
+    eager, ours = models("llama")
+    cache = QuantizedCache(ours.config)
+    with torch.no_grad():
+        eager(tokens(), past_key_values=cache)
+        with pytest.raises(NotImplementedError, match="expected a model with that one"):
+            eager(tokens(), past_key_values=cache)
+
+
+def test_masks_that_are_refused():
+    _, ours = models("llama")
+    own = torch.ones(BATCH, 1, 3, SEQLEN + 3, dtype=torch.bool)
+    for mask in (torch.cat((padding("holes"), torch.ones(BATCH, 3, dtype=torch.long)), 1), own):
+        cache = QuantizedCache(ours.config)
+        with torch.no_grad():
+            ours(tokens(), past_key_values=cache)
+            with pytest.raises(NotImplementedError, match="attention_mask: LlamaAttention got one that is more than"):
+                ours(tokens(seqlen=3), attention_mask=mask, past_key_values=cache)
+    cache, states = filled()
+    k, v = cache.update(states[0], states[1], 0)
+    q = torch.zeros(BATCH, 4, 1, 16)
+    packed = dict(cu_seq_lens_q=torch.tensor([0, 1]), cu_seq_lens_k=torch.tensor([0, 1]), max_length_q=1, max_length_k=1)
+    for name, given in (
+        ("dropout", {"dropout": 0.1}),
+        ("position_bias", {"position_bias": torch.zeros(1, 1, 1, 1)}),
+        ("cu_seq_lens_q", packed),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}: got it with a QuantizedCache"):
+            volta_fa.transformers.attention(torch.nn.Module(), q, k, v, None, **given)

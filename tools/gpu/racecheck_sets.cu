@@ -1,0 +1,37 @@
+// What compute-sanitizer's racecheck says of sets of warps that wait at barriers of their own, a different number of times each:
+//
+//   nvcc -arch=sm_90 -o /tmp/sets tools/gpu/racecheck_sets.cu && compute-sanitizer --tool racecheck /tmp/sets 5 3
+//
+// There is no race: what the sets share they write and read across __syncthreads(). Decode kernels of 64 rows
+// (csrc/decode/attend.cuh) are built so. docs/validation.md has what it said.
+#include <cstdio>
+#include <cstdlib>
+
+constexpr int kSets = 2, kThreads = 128;
+
+__global__ void sets(float* out, int first_steps, int second_steps) {
+    __shared__ float buffers[kSets][2][kThreads];
+    __shared__ float parts[kSets * kThreads];
+    const int set = threadIdx.x / kThreads, lane = threadIdx.x % kThreads, steps = set ? second_steps : first_steps;
+    float sum = 0;
+    for (int i = 0; i < steps; i++) {
+        buffers[set][i % 2][lane] = i + lane;
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + set), "n"(kThreads) : "memory");
+        sum += buffers[set][i % 2][kThreads - 1 - lane];
+    }
+    __syncthreads();
+    parts[threadIdx.x] = sum;
+    __syncthreads();
+    out[threadIdx.x] = parts[kSets * kThreads - 1 - threadIdx.x];
+}
+
+int main(int argc, char** argv) {
+    if (argc != 3) {
+        fprintf(stderr, "usage: %s STEPS_OF_THE_FIRST_SET STEPS_OF_THE_SECOND\n", argv[0]);
+        return 2;
+    }
+    float* out;
+    if (cudaMalloc(&out, kSets * kThreads * sizeof(float)) != cudaSuccess) return 1;
+    sets<<<4, kSets * kThreads>>>(out, atoi(argv[1]), atoi(argv[2]));
+    return cudaDeviceSynchronize() != cudaSuccess;
+}
