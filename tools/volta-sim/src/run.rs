@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn runs_of_several_kinds_of_ctas_are_found() {
-        let work = |c: u32| if c < 80 || (101..900).contains(&c) { 1000 } else { 300 };
+        let work = |c: u32| if c < 80 || (161..900).contains(&c) { 1000 } else { 300 };
         let mut asked = 0;
         let like = representatives(1000, &mut |c| {
             asked += 1;
