@@ -237,7 +237,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
     let limits = limits(args, device)?;
     let on_grid = |kernel: PlannedKernel, batch: i64| {
         let mut value = variant(kernel.variant);
-        value["grid"] = json!([kernel.blocks[0], kernel.blocks[1], batch]);
+        value["grid"] = json!(kernel.grid(batch));
         value["reason"] = json!(kernel.reason.to_string());
         value
     };

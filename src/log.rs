@@ -35,7 +35,8 @@ fn once(line: String) {
 }
 
 fn kernel(k: &PlannedKernel, batch: i64) -> String {
-    format!("{} on {} x {} x {batch} blocks ({})", k.variant.name, k.blocks[0], k.blocks[1], k.reason)
+    let [x, y, z] = k.grid(batch);
+    format!("{} on {x} x {y} x {z} blocks ({})", k.variant.name, k.reason)
 }
 
 fn problem(a: &Attention, mode: BackwardMode) -> String {

@@ -247,6 +247,61 @@ pub struct FwdParams {
     pub least_rows: i32,
 }
 
+/// Some steps of a block of rows that is cut along the keys.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SharePiece {
+    /// its number among those that are cut
+    pub row_block: u16,
+    /// the piece's first step
+    pub first: u16,
+    /// the step behind its last one
+    pub end: u16,
+    /// 256 times the piece's number among those of its block of rows, which are so many
+    pub part: u16,
+}
+
+impl SharePiece {
+    /// As the kernels read it.
+    pub const fn part(number: u16, pieces: u16) -> u16 {
+        number << 8 | pieces
+    }
+
+    /// How many pieces the block of rows has.
+    pub const fn pieces(&self) -> u16 {
+        self.part & 0xff
+    }
+}
+
+/// What the blocks of a grid of equal shares do: the first `whole_rows` have a block of rows each, the others a piece of one. Blocks of rows
+/// count over all heads and entries.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ShareGrid {
+    /// scratch: results of pieces, most_pieces for each block of rows that is cut
+    pub partials: *mut f32,
+    /// scratch: who has arrived, for each block of rows that is cut; as [`DecodeParams::arrivals`]
+    pub arrivals: *mut u64,
+    /// tells this call's arrivals from whatever else the memory may hold
+    pub call_number: u64,
+    /// blocks of rows that are not cut; those that are have the numbers behind
+    pub whole_rows: i32,
+    /// of one block of rows
+    pub most_pieces: i32,
+    /// in the order of the grid
+    pub pieces: [SharePiece; 440],
+}
+
+/// Parameter block of the forward kernels whose grids are of equal shares.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FwdSharesParams {
+    /// as for the others; all batch entries are in one launch
+    pub forward: FwdParams,
+    /// who has what
+    pub shares: ShareGrid,
+}
+
 /// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -3,6 +3,9 @@
 //! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
 mod decode;
+mod shares;
+
+pub use shares::{Dealt, EqualShares, MAX_PIECES};
 
 pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
 
@@ -61,6 +64,8 @@ pub enum Reason {
     FewerRows,
     /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
     ShorterLongest,
+    /// what full rounds of the cheapest's grid leave over is cut along the keys, so that every place has as much of it
+    EqualShares,
     /// the card's tuning says so
     Tuned,
     /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
@@ -79,6 +84,7 @@ impl fmt::Display for Reason {
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
+            Reason::EqualShares => "equal shares, since the last round would leave places idle",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -95,6 +101,16 @@ pub struct PlannedKernel {
     pub blocks: [u32; 2],
     /// why it is this one
     pub reason: Reason,
+    /// of a grid of equal shares, which has one axis for blocks of rows, heads and batch entries: who has what
+    pub shares: Option<EqualShares>,
+}
+
+impl PlannedKernel {
+    /// The grid of a launch of so many batch entries.
+    pub fn grid(&self, batches: i64) -> [u32; 3] {
+        let [x, y] = self.blocks;
+        [x, y, if self.shares.is_some() { 1 } else { batches as u32 }]
+    }
 }
 
 /// How a backward pass differs from others of the same problem.
@@ -334,7 +350,7 @@ fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64,
 }
 
 fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason }
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, shares: None }
 }
 
 fn scratch(variant: &Variant) -> Scratch {
@@ -411,7 +427,41 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Needs, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    Ok(planned(small.unwrap_or(large), a))
+    let shares = equal_shares(kernels, large, a, d);
+    Ok(match (small, shares) {
+        (Some(small), None | Some(PlannedKernel { reason: Reason::EqualShares, .. })) => planned(small, a),
+        (_, shares) => shares.unwrap_or_else(|| planned(large, a)),
+    })
+}
+
+/// The same tiles on a grid of equal shares, where all blocks of rows take as long and it is expected to pay, or where the card's tuning says so.
+fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+    let shape = Shape::of(a);
+    // so many batch entries take several launches
+    if a.packed.is_some() || a.batch > MAX_GRID_Z || usual.1 == Reason::Tuned {
+        return None;
+    }
+    let [(variant, reason)] = choose(kernels, kernels::FORWARD_SHARES, &shape, needs(a, BackwardMode::default()), d).ok()?;
+    let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let (rows, heads) = rows_and_heads(variant, a);
+    let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
+    thread_local!(static LAST: Cell<Option<((u64, u32, u32, u32, u32), Option<(EqualShares, bool)>)>> = const { Cell::new(None) });
+    let (shares, pays) = LAST.get().filter(|(same, _)| *same == asked).map_or_else(
+        || {
+            let (row_blocks, keys, step, sms, places_per_sm) = asked;
+            let found = EqualShares::of(row_blocks, keys, step, sms, places_per_sm);
+            LAST.set(Some((asked, found)));
+            found
+        },
+        |(_, found)| found,
+    )?;
+    let reason = match reason {
+        Reason::Tuned => reason,
+        _ if pays && shape.is_causal == Some(false) && of(variant) == of(usual.0) => Reason::EqualShares,
+        _ => return None,
+    };
+    Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
 /// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/backward-kernel.md).

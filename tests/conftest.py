@@ -260,6 +260,17 @@ def backend(request, monkeypatch) -> Backend:
 
 
 @pytest.fixture
+def force():
+    """Makes plans take these failed kernels and choices, until the test ends."""
+
+    def force(failed=(), choices=()):
+        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "failed": list(failed), "choices": list(choices)}))
+
+    yield force
+    torch.ops.volta_fa._set_tuning("")
+
+
+@pytest.fixture
 def seed(request) -> int:
     return seed_of(request.node.nodeid)
 

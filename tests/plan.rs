@@ -2,6 +2,7 @@
 
 use volta_fa::error::ErrorKind;
 use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
+use volta_fa::params::SharePiece;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, Reason};
 use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, MergedStates, Options, Packed, TensorDesc, Window};
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
@@ -234,9 +235,11 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        assert_eq!(f.blocks[1], 8);
-        assert!((f.blocks[0] * f.variant.block_rows) as i64 >= seqlen);
-        assert!((((f.blocks[0] - 1) * f.variant.block_rows) as i64) < seqlen);
+        // a block of rows a block, or, of equal shares, of all heads and entries in one line
+        let [of_head, heads] = f.shares.map_or(f.blocks, |s| [(s.whole_rows + s.cut_rows) / 16, 8]);
+        assert_eq!((f.shares.is_some(), heads), (seqlen == 4096, 8));
+        assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
+        assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
         let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
@@ -603,7 +606,7 @@ fn backward_is_chosen_as_a_set() {
 fn the_environment_may_restrict_the_choice() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
-    let a = attention(2000, 2000, 64, 64);
+    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full rounds
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!(chosen(volta), ("volta", "volta_fwd_64x64"));
     assert_eq!(chosen(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap()).0, TURING.name);
@@ -625,7 +628,8 @@ fn the_kernel_with_the_fewest_needs_wins() {
     let two = Variant { name: "two", needs, ..like("volta_fwd_general_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
-        let a = Attention { features, ..attention(2000, 2000, 64, 64) };
+        // full rounds
+        let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
     };
     let alibi = Features { alibi: true, ..Features::default() };
@@ -967,4 +971,33 @@ fn choices_that_a_device_can_never_take_are_named() {
     let (tuning, refused) = usable(&DeviceLimits { shared_bytes_per_block: 40 * 1024, ..H200 });
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
+}
+
+/// Pieces have every step of every block of rows that is cut once, know which they are, and places have equally long.
+#[test]
+fn equal_shares_cover_all_steps_once() {
+    let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
+    for (row_blocks, keys, step, places_per_sm) in grids {
+        let places = 80 * places_per_sm;
+        let (shares, _) = plan::EqualShares::of(row_blocks, keys, step, 80, places_per_sm).unwrap();
+        assert_eq!((shares.whole_rows + shares.cut_rows) as u64, row_blocks);
+        assert!(shares.whole_rows % places == 0 && shares.cut_rows < places);
+        let dealt = shares.deal();
+        assert_eq!(shares.blocks(), shares.whole_rows + dealt.pieces.len() as u32);
+        for row_block in 0..shares.cut_rows {
+            let mut pieces: Vec<_> = dealt.pieces.iter().filter(|piece| u32::from(piece.row_block) == row_block).collect();
+            pieces.sort_by_key(|piece| piece.first);
+            let (mut at, all) = (0, pieces.len() as u16);
+            for (number, piece) in pieces.into_iter().enumerate() {
+                assert_eq!((piece.first, piece.part), (at, SharePiece::part(number as u16, all)), "{shares:?}");
+                assert!(piece.end > piece.first && u32::from(all) <= dealt.most_pieces);
+                at = piece.end;
+            }
+            assert_eq!(u32::from(at), shares.steps);
+        }
+        let longest_first =
+            dealt.pieces.windows(2).take(shares.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
+        assert!(longest_first, "{shares:?}");
+    }
+    assert_eq!(plan::EqualShares::of(320, 1024, 16, 80, 2), None, "full rounds");
 }

@@ -14,17 +14,6 @@ SIMULATOR = -1
 needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library was built without the simulator")
 
 
-@pytest.fixture
-def force():
-    """Makes plans take these failed kernels and choices, until the test ends."""
-
-    def force(failed=(), choices=()):
-        torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "failed": list(failed), "choices": list(choices)}))
-
-    yield force
-    torch.ops.volta_fa._set_tuning("")
-
-
 def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
     """What the plan has for a shape on the device that a backend runs on."""
     return json.loads(torch.ops.volta_fa._plan(batch, seqlen, seqlen, nheads, nheads, headdim, headdim, False, device=device, **options))

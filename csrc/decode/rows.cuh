@@ -3,6 +3,7 @@
 // A part is, for each row, what softmax.cuh's SoftmaxRow has (reference and sum) and the accumulated output that belongs to it.
 #pragma once
 
+#include "arrivals.cuh"
 #include "decode/schedule.cuh"
 #include "forward/output.cuh"
 
@@ -144,23 +145,6 @@ struct WritePart {
 // How many parts one block merges. A row set of many is merged by a tree: its blocks in groups of so many, then the groups, each by
 // the block that comes last. Few where parts are large, so that no block has long to read.
 constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 16 : BLOCK_ROWS * HEADDIM_V <= 8192 ? 8 : 4;
-
-// One more has arrived in the memory at `arrivals`. Returns whether it is the last of `expected`; then nobody has.
-//
-// The memory needs no first value: whatever does not begin with the number of this call means that nobody has arrived. So it can be
-// anything that the allocator has for the call's stream, and calls on other streams, or replays of a graph, have none to share.
-__device__ __forceinline__ bool arrive(unsigned long long* arrivals, unsigned long long call_number, int expected) {
-    constexpr int kCountBits = 16;
-    unsigned long long seen = *reinterpret_cast<volatile unsigned long long*>(arrivals);
-    while (true) {
-        const int count = seen >> kCountBits == call_number ? static_cast<int>(seen & ((1u << kCountBits) - 1)) : 0;
-        const bool last = count + 1 == expected;
-        const unsigned long long next = last ? 0 : call_number << kCountBits | (count + 1);
-        const unsigned long long found = atomicCAS(arrivals, seen, next);
-        if (found == seen) return last;
-        seen = found;
-    }
-}
 
 // Called by a block that has written its part of a row set. Where it is the last of its group, it merges that, and so on; what is
 // left in the end is written as output. `is_last` is in shared memory.

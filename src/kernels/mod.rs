@@ -4,12 +4,12 @@ mod tables;
 
 pub use tables::variants::{
     CacheFormat, Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD,
-    PASSES, PASS_SETS,
+    FORWARD_SHARES, PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::params::{AppendParams, BwdParams, ConvertParams, DecodeParams, FwdParams, MergeParams};
+use crate::params::{AppendParams, BwdParams, ConvertParams, DecodeParams, FwdParams, FwdSharesParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
@@ -100,6 +100,7 @@ pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
+        ParamBlock::ForwardShares => size_of::<FwdSharesParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),

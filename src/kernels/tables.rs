@@ -12,6 +12,7 @@ pub mod volta;
 /// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
 pub const TABLES: &[&[variants::Variant]] = &[
     volta::FORWARD,
+    volta::FORWARD_SHARES,
     volta::BACKWARD,
     volta::MERGE,
     volta::PREFILL,

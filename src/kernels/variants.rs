@@ -117,6 +117,8 @@ impl Needs {
 pub enum Pass {
     /// out and softmax_lse
     Forward,
+    /// the same on a grid of equal shares: where the usual one's last round would leave much of the GPU idle
+    ForwardShares,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPrepare,
     /// dk, dv, and dq added to its accumulator by atomics
@@ -146,6 +148,8 @@ pub enum Pass {
 pub enum ParamBlock {
     /// `FwdParams`
     Forward,
+    /// `FwdSharesParams`
+    ForwardShares,
     /// `BwdParams`, of every backward pass
     Backward,
     /// `MergeParams`
@@ -160,15 +164,16 @@ pub enum ParamBlock {
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
-    pub const ALL: [ParamBlock; 6] = {
+    pub const ALL: [ParamBlock; 7] = {
         use ParamBlock::*;
-        [Forward, Backward, Merge, Decode, Append, Convert]
+        [Forward, ForwardShares, Backward, Merge, Decode, Append, Convert]
     };
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
         match self {
             ParamBlock::Forward => "FwdParams",
+            ParamBlock::ForwardShares => "FwdSharesParams",
             ParamBlock::Backward => "BwdParams",
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
@@ -205,17 +210,19 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 12] = {
+pub const PASSES: [PassFacts; 13] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
     }
+    let forward = Needs::GENERAL.without(Needs::of(&[Need::Bf16Gradients]));
     // backward finds all that sinks did in softmax_lse
     let gradients = Needs::GENERAL.without(Needs::of(&[Need::Sinks]));
     // these two see no scores
     let (prepare, finish) = (Needs::of(&[Need::Lengths]), Needs::of(&[Need::Lengths, Need::Bf16Gradients]));
     [
-        row(Pass::Forward, P::Forward, Queries, Needs::GENERAL.without(Needs::of(&[Need::Bf16Gradients]))),
+        row(Pass::Forward, P::Forward, Queries, forward),
+        row(Pass::ForwardShares, P::ForwardShares, Queries, forward),
         row(Pass::BackwardPrepare, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
         row(Pass::BackwardKeys, P::Backward, Keys, gradients),
@@ -249,6 +256,8 @@ impl Pass {
 
 /// The set of `volta_fa::fwd`.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
+/// The same where the grid pays.
+pub const FORWARD_SHARES: [Pass; 1] = [Pass::ForwardShares];
 /// The set of `volta_fa::bwd`, where dq is summed by atomics, in any order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::Backward, Pass::BackwardFinish];
 /// The set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator to finish.

@@ -63,6 +63,11 @@ pub trait Launcher {
         false
     }
 
+    /// Whether every block of a launch runs. If not, none finds that all others have been there.
+    fn runs_all_blocks(&self) -> bool {
+        true
+    }
+
     /// Called once by an op, with all its memory, before its first launch.
     fn begin(&self, _ranges: &[MemoryRange]) {}
 

@@ -1,7 +1,7 @@
 //! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
 use super::parameters::{self, broadcast_strides, lengths, score_options};
-use super::{Gradients, Inputs, Saved};
+use super::{shares, Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::kernels::Scratch;
 use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
@@ -10,6 +10,9 @@ use crate::params::{BwdParams, FwdParams};
 use crate::plan::{self, BackwardMode, PlannedKernel};
 use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
 use tch::{Kind, Tensor};
 
 /// The problem as the kernels see it: headdims in whole groups of 8.
@@ -27,14 +30,15 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
+    let shares = planned.shares.map(|shares| shares::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
     let ranges = memory(launcher, || {
         let own = [memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
-        own.into_iter().chain(parameters::ranges(inputs)).collect()
+        own.into_iter().chain(shares.iter().flat_map(shares::Launch::ranges)).chain(parameters::ranges(inputs)).collect()
     });
     launcher.begin(&ranges);
     fill_ragged(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let params = FwdParams {
+        let forward = FwdParams {
             q: operand(q, first),
             k: operand(k, first),
             v: operand(v, first),
@@ -46,7 +50,10 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
             cache: parameters::NO_CACHE,
             least_rows: 0,
         };
-        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+        match &shares {
+            None => run(launcher, &planned, batches, bytes_of(&forward), &ranges)?,
+            Some(shares) => run(launcher, &planned, batches, bytes_of(&shares.params(forward, launcher)?), &ranges)?,
+        }
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
@@ -208,8 +215,18 @@ fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scra
 }
 
 pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], ranges: &[MemoryRange]) -> Result<()> {
-    let [x, y] = planned.blocks;
-    launcher.launch(&KernelLaunch { variant: planned.variant, grid: [x, y, batches as u32], params, ranges })
+    launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
+}
+
+/// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
+/// know what another of them wrote into memory that nobody has set to zero (csrc/arrivals.cuh).
+pub(super) fn call_number() -> u64 {
+    static FIRST: OnceLock<u64> = OnceLock::new();
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
+    // an odd factor: different calls have different numbers, which differ in half of their bits
+    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+    first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
 }
 
 /// Pointer to an element of an fp32 tensor.

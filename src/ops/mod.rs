@@ -7,6 +7,7 @@ pub(crate) mod dropout;
 pub(crate) mod kvcache;
 pub(crate) mod merge;
 mod parameters;
+mod shares;
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;

@@ -65,7 +65,7 @@ pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others:
     let levels = i64::from(merge_levels(blocks));
     let rows_of_place = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason },
+        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, shares: None },
         max_rows: if others { MAX_ROWS } else { i64::MAX },
         partials: places * rows_of_place * (i64::from(variant.headdim_v) + 2 * levels),
         arrivals: places * levels,

@@ -15,7 +15,7 @@ constexpr bool kModified = kGeneral && !kOneFeature;
 constexpr bool kRoundedKeys = kPaged || kModified || kFeature & (kNeedBias | kNeedDropout);
 
 // What a kernel's main loop calls, in this order; where a feature has nothing to do. `row` and `key` are the first of the warp's.
-template <int RowTiles, int KeyTiles, unsigned Feature>
+template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class FeatureOf {
 public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
@@ -23,7 +23,7 @@ public:
     struct Numbers {};
 
     // It may shorten the interval of tiles that need no mask.
-    __device__ __forceinline__ FeatureOf(const FwdParams&, const Mask&, Unmasked&, int, int) {}
+    __device__ __forceinline__ FeatureOf(const FwdParams&, const Grid&, const Mask&, Unmasked&, int, int) {}
     // What the softmax multiplies scores by.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kModified ? 1.f : p.problem.scale_log2; }
     // Where references begin. `q` and `k` are the sequences' first rows.
@@ -57,9 +57,9 @@ public:
 
 // The softmax takes logistics for scores, so that the capped score is never made: it is cap - 2 * cap * logistic. References are
 // less by the cap until finish().
-template <int RowTiles, int KeyTiles>
-class FeatureOf<RowTiles, KeyTiles, kNeedSoftcap> : public FeatureOf<RowTiles, KeyTiles, 0> {
-    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedSoftcap, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     Softcap softcap_;
     float one_ = 1.f;
 
@@ -67,8 +67,8 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, Unmasked& unmasked, int row, int key)
-        : Base(p, mask, unmasked, row, key), softcap_(p.problem, p.score_options) {}
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row, int key)
+        : Base(p, grid, mask, unmasked, row, key), softcap_(p.problem, p.score_options) {}
     __device__ __forceinline__ float scale(const FwdParams&) const { return -2.f * softcap_.cap; }
     __device__ __forceinline__ float score(float x) const {
         return reciprocal_approx(exp2_approx(x * softcap_.to_exponent) + one_);
@@ -106,18 +106,19 @@ public:
 // With r the warp's first row and o = seqlen_k - seqlen_q, -slope * |i + o - j| is slope * (j - r - o) up to the diagonal and
 // slope * (r + o - j) behind it, but for -+slope * (i - r): a constant of the row, which any reference absorbs. So products begin
 // with a number of the key alone, only tiles on the diagonal need a correction, and the sign changes once.
-template <int RowTiles, int KeyTiles>
-class FeatureOf<RowTiles, KeyTiles, kNeedAlibi> : public FeatureOf<RowTiles, KeyTiles, 0> {
-    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedAlibi, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
 
+    const Grid& grid_;
     float slope_;     // in units of products q.k; of the other sign behind the diagonal
     float distance_;  // j - r - o of the lane's first key in the tile whose product begins next
 
-    __device__ __forceinline__ static float slope_of(const FwdParams& p) {
+    __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const ScoreOptions& o = p.score_options;
-        const int head = head_here<ForwardLayout::kEitherOrder>(p.problem);
-        return __ldg(o.alibi_slopes + block_batch_here() * o.alibi_batch_stride + head) * __fdividef(1.f, p.problem.scale);
+        const int head = grid_.head_here(p.problem), batch = grid_.batch_here(p.problem);
+        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * __fdividef(1.f, p.problem.scale);
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 
@@ -137,8 +138,8 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, Unmasked& unmasked, int row, int key)
-        : Base(p, mask, unmasked, row, key), slope_(slope_of(p)),
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row, int key)
+        : Base(p, grid, mask, unmasked, row, key), grid_(grid), slope_(slope_of(p)),
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
         set_interval(unmasked, mask, row, false);
     }
@@ -235,9 +236,10 @@ public:
 
 // Loaded a product ahead. With one tile of keys it is what products begin with; with more it would take too many registers during
 // the product, and is added behind it.
-template <int RowTiles, int KeyTiles>
-class FeatureOf<RowTiles, KeyTiles, kNeedBias> : public FeatureOf<RowTiles, KeyTiles, 0> {
-    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
+    static_assert(Grid::kIndexed, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
     const unsigned short* base_;  // of the lane's first row; with one tile of keys made anew, for want of registers
     uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];
@@ -276,8 +278,8 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias> : public FeatureOf<RowTiles, KeyT
 public:
     using typename Base::Tile;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
-        : Base(p, mask, unmasked, row, key), base_(base_of(p, ForwardLane(), row)) {}
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+        : Base(p, grid, mask, unmasked, row, key), base_(base_of(p, ForwardLane(), row)) {}
     // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         const ForwardLane lane(thread_index_here() & 31);
@@ -320,9 +322,10 @@ public:
 
 // Of what the numbers of all steps have in common, a lane keeps the seed and what round 0 of Philox makes of head and row. The rest
 // is made again, for want of registers.
-template <int RowTiles, int KeyTiles>
-class FeatureOf<RowTiles, KeyTiles, kNeedDropout> : public FeatureOf<RowTiles, KeyTiles, 0> {
-    using Base = FeatureOf<RowTiles, KeyTiles, 0>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedDropout, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+    using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
+    static_assert(Grid::kIndexed, "batch entry and head are the grid's");
     u32 key_[2], row_key_;
 
     __device__ __forceinline__ static u32 head_here(const FwdParams& p) {
@@ -340,8 +343,8 @@ public:
         uint4 of[RowTiles];
     };
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
-        : Base(p, mask, unmasked, row, key) {
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+        : Base(p, grid, mask, unmasked, row, key) {
         const Philox philox(p.score_options.rng_state, head_here(p));
         key_[0] = philox.key[0], key_[1] = philox.key[1];
         row_key_ = philox_second(philox.head).high ^ key_[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()));
@@ -373,7 +376,7 @@ public:
     }
 };
 
-template <int RowTiles, int KeyTiles>
-using Features = FeatureOf<RowTiles, KeyTiles, kFeature>;
+template <int RowTiles, int KeyTiles, class Grid>
+using Features = FeatureOf<RowTiles, KeyTiles, kFeature, Grid>;
 
 }  // namespace volta

@@ -131,4 +131,81 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
     }
 }
 
+// A lane's unfinished result in chunks of 16 bytes: of each row tile the references and sums of its rows, then the output.
+template <int RowTiles, int OutputTiles>
+constexpr int kResultChunks = RowTiles * (1 + 2 * OutputTiles);
+
+// put(number of the chunk, chunk) for each.
+template <int RowTiles, int OutputTiles, class Put>
+__device__ __forceinline__ void put_result(const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles],
+                                           Put put) {
+    const auto chunk = [](float a, float b, float c, float d) {
+        return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
+    };
+    int number = 0;
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++) {
+        const SoftmaxRow* row = softmax.row[mt];
+        put(number++, chunk(row[0].reference, row[0].sum, row[1].reference, row[1].sum));
+#pragma unroll
+        for (int j = 0; j < OutputTiles; j++)
+#pragma unroll
+            for (int v = 0; v < 8; v += 4) {
+                const float* x = o[mt][j] + v;
+                put(number++, chunk(x[0], x[1], x[2], x[3]));
+            }
+    }
+}
+
+// Joins the same lane's result over other keys, whose chunks get(number) has.
+template <int RowTiles, int OutputTiles, class Get>
+__device__ __forceinline__ void join_result(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
+    int number = 0;
+#pragma unroll
+    for (int mt = 0; mt < RowTiles; mt++) {
+        const uint4 rows = get(number++);
+        float factor[2], other_factor[2];
+        factor[0] = softmax.row[mt][0].merge(__uint_as_float(rows.x), __uint_as_float(rows.y), other_factor[0]);
+        factor[1] = softmax.row[mt][1].merge(__uint_as_float(rows.z), __uint_as_float(rows.w), other_factor[1]);
+#pragma unroll
+        for (int j = 0; j < OutputTiles; j++)
+#pragma unroll
+            for (int v = 0; v < 8; v += 4) {
+                const uint4 x = get(number++);
+                const u32 other[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    const int r = ForwardLayout::row_of(v + w);
+                    o[mt][j][v + w] = o[mt][j][v + w] * factor[r] + __uint_as_float(other[w]) * other_factor[r];
+                }
+            }
+    }
+}
+
+// The usual grid: a block of rows has a block, which has all of its keys.
+struct WholeRows {
+    static constexpr bool kIndexed = true;  // an axis each for batch entries and heads, of which much knows that is not told of grids
+    template <int BlockRows>
+    struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
+        using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
+        __device__ __forceinline__ Block(const Problem& p, const WholeRows&) : Base(p) {}
+        // The block's keys, which it takes in steps of Step.
+        template <int Step>
+        __device__ __forceinline__ int key_first(const Mask& mask) const {
+            return mask.key_first(Base::row);
+        }
+        template <int Step>
+        __device__ __forceinline__ int key_end(const Mask& mask) const {
+            return mask.key_end(Base::row, BlockRows);
+        }
+    };
+    // Whether the block has the result of its rows over all keys, and now writes it.
+    template <int Threads, int RowTiles, int OutputTiles>
+    __device__ __forceinline__ bool join(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
+        return true;
+    }
+    __device__ __forceinline__ static int batch_here(const Problem&) { return block_batch_here(); }
+    __device__ __forceinline__ static int head_here(const Problem& p) { return ::head_here<ForwardLayout::kEitherOrder>(p); }
+};
+
 }  // namespace volta

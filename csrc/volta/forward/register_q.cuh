@@ -12,7 +12,7 @@
 
 namespace volta {
 
-template <int Headdim, int HeaddimV, int Warps>
+template <int Headdim, int HeaddimV, int Warps, class Grid = WholeRows>
 struct ForwardRegisterQ {
     static constexpr int kRowTiles = 2;
     static constexpr int kStep = 16;
@@ -42,7 +42,7 @@ struct ForwardRegisterQ {
                   "a thread loads one chunk of K and one of V, or one of either");
     static constexpr bool kSplitLoads = kThreadsK < kThreads;
 
-    using Block = ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder>;
+    using Block = typename Grid::template Block<kBlockRows>;
 
     // What a thread has of a tile of K and V on its way from global memory to the ring.
     struct KeyChunks {
@@ -127,12 +127,12 @@ struct ForwardRegisterQ {
         using Type = PagedKeyLoader;
     };
 
-    __device__ __forceinline__ static void run(const FwdParams& p) {
+    __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
         const ForwardLane lane;
-        const Block block(problem);
+        const Block block(problem, grid);
         const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
@@ -152,9 +152,9 @@ struct ForwardRegisterQ {
                 if (kPaged && inside) q[mt][c] = flipped(load_global(q_row + c * kChunk), problem.sign_flip);
             }
         }
-        int key = mask.key_first(block.row);
+        int key = block.template key_first<kStep>(mask);
         if (kRoundedKeys) key &= ~15;
-        const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        const int key_end = pinned(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
@@ -163,7 +163,7 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        Features<kRowTiles, 1> features(p, mask, unmasked, row, key);
+        Features<kRowTiles, 1, Grid> features(p, grid, mask, unmasked, row, key);
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
@@ -220,7 +220,7 @@ struct ForwardRegisterQ {
             const bool masked = !unmasked.contain(key);
             if (masked) {
                 features.correct(s, softmax, unmasked, p, mask, row, key);
-                if (kMaskKept)
+                if constexpr (kMaskKept)
                     s.apply(mask, row, key);
                 else
                     s.apply(mask_of(problem, BlockSequence(p, block_batch_here())),
@@ -237,7 +237,7 @@ struct ForwardRegisterQ {
             uint4 k[kChunks];
             features.start(p, even, row, key + kStep);
             odd.clear();
-            typename Features<kRowTiles, 1>::Numbers numbers;
+            typename Features<kRowTiles, 1, Grid>::Numbers numbers;
             features.draw(numbers, p, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
@@ -308,8 +308,8 @@ struct ForwardRegisterQ {
             }
         }
         features.finish(softmax, scale);
-        write_output<kRowTiles, kOutputTiles>(p, lane, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), row,
-                                              softmax, o);
+        if (!grid.template join<kThreads>(softmax, o)) return;
+        write_output<kRowTiles, kOutputTiles>(p, lane, grid.batch_here(problem), grid.head_here(problem), row, softmax, o);
     }
 };
 

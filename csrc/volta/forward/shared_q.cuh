@@ -20,7 +20,7 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 //
 // KeyGroups > 1 is for grids that leave SMs idle: the warps of a block share its rows in that many groups, each
 // of which takes its Step keys of a tile of Step * KeyGroups, and the groups' results are merged at the end.
-template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm>
+template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm, class Grid = WholeRows>
 struct ForwardSharedQ {
     static constexpr int kThreads = 32 * Warps;
     static constexpr int kWarpRows = 16 * RowTiles;
@@ -135,64 +135,25 @@ struct ForwardSharedQ {
                                                  Accumulators& o) {
         // Chunk by chunk, those of all threads side by side: no bank conflicts.
         constexpr int kGroupThreads = 32 * kGroupWarps;
-        constexpr int kRowTileChunks = 1 + 2 * kOutputTiles;  // references and sums; output
         constexpr int kBetween = kGroupThreads * kChunkBytes;
-        static_assert(KeyGroups == 1 || RowTiles * kRowTileChunks * kBetween <= kSharedBytes, "one group's results at a time");
+        static_assert(KeyGroups == 1 || kResultChunks<RowTiles, kOutputTiles> * kBetween <= kSharedBytes,
+                      "one group's results at a time");
         const u32 first = base + thread % kGroupThreads * kChunkBytes;
 #pragma unroll 1
         for (int from = 1; from < KeyGroups; from++) {
-            if (group == from) {
-#pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) {
-                    const SoftmaxRow* row = softmax.row[mt];
-                    u32 to = first + mt * kRowTileChunks * kBetween;
-                    store_shared(to, chunk_of(row[0].reference, row[0].sum, row[1].reference, row[1].sum));
-#pragma unroll
-                    for (int j = 0; j < kOutputTiles; j++)
-#pragma unroll
-                        for (int v = 0; v < 8; v += 4) {
-                            const float* x = o[mt][j] + v;
-                            store_shared(to += kBetween, chunk_of(x[0], x[1], x[2], x[3]));
-                        }
-                }
-            }
+            if (group == from) put_result(softmax, o, [&](int chunk, uint4 x) { store_shared(first + chunk * kBetween, x); });
             __syncthreads();
-            if (group == 0) {
-#pragma unroll
-                for (int mt = 0; mt < RowTiles; mt++) {
-                    u32 source = first + mt * kRowTileChunks * kBetween;
-                    const uint4 rows = load_shared(source);
-                    float factor[2], other_factor[2];
-                    factor[0] = softmax.row[mt][0].merge(__uint_as_float(rows.x), __uint_as_float(rows.y), other_factor[0]);
-                    factor[1] = softmax.row[mt][1].merge(__uint_as_float(rows.z), __uint_as_float(rows.w), other_factor[1]);
-#pragma unroll
-                    for (int j = 0; j < kOutputTiles; j++)
-#pragma unroll
-                        for (int v = 0; v < 8; v += 4) {
-                            const uint4 x = load_shared(source += kBetween);
-                            const u32 other[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                            for (int w = 0; w < 4; w++) {
-                                const int r = ForwardLayout::row_of(v + w);
-                                o[mt][j][v + w] = o[mt][j][v + w] * factor[r] + __uint_as_float(other[w]) * other_factor[r];
-                            }
-                        }
-                }
-            }
+            if (group == 0) join_result(softmax, o, [&](int chunk) { return load_shared(first + chunk * kBetween); });
             __syncthreads();
         }
         return group == 0;
     }
-    __device__ __forceinline__ static uint4 chunk_of(float a, float b, float c, float d) {
-        return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
-    }
-
-    __device__ __forceinline__ static void run(const FwdParams& p) {
+    __device__ __forceinline__ static void run(const FwdParams& p, const Grid& grid = Grid()) {
         extern __shared__ __align__(1024) unsigned char shared[];
         const u32 base = shared_address(shared);
         const Problem& problem = p.problem;
         const ForwardLane lane;
-        const ForwardBlock<kBlockRows, ForwardLayout::kEitherOrder> block(problem);
+        const typename Grid::template Block<kBlockRows> block(problem, grid);
         const BlockSequence sequence(p, block.batch);
         if (kRagged && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
@@ -214,9 +175,9 @@ struct ForwardSharedQ {
             }
         }
 
-        int key = mask.key_first(block.row);
+        int key = block.template key_first<kTileKeys>(mask);
         if (kRoundedKeys) key &= ~15;
-        const int key_end = pinned(mask.key_end(block.row, kBlockRows));
+        const int key_end = pinned(block.template key_end<kTileKeys>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
@@ -236,7 +197,7 @@ struct ForwardSharedQ {
         // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kFeature || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
-        Features<RowTiles, kKeyTiles> features(p, mask, unmasked, row, key);
+        Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, row, key);
         if (kFeature != kNeedBias) {  // for which there are no registers there
             unmasked.first = pinned(unmasked.first);
             unmasked.span = pinned(unmasked.span);
@@ -293,7 +254,7 @@ struct ForwardSharedQ {
                 Probabilities<RowTiles> probabilities;
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kModified && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
-                typename Features<RowTiles, kKeyTiles>::Numbers numbers;
+                typename Features<RowTiles, kKeyTiles, Grid>::Numbers numbers;
                 features.draw(numbers, p, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
@@ -322,8 +283,8 @@ struct ForwardSharedQ {
         }
         features.finish(softmax, scale);
         if (KeyGroups > 1 && !merge(base, thread, group, softmax, o)) return;
-        write_output<RowTiles, kOutputTiles>(p, lane, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), row,
-                                             softmax, o);
+        if (!grid.template join<kThreads>(softmax, o)) return;
+        write_output<RowTiles, kOutputTiles>(p, lane, grid.batch_here(problem), grid.head_here(problem), row, softmax, o);
     }
 };
 

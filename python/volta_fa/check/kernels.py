@@ -14,6 +14,8 @@ import torch
 
 from .problems import Problem
 
+#: The passes of `volta_fa::fwd`.
+FORWARD = ("Forward", "ForwardShares")
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
 #: Unset, the simulator is a V100.
 SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
@@ -112,7 +114,7 @@ class Target:
         with self.running(variant):
             text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, needs=",".join(p.needs), device=self.number)
         plan = json.loads(text)
-        if variant["pass"] == "Forward":
+        if variant["pass"] in FORWARD:
             return [plan["forward"]["name"]]
         return [plan["backward"][name]["name"] for name in ("prepare", "main", "finish")]
 
@@ -180,7 +182,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(113, 77, d - 8, dv - 8, is_causal=True),  # rows without a key
             Problem(65, 201, d, dv, window_left=70, is_causal=True),
         ]
-    if "bf16_gradients" in needs or (variant["pass"] == "Forward" and needs and variant["family"] != "cpu"):
+    if "bf16_gradients" in needs or (variant["pass"] in FORWARD and needs and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
     asked = {name: value for need in own for name, value in _ASKING[need].items()}
     return [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]

@@ -30,6 +30,7 @@ _console = Console(highlight=False)
 
 _PASSES = {
     "Forward": "forward",
+    "ForwardShares": "forward, equal shares",
     "BackwardPrepare": "backward, prepare",
     "Backward": "backward, atomics",
     "BackwardKeys": "deterministic, dk and dv",

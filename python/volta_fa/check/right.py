@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import cached, rule
-from .kernels import Target, problems
+from .kernels import FORWARD, Target, problems
 from .problems import Expected, Inputs, Problem, WrongReference, expect_backward, expect_forward
 
 
@@ -149,7 +149,7 @@ def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], pr
     if not _is_planned(verdict, target, target.planned(problem, variant), problem):
         return
     inputs = Inputs.draw(problem, seed, target.device)
-    if verdict.pass_ == "Forward":
+    if verdict.pass_ in FORWARD:
         (out, lse, rng_state), again = _twice(verdict, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
         expected = expect_forward(inputs, rng_state)
         found = {"out": out, "softmax_lse": lse}

@@ -141,6 +141,13 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
             if len(blocks) < 2:
                 continue
             kernels = [Alternative({"variant": v["name"]}, v) for v in blocks]
+            # the same tiles on another grid, which a choice of the usual one does without
+            shares = (
+                v
+                for v in plain
+                if v["pass"] == "ForwardShares" and (v["family"], v["headdim"], v["headdim_v"]) == (family, headdim, headdim)
+            )
+            kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in shares]
             for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):
                 found.append((Class("Forward", headdim, above, seqlen, nheads, causal), kernels))
     headdims = sorted({v["headdim"] for v in plain if v["pass"] == "Backward"})

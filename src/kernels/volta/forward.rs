@@ -129,6 +129,27 @@ pub const FORWARD: &[Variant] = &[
     general(PLAIN_LARGE[6], "volta_fwd_general_256x256", 244),
 ];
 
+/// The same tiles on a grid of equal shares (`volta/forward/shares.cuh`).
+const fn shares(of: Variant, source: &'static str, name: &'static str, registers: u32) -> Variant {
+    Variant { pass: Pass::ForwardShares, name, source, registers, ..of }
+}
+const REGISTER_Q_SHARES: &str = "volta/forward/register_q_shares.cu";
+const SHARED_Q_SHARES: &str = "volta/forward/shared_q_shares.cu";
+
+/// Headdim 32 has three places an SM, whose pieces a kernel's parameters have no room for.
+pub const FORWARD_SHARES: &[Variant] = &[
+    shares(PLAIN_LARGE[1], REGISTER_Q_SHARES, "volta_fwd_shares_64x64", 247),
+    shares(PLAIN_LARGE[2], SHARED_Q_SHARES, "volta_fwd_shares_96x96", 228),
+    shares(PLAIN_LARGE[3], SHARED_Q_SHARES, "volta_fwd_shares_128x128", 254),
+    shares(PLAIN_LARGE[4], SHARED_Q_SHARES, "volta_fwd_shares_192x128", 162),
+    shares(PLAIN_LARGE[5], SHARED_Q_SHARES, "volta_fwd_shares_192x192", 214),
+    shares(PLAIN_LARGE[6], SHARED_Q_SHARES, "volta_fwd_shares_256x256", 254),
+    shares(with(Need::Softcap, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_softcap_64x64", 254),
+    shares(with(Need::Softcap, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_softcap_128x128", 254),
+    shares(with(Need::Alibi, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_64x64", 253),
+    shares(with(Need::Alibi, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_128x128", 255),
+];
+
 /// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.
 const fn paged(plain: Variant, name: &'static str, registers: u32) -> Variant {
     Variant { pass: Pass::Prefill, ..plain }.covering(Needs::PAGED, name, registers)

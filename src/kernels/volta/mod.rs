@@ -11,7 +11,7 @@ pub use append::APPEND;
 pub use backward::BACKWARD;
 pub use convert::CONVERT;
 pub use decode::{decode, DECODE, LATENTS};
-pub use forward::{FORWARD, PREFILL};
+pub use forward::{FORWARD, FORWARD_SHARES, PREFILL};
 pub use merge::MERGE;
 
 use super::variants::{CacheFormat, Family, Need, Needs, Pass, Scratch, Variant};

@@ -4,14 +4,11 @@ use super::{parameters, prefill, Call};
 use crate::error::Result;
 use crate::launch::{bytes_of, memory, KernelLaunch, Launcher};
 use crate::log;
-use crate::ops::device::at;
+use crate::ops::device::{at, call_number};
 use crate::params::{CacheFormat, DecodeParams};
 use crate::plan;
 use crate::problem::{Attention, CachedAttention};
 use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::OnceLock;
 use tch::{Kind, Tensor};
 
 /// (out, softmax_lse) of `q`, which is the call's, rotated if asked, and not empty.
@@ -95,15 +92,4 @@ fn decode(
     };
     let [blocks, _] = plan.kernel.blocks;
     launcher.launch(&KernelLaunch { variant: plan.kernel.variant, grid: [blocks, 1, 1], params: bytes_of(&params), ranges: &ranges })
-}
-
-/// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
-/// know what another of them wrote into memory that nobody has set to zero (csrc/decode/rows.cuh).
-fn call_number() -> u64 {
-    static FIRST: OnceLock<u64> = OnceLock::new();
-    static CALLS: AtomicU64 = AtomicU64::new(0);
-    let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
-    // an odd factor: different calls have different numbers, which differ in half of their bits
-    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
-    first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
 }

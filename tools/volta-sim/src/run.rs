@@ -108,6 +108,39 @@ fn deal(cost: &[u64], sms: usize, slots: usize) -> (Vec<Vec<u32>>, Vec<u64>) {
     (per_sm, finish)
 }
 
+/// For each coordinate of an axis one that has as much work: a sample of some 24 where the work changes slowly, and between two of them that
+/// differ by more than 2% what bisection finds, so that a grid may have runs of CTAs of several kinds.
+fn representatives(n: u32, cost: &mut impl FnMut(u32) -> SimResult<u64>) -> SimResult<Vec<u32>> {
+    let step = n.div_ceil(24);
+    let mut like: Vec<u32> = (0..n).map(|c| (c / step * step + step / 2).min(n - 1)).collect();
+    if step <= 2 {
+        return Ok(like);
+    }
+    let mut known: Vec<u32> = (0..n).filter(|&c| like[c as usize] == c).chain([0, n - 1]).collect();
+    known.sort();
+    known.dedup();
+    let mut todo = vec![];
+    let costs = known.iter().map(|&c| cost(c)).collect::<SimResult<Vec<_>>>()?;
+    let ends: Vec<_> = known.into_iter().zip(costs).collect();
+    todo.extend(ends.windows(2).map(|pair| (pair[0], pair[1])));
+    let differ = |a: u64, b: u64| a.abs_diff(b) * 50 > a.max(b);
+    for &(c, _) in &ends {
+        like[c as usize] = c;
+    }
+    while let Some((first, last)) = todo.pop() {
+        let middle = first.0.midpoint(last.0);
+        if !differ(first.1, last.1) {
+            // between two samples that are alike the nearer one, as it was
+            (first.0 + 1..last.0).for_each(|c| like[c as usize] = if c < middle { first.0 } else { last.0 });
+        } else if middle > first.0 {
+            let found = (middle, cost(middle)?);
+            like[middle as usize] = middle;
+            todo.extend([(first, found), (found, last)]);
+        }
+    }
+    Ok(like)
+}
+
 /// Dynamic dispatch: CTA costs (warp instructions) are measured functionally on one CTA per class,
 /// [`deal`] hands CTAs out, and the SM that finishes last is taken.
 /// The caller restores memory afterwards.
@@ -127,17 +160,16 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
             }
         }
     }
-    // sample at most ~24 coordinates of each varying axis
-    let key = |id: [u32; 3]| -> [u32; 3] {
-        std::array::from_fn(|ax| {
-            if !varying[ax] {
-                return 0;
-            }
-            let n = env.grid[ax];
-            let step = n.div_ceil(24);
-            (id[ax] / step * step + step / 2).min(n - 1)
-        })
-    };
+    let mut like = [vec![], vec![], vec![]];
+    for (ax, like) in like.iter_mut().enumerate() {
+        let mut cost = |c: u32| {
+            let mut id = [0; 3];
+            id[ax] = c;
+            run_cta(env, id, 32, &mut acc)
+        };
+        *like = if varying[ax] { representatives(env.grid[ax], &mut cost)? } else { vec![0; env.grid[ax] as usize] };
+    }
+    let key = |id: [u32; 3]| -> [u32; 3] { std::array::from_fn(|ax| like[ax][id[ax] as usize]) };
     let mut memo = std::collections::HashMap::new();
     let mut cost = vec![0u64; total as usize];
     for i in 0..total {
@@ -171,7 +203,20 @@ pub fn dynamic_share(env: &Env, m: &Machine, slots: u32, sm: Option<u32>) -> Sim
 
 #[cfg(test)]
 mod tests {
-    use super::deal;
+    use super::{deal, representatives};
+
+    #[test]
+    fn runs_of_several_kinds_of_ctas_are_found() {
+        let work = |c: u32| if c < 80 || (161..900).contains(&c) { 1000 } else { 300 };
+        let mut asked = 0;
+        let like = representatives(1000, &mut |c| {
+            asked += 1;
+            Ok(work(c))
+        })
+        .unwrap();
+        assert!((0..1000).all(|c| work(like[c as usize]) == work(c)));
+        assert!(asked < 80, "{asked}");
+    }
 
     #[test]
     fn the_first_ctas_go_one_to_each_sm() {
