@@ -231,6 +231,8 @@ public:
 
         const int own_row = thread / kMates, own_token = thread % kMates * kOwn ^ ((own_row >> 3 & 1) * 4);
 
+        uint4 q[kHeld][kPairs];
+        load_queries(p, s, lane, shared, q);
         Output o = {};
         SoftmaxRow softmax;
         decode::ValueUnit unit;
@@ -238,8 +240,6 @@ public:
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
-            uint4 q[kHeld][kPairs];
-            load_queries(p, s, lane, shared, q);
             // of the tokens at own_token those that the row sees
             const int position = row_info[own_row].position;
             const int visible = max(position - p.problem.window_left, begin) - own_token;
@@ -385,6 +385,8 @@ public:
                 __syncthreads();
             }
             is_wrong = !tile.stands();
+        } else if (kStored > 0) {
+            __syncthreads();  // parts are written where queries are
         }
 
         float sum = softmax.sum;
