@@ -45,7 +45,7 @@ def every_kernel(pattern: str) -> int:
                 else:
                     inputs = Inputs.draw(problem, 0, target.device)
                     out, lse, rng_state = inputs.forward(torch.Generator("cuda").manual_seed(0))
-                    found = [out] if variant["pass"] == "Forward" else list(inputs.gradients(out, lse, rng_state).values())
+                    found = [out] if variant["pass"] in kernels.FORWARD else list(inputs.gradients(out, lse, rng_state).values())
             if not all(torch.isfinite(x.cpu()).all() for x in found):
                 print(f"not finite: {variant['name']}, {problem}")
                 return 1
