@@ -17,17 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, quantize_kv
+from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 
 HEADDIM, NHEADS, QUERIES = 128, 4, 16
-
-
-def hadamard(n: int) -> Tensor:
-    """(n, n), orthogonal; n is a power of two."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < n:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return h / n**0.5
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -51,7 +43,7 @@ def errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
     k[..., [5, 70]] *= outliers
     q[..., [5, 70]] /= outliers
     exact = attend(q, k, v)
-    turn = hadamard(HEADDIM)
+    turn = hadamard(HEADDIM) / HEADDIM**0.5
     found = {}
     for name in ("fp16", *KV_DTYPES):
         for suffix, (qq, kk) in {"": (q, k), ", rotated": (q @ turn, k @ turn)}.items():

@@ -3,8 +3,8 @@
     python -m benchmarks.mla [--only WORDS] [--json FILE]
 
 As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM
-and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16, in pages of 64 in random
-order.
+and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16 or quantised, in pages of 64
+in random order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import volta_fa  # noqa: F401  (the ops)
+import volta_fa
 
 from .decode import DRAM_GB_S, LATENCIES
 from .measure import aligned, ended, simulated
 
 HEADDIM, HEADDIM_V, PAGE = 576, 512, 64
+QUANTISED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,20 @@ class Case:
     batch: int
     seqlen: int
     seqlen_q: int = 1
+    kv_dtype: str = ""  # of a quantised cache
     bar: float = 0.0  # share of DRAM
     slow_bar: float = 0.0
     tflops_bar: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.nheads} heads, {self.batch} x {self.seqlen}, queries {self.seqlen_q}"
+        return f"{self.kv_dtype or 'fp16'}, {self.nheads} heads, {self.batch} x {self.seqlen}, queries {self.seqlen_q}"
 
     @property
     def bytes(self) -> int:
-        return self.batch * self.seqlen * HEADDIM * 2
+        """Of latents, and their scales."""
+        of_token = HEADDIM if self.kv_dtype else 2 * HEADDIM
+        return self.batch * self.seqlen * (of_token + (4 if self.kv_dtype == "int8" else 0))
 
     @property
     def flops(self) -> int:
@@ -60,15 +64,31 @@ def cases() -> Iterator[Case]:
     yield Case(64, 16, 4096)
     yield Case(128, 16, 4096, tflops_bar=60)
     yield Case(128, 1, 32768, tflops_bar=60)
+    # as many bytes
+    for kv_dtype in QUANTISED:
+        bar = 0.80 if kv_dtype == "fp8_e4m3" else 0.88
+        yield Case(16, 8, 65536, kv_dtype=kv_dtype, bar=bar, slow_bar=bar)
+        yield Case(16, 32, 16384, kv_dtype=kv_dtype, bar=bar, slow_bar=bar)
+        yield Case(16, 128, 4096, kv_dtype=kv_dtype, bar=0.78)
+        yield Case(128, 16, 4096, kv_dtype=kv_dtype, tflops_bar=60)
 
 
 def problem(case: Case) -> tuple[Tensor, Tensor, dict]:
     pages = -(-case.seqlen // PAGE)
-    cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), torch.float16).fill_(0.01)  # no time depends on the values
+    # no time depends on the values
+    if case.kv_dtype:
+        dtype = volta_fa.quantize_kv(torch.zeros(1, HEADDIM), case.kv_dtype).data.dtype
+        cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), dtype)
+        cache.view(torch.uint8).fill_(1)
+    else:
+        cache = aligned((case.batch * pages, PAGE, 1, HEADDIM), torch.float16).fill_(0.01)
     table = torch.randperm(case.batch * pages, generator=torch.Generator().manual_seed(0)).int().view(case.batch, pages)
     q = aligned((case.batch, case.seqlen_q, case.nheads, HEADDIM), torch.float16).fill_(0.01)
     lengths = torch.full((case.batch,), case.seqlen, dtype=torch.int32)
-    return q, cache, {"block_table": table, "cache_seqlens": lengths, "is_causal": True}
+    options = {"block_table": table, "cache_seqlens": lengths, "is_causal": True}
+    if case.kv_dtype == "int8":
+        options["latent_scale"] = aligned((case.batch * pages, PAGE, 1), torch.float32).fill_(0.01)
+    return q, cache, options
 
 
 def simulate(case: Case, settings: str) -> dict:
@@ -96,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += missed
             cells.append(f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its bar' if missed else ''}")
             rows.append({**asdict(case), "latency": latency, **found})
-        print(f"{case.name:34s} {found['kernel']:18s} {' | '.join(cells)}", flush=True)
+        print(f"{case.name:44s} {found['kernel']:21s} {' | '.join(cells)}", flush=True)
     return ended(rows, failed, options.json)
 
 

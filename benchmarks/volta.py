@@ -291,11 +291,10 @@ def _options(case: Case) -> dict:
     s = case.shape
     if "bias" in case.feature:
         bias = aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()
-        return (
-            {"attn_bias": bias, "attn_bias_requires_grad": case.feature == BIAS_GRADIENT}
-            if case.direction == BACKWARD
-            else {"attn_bias": bias}
-        )
+        options: dict = {"attn_bias": bias}
+        if case.feature == BIAS_GRADIENT:
+            options["attn_bias_requires_grad"] = True
+        return options
     if case.feature == "packed":
         ends = torch.tensor([0, s.seqlen_q], dtype=torch.int32)
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": s.seqlen_q, "max_seqlen_k": s.seqlen_k}

@@ -9,6 +9,7 @@ use crate::ops::{self, kvcache, kvcache::mla, merge, Call, Gradients, Inputs, Sa
 use crate::options::{KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
 use crate::problem::LATENT_HEADDIMS;
 use std::ffi::{c_char, c_void, CStr, CString};
+use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tch::Tensor;
 
@@ -255,19 +256,21 @@ pub struct KvCacheArgs {
     pub stream: *mut c_void,
 }
 
+/// The caller's own tensors, which are not counted and so not released: a decode step is short.
+///
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn cached(args: &KvCacheArgs) -> kvcache::Call {
-    unsafe {
-        kvcache::Call {
-            q: required(args.q),
-            k_cache: required(args.k_cache),
-            v_cache: required(args.v_cache),
-            appended: tensor(args.k).map(|k| [k, required(args.v)]),
-            options: args.options.read(|handle| tensor(handle)),
-            stream: args.stream,
-        }
-    }
+unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<kvcache::Call> {
+    let tensor = |handle: *mut c_void| (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle.cast()) });
+    let required = |handle| tensor(handle).expect("the schema makes this tensor present");
+    ManuallyDrop::new(kvcache::Call {
+        q: required(args.q),
+        k_cache: required(args.k_cache),
+        v_cache: required(args.v_cache),
+        appended: tensor(args.k).map(|k| [k, required(args.v)]),
+        options: args.options.read(tensor),
+        stream: args.stream,
+    })
 }
 
 /// `volta_fa::fwd_kvcache`, both overloads; `outputs` receives out, softmax_lse.

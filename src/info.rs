@@ -197,13 +197,18 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
             value
         })
     };
-    let quantised = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
+    let append = |format| plan::append(a.seqlen_q, a.nheads_k, format, limits).ok().map(|kernel| described(kernel, a.batch));
+    let of_quantised = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
+        let quantised = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
+        quantised.into_iter().map(|format| (format.name().into(), json!(planned(format)))).collect()
+    };
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({
-        "append": plan::append(a.seqlen_q, a.nheads_k, limits).ok().map(|kernel| described(kernel, a.batch)),
+        "append": append(CacheFormat::Float),
+        "append_quantised": of_quantised(&append),
         "decode": decode(CacheFormat::Float),
         "bfloat16": decode(CacheFormat::Bfloat),
-        "quantised": quantised.into_iter().map(|format| (format.name().into(), json!(decode(format)))).collect::<serde_json::Map<_, _>>(),
+        "quantised": of_quantised(&decode),
         "convert": has_long.then(|| plan::convert(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })

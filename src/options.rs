@@ -254,10 +254,21 @@ options! {
         max_seqlen_q: OptionalInt = None,
         block_table: Tensor = None,
         cache_batch_idx: Tensor = None,
+        latent_scale: Tensor = None,
+        latent_descale: Tensor = None,
         softmax_scale: OptionalFloat = None,
         is_causal: Bool = false,
         num_splits: Int = 0,
         check_lengths: Bool = false,
+    }
+}
+
+/// What [`MLA_OPTIONS`] call a scale of [`KVCACHE_OPTIONS`]; None: latents have none such. Theirs is that of keys and of values.
+pub fn scale_of_latents(name: &str) -> Option<&'static str> {
+    match name {
+        "k_scale" => Some("latent_scale"),
+        "k_descale" => Some("latent_descale"),
+        _ => None,
     }
 }
 
@@ -269,7 +280,7 @@ impl<T> KvCacheOptions<T> {
 }
 
 impl<T> From<MlaOptions<T>> for KvCacheOptions<T> {
-    /// The same of a cache of latents, which is a KV cache too.
+    /// The same of a cache of latents, which is a KV cache too: that of keys.
     fn from(o: MlaOptions<T>) -> Self {
         KvCacheOptions {
             cache_seqlens: o.cache_seqlens,
@@ -277,6 +288,8 @@ impl<T> From<MlaOptions<T>> for KvCacheOptions<T> {
             max_seqlen_q: o.max_seqlen_q,
             block_table: o.block_table,
             cache_batch_idx: o.cache_batch_idx,
+            k_scale: o.latent_scale,
+            k_descale: o.latent_descale,
             softmax_scale: o.softmax_scale,
             is_causal: o.is_causal,
             num_splits: o.num_splits,

@@ -209,7 +209,7 @@ pub struct CacheScale {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CacheScales {
-    /// of both caches; a decode kernel is made for one
+    /// of both caches; a kernel that reads or appends to one is made for it
     pub format: CacheFormat,
     /// of k
     pub k: CacheScale,

@@ -421,7 +421,11 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// The same with other kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, kernels::FORWARD, &Shape::of(a), needs(a, BackwardMode::default()), d)?;
+    forward_pass(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)
+}
+
+fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Needs, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
     let shares = equal_shares(kernels, large, a, d);
     Ok(match (small, shares) {
@@ -630,15 +634,14 @@ pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Prefill], &Shape::of(a), needs(a, BackwardMode::default()).union(Needs::PAGED), d)?;
-    Ok(planned(kernel, a))
+    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(Needs::PAGED), d)
 }
 
-/// Plan the kernel that appends to a KV cache, rows tokens to each of nheads_k heads. It takes any headdim.
-pub fn append(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
-    thread_local!(static LAST: Remembered<(i64, i64), PlannedKernel> = const { Cell::new(None) });
-    remembered(&LAST, (rows, nheads_k), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+/// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
+pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
+    thread_local!(static LAST: Remembered<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
+    remembered(&LAST, (rows, nheads_k, cache), d, || {
+        let [kernel] = choose(COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, Needs::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
 }

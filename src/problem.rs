@@ -89,10 +89,70 @@ pub struct TensorDesc {
     pub dtype: DType,
     /// where it is; a call's tensors share it
     pub device: Device,
-    /// of the first eight dimensions, as strides are; no argument has more than four
-    pub sizes: Vec<i64>,
+    /// as many as the tensor has dimensions; no argument has more than four
+    pub sizes: Dims,
     /// in elements
-    pub strides: Vec<i64>,
+    pub strides: Dims,
+}
+
+/// Sizes or strides. Of as many dimensions as arguments have they take no memory of their own, which a call would ask for twice for
+/// each of its tensors.
+#[derive(Clone, Debug)]
+pub struct Dims(Room);
+
+#[derive(Clone, Debug)]
+enum Room {
+    Few(usize, [i64; Dims::FEW]),
+    Many(Vec<i64>),
+}
+
+impl Dims {
+    const FEW: usize = 5;
+}
+
+impl std::ops::Deref for Dims {
+    type Target = [i64];
+
+    fn deref(&self) -> &[i64] {
+        match &self.0 {
+            Room::Few(count, dims) => &dims[..*count],
+            Room::Many(dims) => dims,
+        }
+    }
+}
+
+impl std::ops::DerefMut for Dims {
+    fn deref_mut(&mut self) -> &mut [i64] {
+        match &mut self.0 {
+            Room::Few(count, dims) => &mut dims[..*count],
+            Room::Many(dims) => dims,
+        }
+    }
+}
+
+impl From<&[i64]> for Dims {
+    fn from(given: &[i64]) -> Dims {
+        let mut few = [0; Dims::FEW];
+        Dims(match few.get_mut(..given.len()) {
+            Some(room) => {
+                room.copy_from_slice(given);
+                Room::Few(given.len(), few)
+            }
+            None => Room::Many(given.to_vec()),
+        })
+    }
+}
+
+impl<const N: usize> From<[i64; N]> for Dims {
+    fn from(given: [i64; N]) -> Dims {
+        given.as_slice().into()
+    }
+}
+
+impl From<Vec<i64>> for Dims {
+    fn from(given: Vec<i64>) -> Dims {
+        given.as_slice().into()
+    }
 }
 
 /// Who will compute: it decides which dtypes and layouts are possible.
@@ -273,7 +333,7 @@ impl Sizes {
             false => "rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs cu_seqlens_q and cu_seqlens_k",
             true => "rank 3, (total, nheads, headdim), since cu_seqlens_q and cu_seqlens_k are given",
         };
-        match (packed, d.sizes.as_slice()) {
+        match (packed, &d.sizes[..]) {
             (false, &[batch, rows, nheads, headdim]) => Ok(Sizes { batch, rows, nheads, headdim }),
             (true, &[rows, nheads, headdim]) => Ok(Sizes { batch: 0, rows, nheads, headdim }),
             _ => Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), allowed)),

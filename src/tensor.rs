@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::launch::MemoryRange;
 use crate::options::UNKNOWN;
 use crate::params::{ElementType, Operand, Output};
-use crate::problem::{DType, Device, TensorDesc};
+use crate::problem::{DType, Device, Dims, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
 
@@ -61,10 +61,13 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         _ => return Err(Error::unsupported("a tensor on another device: volta_fa runs on cpu and cuda tensors")),
     };
     // the rank of one with more dimensions is an error everywhere
-    let all = |known: [i64; 8]| {
-        let mut known = known.to_vec();
-        known.resize(info.rank as usize, UNKNOWN);
-        known
+    let all = |known: [i64; 8]| match known.get(..info.rank as usize) {
+        Some(known) => Dims::from(known),
+        None => {
+            let mut known = known.to_vec();
+            known.resize(info.rank as usize, UNKNOWN);
+            known.into()
+        }
     };
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }

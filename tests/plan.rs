@@ -405,8 +405,8 @@ fn parameter_block_of_the_problem() {
 }
 
 fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
-    let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect();
-    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.to_vec(), strides }
+    let strides = (1..=sizes.len()).map(|i| sizes[i..].iter().product()).collect::<Vec<i64>>().into();
+    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
 }
 
 /// max_seqlen says nothing about the size of the problem: grids cover the rows that there are, and no bound leaves int32.

@@ -39,10 +39,14 @@ fn every_variant_is_chosen_for_some_problem() {
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {
-        unused.retain(|name| *name != plan::append(5, 2, &d).unwrap().variant.name);
         unused.retain(|name| *name != plan::convert(800, 2, &d).unwrap().variant.name);
-        for heads in [1, 16, 32, 64, 128] {
-            unused.retain(|name| *name != plan(&latents(heads, 1), false, &d).kernel.variant.name);
+        for format in [&[CacheFormat::Float], QUANTISED.as_slice()].concat() {
+            unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
+            for heads in [1, 16, 32, 64, 128] {
+                let planned = plan::decode(&latents(heads, 1), format, false, &d);
+                assert_eq!(planned.is_err(), format == CacheFormat::Int4, "latents are not kept in int4");
+                unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
+            }
         }
         for headdim in (8..=256).step_by(8) {
             for group in [1, 8, 9, 16, 32, 64] {
@@ -53,8 +57,11 @@ fn every_variant_is_chosen_for_some_problem() {
                 }
             }
             for softcap in [0.0, 30.0] {
-                let a = Attention { features: Features { softcap, ..Features::default() }, ..cached(headdim, 1, 100) };
-                unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
+                // more heads get larger blocks
+                for group in [1, 2, 3, 32] {
+                    let a = Attention { features: Features { softcap, ..Features::default() }, ..cached(headdim, group, 300) };
+                    unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
+                }
             }
         }
     }
@@ -88,6 +95,20 @@ fn a_quantised_cache_has_kernels_of_its_own() {
         let none = DeviceLimits { only: turing, ..T4 };
         let e = plan::decode(&cached(128, 8, 1), format, false, &none).unwrap_err();
         assert!(e.message.contains(format.name()), "{e}");
+    }
+}
+
+/// A chunk of 512 queries leaves SMs idle in blocks of as many rows as a long sequence wants.
+#[test]
+fn chunks_get_smaller_blocks() {
+    const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, ..T4 };
+    for (headdim, rows) in [(64, 64), (128, 128), (256, 128)] {
+        let chunk = Attention { batch: 1, nheads: 32, seqlen_k: 16384, ..cached(headdim, 16, 512) };
+        let planned = plan::prefill(&chunk, &H200).unwrap();
+        // under a causal mask heads are the first axis
+        assert_eq!((planned.variant.block_rows, planned.blocks), (rows, [32, 512 / rows]), "{}", planned.variant.name);
+        let prompt = Attention { seqlen_q: 16384, ..chunk };
+        assert!(plan::prefill(&prompt, &H200).unwrap().variant.block_rows > if headdim == 256 { 64 } else { rows });
     }
 }
 

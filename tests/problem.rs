@@ -9,7 +9,7 @@ fn tensor(sizes: [i64; 4]) -> TensorDesc {
     for i in (0..3).rev() {
         strides[i] = strides[i + 1] * sizes[i + 1];
     }
-    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides }
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: strides.into() }
 }
 
 fn options() -> Options {
@@ -46,7 +46,7 @@ fn wrong_tensors() {
     refused(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
     refused(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
     refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
-        *q = TensorDesc { sizes: vec![10, 6, 64], strides: vec![384, 64, 1], ..q.clone() }
+        *q = TensorDesc { sizes: [10, 6, 64].into(), strides: [384, 64, 1].into(), ..q.clone() }
     });
     refused(Value, &["k", "batch 3", "batch 2"], |_, k, _, _| *k = tensor([3, 12, 3, 64]));
     refused(Value, &["v", "seqlen 13", "seqlen 12"], |_, _, v, _| *v = tensor([2, 13, 3, 32]));
@@ -117,7 +117,7 @@ fn wrong_scalars() {
 }
 
 fn vector(dtype: DType, sizes: &[i64]) -> TensorDesc {
-    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![1; sizes.len()] }
+    TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![1; sizes.len()].into() }
 }
 
 fn ints(n: i64) -> Option<TensorDesc> {
@@ -125,7 +125,7 @@ fn ints(n: i64) -> Option<TensorDesc> {
 }
 
 fn packed(sizes: [i64; 3]) -> TensorDesc {
-    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: vec![sizes[1] * sizes[2], sizes[2], 1] }
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: [sizes[1] * sizes[2], sizes[2], 1].into() }
 }
 
 fn packed_options() -> Options {
@@ -338,7 +338,8 @@ fn wrong_saved_tensors() {
     let q = tensor([2, 10, 6, 64]);
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
     let out = tensor([2, 10, 6, 32]);
-    let lse = |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()], sizes };
+    let lse =
+        |sizes: Vec<i64>, dtype| TensorDesc { dtype, device: Device::Cuda(0), strides: vec![1; sizes.len()].into(), sizes: sizes.into() };
     let good = lse(vec![2, 6, 10], DType::Float);
     let check = |dout: &TensorDesc, out: &TensorDesc, l: &TensorDesc| validate_backward(dout, out, l, None, &q, &a, Backend::Kernels);
     check(&out, &out, &good).unwrap();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -241,3 +242,33 @@ def test_the_page_has_every_section():
     page = (REPOSITORY / "docs" / "performance.md").read_text()
     for name in ("volta", "t4", "rtx2080ti", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
+
+
+def test_kv_perplexity(monkeypatch, capsys):
+    """A random model, one of whose key channels is large: what is lost, and what a rotation gains."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from benchmarks import kv_perplexity
+
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    kv_perplexity.register()
+    models = {}
+    for name in ("eager", "kv_perplexity"):
+        torch.manual_seed(0)
+        models[name] = transformers.LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for parameter in models[name].parameters():
+            parameter.data.mul_(5 if parameter.dim() > 1 else 1)
+        for layer in models[name].model.layers:
+            layer.self_attn.k_proj.weight.data[3] *= 30
+    tokens = torch.arange(64)[None] * 37 % 128
+    with torch.no_grad():
+        expected, found = (model(tokens, use_cache=False).logits for model in models.values())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+    monkeypatch.setattr(kv_perplexity, "load", lambda: (models["kv_perplexity"], lambda text: {"input_ids": [ord(c) % 128 for c in text]}))
+    assert main("kv_perplexity", "--windows", 2, "--seqlen", 64) == 0
+    lines = capsys.readouterr().out.partition("2 windows")[2].splitlines()[1:]
+    kl = {line.partition("perplexity")[0].strip(): float(line.rpartition("KL")[2]) for line in lines}
+    assert list(kl)[:4] == ["exact", "fp16", "int8", "int8 rotated"] and len(kl) == 10
+    assert kl["exact"] == 0 <= kl["fp16"] < kl["int8 rotated"] < kl["int8"] < kl["int4"] and kl["int4 rotated"] < kl["int4"]

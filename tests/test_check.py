@@ -65,7 +65,7 @@ def test_in_the_simulator(tmp_path, capsys):
 
 def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
     need("sim")
-    for pattern in ("volta_decode_64x*", "volta_decode_*_64x16", "volta_latents_*", "volta_append"):
+    for pattern in ("volta_decode_64x*", "volta_decode_*_64x16", "volta_latents_*", "volta_append*"):
         status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
         assert status == 0, capsys.readouterr().out
         assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])

@@ -193,7 +193,11 @@ def test_plans_show_a_caches_kernels():
         "int8": "volta_decode_int8_128x32", "int4": "volta_decode_int4_128x32",
         "fp8_e5m2": "volta_decode_e5m2_128x32", "fp8_e4m3": "volta_decode_e4m3_128x32",
     }  # fmt: skip
-    assert all(kernel["reason"] for kernel in [*step.values(), *quantised.values()] if kernel)
+    appending = step.pop("append_quantised")
+    assert {name: kernel["name"] for name, kernel in appending.items()} == {
+        "int8": "volta_append_int8", "int4": "volta_append_int4", "fp8_e5m2": "volta_append_e5m2", "fp8_e4m3": "volta_append_e4m3",
+    }  # fmt: skip
+    assert all(kernel["reason"] for kernel in [*step.values(), *quantised.values(), *appending.values()] if kernel)
     chunk = plan(100)
     assert chunk["prefill"]["pass"] == "Prefill" and chunk["prefill"]["grid"][2] == 3 and chunk["decode"]["block_rows"] == 32
     assert plan(100, needs="softcap")["prefill"]["name"] != chunk["prefill"]["name"]

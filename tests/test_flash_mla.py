@@ -37,6 +37,20 @@ def test_against_fp64(backend, causal):
         assert reference.max_error(lse[b : b + 1], ref.softmax_lse) <= reference.lse_tolerance(ref, problem.q.dtype)
 
 
+@on("cpu-fp32", "sim")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_quantised(backend, kv_dtype):
+    problem, given = draw(backend, latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh"))
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1" if backend.machine == "sim" else "0")
+    scales = {"latent_scale": given.get("latent_scale"), "descale_k": given.get("latent_descale")}
+    assert any(t is not None for t in scales.values())
+    expected = torch.ops.volta_fa.fwd_mla(problem.q, problem.k_cache, **given)
+    arguments = problem.q, problem.k_cache, given["block_table"], given["cache_seqlens"], 512
+    found = flash_mla.flash_mla_with_kvcache(*arguments, causal=True, **scales)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
 @on("cpu-fp32")
 def test_the_scale_is_that_of_the_whole_headdim(backend):
     case = latents([(1, 37)])
@@ -61,7 +75,8 @@ def test_metadata(backend):
 def test_the_arguments_are_flashmlas():
     """By name and in order, as its README and vLLM call them."""
     assert list(inspect.signature(flash_mla.get_mla_metadata).parameters)[:3] == ["cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"]
-    assert list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters) == [
+    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == [
         "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal",
         "is_fp8_kvcache", "indices",
     ]  # fmt: skip

@@ -19,7 +19,8 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 #: Decode takes fewer rows a key head.
 MANY = ((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65))
 ASKED = {"softcap": {"softcap": 3.0}, "alibi": {"alibi": "bh"}}
-VARIANTS = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] in ("Prefill", "Append")]
+VARIANTS = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] in ("Prefill", "Append") and v["cache"] == "float"]
+QUANTISING = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] == "Append" and v["cache"] != "float"]
 
 
 def launched(backend, problem) -> list[str]:
@@ -39,14 +40,25 @@ def test_variant_runs(backend, variant):
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
     own = {name: value for need in variant["needs"] for name, value in ASKED.get(need, {}).items()}
     headdim = variant["headdim"] if variant["pass"] == "Prefill" else 64
-    case = Cached(MANY, headdim=headdim, nheads=2, packed=True, own_new=True, sinks="own", **own)
-    assert variant["name"] in launched(backend, case.problem(backend))
+    case = Cached(MANY, headdim=headdim, packed=True, own_new=True, sinks="own", **own)
+    # larger blocks are for more heads
+    cases = (dataclasses.replace(case, nheads=nheads) for nheads in (2, 4, 6, 8, 16))
+    case = next(c for c in cases if variant["name"] in launched(backend, c.problem(backend)))
     check(backend, case)
     dense = dataclasses.replace(case, page=0, leftpad=(3, 0, 30, 2, 0), batch_idx=True, window_left=60, headdim_v=headdim - 8)
     padded = dataclasses.replace(case, page=48, layout="kv", headdim=headdim - 8, is_causal=False)
     for other in (dense, padded):
         assert variant["name"] in launched(backend, other.problem(backend))
         check(backend, other)
+
+
+@pytest.mark.parametrize("variant", QUANTISING, ids=lambda v: v["name"])
+@on("sim")
+def test_quantising_variant_runs(backend, variant):
+    """(What it writes, tests/test_kvcache_quantised.py looks at.)"""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    case = Cached(((3, 40, 5), (1, 9, 2), (0, 20, 0)), packed=True, own_new=True, kv_dtype=variant["cache"])
+    assert variant["name"] in launched(backend, case.problem(backend))
 
 
 @on("sim")

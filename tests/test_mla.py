@@ -18,6 +18,7 @@ from test_validation import refused
 fwd_mla = torch.ops.volta_fa.fwd_mla
 HEADDIM, HEADDIM_V = 576, 512
 OPTIONS = ("cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "block_table", "cache_batch_idx", "softmax_scale", "is_causal", "num_splits")
+QUANTISED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 def latents(lengths, nheads=16, page=64, **options) -> Cached:
@@ -29,7 +30,11 @@ def draw(backend, case):
     """The problem, and the options of fwd_mla. What is no token is NaN in the cache."""
     problem = case.problem(backend)
     problem.v_cache = problem.k_cache[..., :HEADDIM_V]
-    return problem, {name: problem.options[name] for name in OPTIONS if name in problem.options}
+    options = {name: problem.options[name] for name in OPTIONS if name in problem.options}
+    for name in ("scale", "descale"):
+        if f"k_{name}" in problem.options:
+            options[f"latent_{name}"] = problem.options[f"v_{name}"] = problem.options[f"k_{name}"]
+    return problem, options
 
 
 def run(backend, problem, options):
@@ -92,6 +97,81 @@ SHARED = [
 @on_cases((ALL, CASES), (BF16_KERNELS, CASES[::4]), (["sim", "cuda"], SHARED))
 def test_against_fp64(backend, case):
     check(backend, case)
+
+
+def quantised(kv_dtype) -> list[Cached]:
+    of = {"kv_dtype": kv_dtype}
+    fp8 = {} if kv_dtype == "int8" else {"descale": "one"}
+    own = {} if kv_dtype == "int8" else {"descale": "bh"}
+    return [
+        latents([(1, n) for n in LENGTHS], **of),
+        latents([(1, n) for n in LENGTHS], page=0, nheads=5, **of, **fp8),
+        latents([(2, n) for n in LENGTHS], page=16, nheads=20, is_causal=False, **of, **own),
+        latents([(8, 70), (8, 5)], nheads=6, page=48, **of, **own),
+        latents([(1, 33), (4, 90), (0, 7), (2, 1)], packed=True, nheads=16, **of),
+        latents([(1, 100), (1, 31)], nheads=128, **of),
+        latents([(2, 37), (2, 80)], layout="wide", nheads=32, softmax_scale=-0.05, **of),
+        latents([(1, 200), (1, 90)], spread=3.0, **of, **fp8),
+        latents([(2, 200), (2, 90)], nheads=40, spread=3.0, **of),
+    ]
+
+
+def shared_quantised(kv_dtype) -> list[Cached]:
+    return [latents([(1, 1000), (1, 30)], kv_dtype=kv_dtype), latents([(2, 2000)], nheads=40, num_splits=3, kv_dtype=kv_dtype)]
+
+
+@on_cases(
+    (["cpu-fp32", "cpu-fp16", "sim", "cuda"], [c for kv_dtype in QUANTISED for c in quantised(kv_dtype)]),
+    (["sim", "cuda"], [c for kv_dtype in QUANTISED for c in shared_quantised(kv_dtype)]),
+)
+def test_quantised_against_fp64(backend, case):
+    """The exact result is that of what the bytes stand for."""
+    check(backend, case)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@on("sim", "cuda")
+def test_quantised_scales_of_any_size(backend, kv_dtype):
+    """Values of very different sizes, token by token: a row's unit moves, and nothing overflows or vanishes."""
+    problem, options = draw(backend, latents([(1, 150), (1, 90)], kv_dtype=kv_dtype, descale="one"))
+    cache, q = problem.k_cache, problem.q
+    q[..., :] *= 2.0**-6
+    for name, t in options.items():
+        if name == "latent_scale":
+            t *= 2.0 ** torch.randint(-9, 6, t.shape, generator=torch.Generator().manual_seed(3)).to(t.device)
+        if name == "latent_descale":
+            t.fill_(0.03)
+    expected = fwd_mla(q.float().cpu(), cache.cpu(), **{n: t.cpu() if torch.is_tensor(t) else t for n, t in options.items()})
+    out, lse = run(backend, problem, options)
+    torch.testing.assert_close(out.float().cpu(), expected[0], rtol=4e-3, atol=4e-3 * float(expected[0].abs().max()))
+    torch.testing.assert_close(lse.cpu(), expected[1], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
+@on("sim", "cuda")
+def test_a_code_of_nan(backend, code):
+    """Of e4m3, in a value: the column is NaN, and no other; in what is behind the latent: the row."""
+    problem, options = draw(backend, latents([(1, 40), (1, 90)], kv_dtype="fp8_e4m3"))
+    backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    entry, row = (t[3] for t in problem.places[0])
+    problem.q[..., 5] = 0
+    problem.k_cache.view(torch.uint8)[entry, row, 0, 5] = code
+    out, lse = fwd_mla(problem.q, problem.k_cache, **options)
+    assert out[0].isnan().all() and lse[0].isnan().all(), "0 times NaN is a score of NaN"
+    assert not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+@on("sim", "cuda", "sim-bf16")
+def test_quantised_copies(backend):
+    """Where the kernels cannot read the bytes: rows off 16-byte boundaries, and bf16 queries."""
+    problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4, kv_dtype="fp8_e5m2", descale="bh"))
+    expected = run(backend, problem, options)
+    wide = torch.zeros((*problem.k_cache.shape[:-1], HEADDIM + 16), dtype=torch.uint8, device=backend.device)
+    wide[..., 3 : 3 + HEADDIM] = problem.k_cache.view(torch.uint8)
+    problem.k_cache = wide[..., 3 : 3 + HEADDIM].view(torch.float8_e5m2)
+    allowed = 2e-2 if backend.dtype == torch.bfloat16 else 3e-3
+    for a, b in zip(run(backend, problem, options), expected):
+        torch.testing.assert_close(a, b, rtol=allowed, atol=allowed)
 
 
 @on("sim", "cuda")
@@ -162,6 +242,7 @@ CONTRACT = [
     latents([(2, 9), (2, 17)], nheads=2),
     latents([(2, 9), (0, 3), (3, 0)], nheads=2, packed=True),
     latents([(2, 9), (2, 17)], nheads=2, page=0, batch_idx=True),
+    latents([(2, 9), (2, 17)], nheads=2, kv_dtype="int8"),  # (opcheck multiplies its arguments, which fp8 cannot be)
 ]
 
 
@@ -171,7 +252,11 @@ def test_opcheck(backend, case):
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     problem, options = draw(backend, case)
-    opcheck(fwd_mla.default, (problem.q, problem.k_cache.nan_to_num(0.0)), options)
+    # what is nobody's is NaN, which opcheck would not find equal to itself
+    if case.kv_dtype:
+        problem.k_cache = torch.ones_like(problem.k_cache.view(torch.uint8)).view(problem.k_cache.dtype)
+        options["latent_scale"] = options["latent_scale"].nan_to_num(0.0)
+    opcheck(fwd_mla.default, (problem.q, problem.k_cache if case.kv_dtype else problem.k_cache.nan_to_num(0.0)), options)
 
 
 @on("cpu-fp32")
@@ -225,6 +310,14 @@ def good(backend, page=16):
     return {"q": problem.q, "latent_cache": problem.k_cache, **options}
 
 
+def codes(arguments, dtype):
+    return torch.zeros_like(arguments["latent_cache"], dtype=torch.uint8).view(dtype)
+
+
+def scales(arguments):
+    return torch.ones(arguments["latent_cache"].shape[:3], device=arguments["q"].device)
+
+
 def call(arguments):
     arguments = dict(arguments)
     tensors = arguments.pop("q"), arguments.pop("latent_cache")
@@ -259,7 +352,24 @@ WRONG = {
     "cache heads": (lambda a: {"latent_cache": a["latent_cache"].repeat(1, 1, 2, 1)}, ["latent_cache: got nheads_k 2", "1: all"]),
     "cache headdim": (lambda a: {"latent_cache": a["latent_cache"][..., :512]}, ["latent_cache: got headdim 512", "576", "512 columns"]),
     "cache dtype": (lambda a: {"latent_cache": a["latent_cache"].to(torch.bfloat16)}, ["latent_cache: got dtype torch.bfloat16"]),
-    "int8 cache": (lambda a: {"latent_cache": a["latent_cache"].nan_to_num().to(torch.int8)}, ["latent_cache: got dtype torch.int8"]),
+    "int8 without scale": (lambda a: {"latent_cache": codes(a, torch.int8)}, ["latent_scale: got None", "one for each token"]),
+    "int4": (lambda a: {"latent_cache": codes(a, torch.uint8)}, ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
+    "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantised"]),
+    "scale dtype": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a).double()}, ["latent_scale: got dtype"]),
+    "scale shape": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a)[..., 0]}, ["latent_scale: got shape"]),
+    "scale value": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": -scales(a)}, ["latent_scale: got -1", "from 0 on"]),
+    "descale of int8": (
+        lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a), "latent_descale": scales(a)[0, :1, 0]},
+        ["latent_descale: got a tensor", "int8"],
+    ),
+    "descale shape": (
+        lambda a: {"latent_cache": codes(a, torch.float8_e5m2), "latent_descale": scales(a)[0, :3, 0]},
+        ["latent_descale: got shape (3)", "(batch, nheads_k)"],
+    ),
+    "descale value": (
+        lambda a: {"latent_cache": codes(a, torch.float8_e4m3fn), "latent_descale": scales(a)[0, :1, 0] * math.inf},
+        ["latent_descale: got inf"],
+    ),
     "cache device": (lambda a: {"latent_cache": a["latent_cache"].to("meta")}, ["latent_cache: got device meta"]),
     "page size": (lambda a: {"latent_cache": a["latent_cache"][:, :12]}, ["latent_cache: got pages of 12 tokens", "multiple of 16"]),
     "table dtype": (lambda a: {"block_table": a["block_table"].long()}, ["block_table: got dtype torch.int64"]),

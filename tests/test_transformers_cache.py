@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import test_transformers as plain
 import volta_fa.transformers
 from test_transformers import BATCH, CAUSAL, LAYERS, SEQLEN, TOLERANCE, V5, WINDOW, padding, profile, tokens
-from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, quantize_kv
+from volta_fa.kv_formats import KV_DTYPES, dequantize_kv, hadamard, quantize_kv
 from volta_fa.transformers import QuantizedCache
 
 quiet = plain.quiet
@@ -27,25 +27,34 @@ WITH_SDPA = ("llama", "qwen3", "mistral", "gemma3")
 
 
 class Reference(transformers.DynamicCache):
-    """Transformers' own cache, of numbers that have been rounded as a quantised cache rounds them; a prompt sees its own."""
+    """Transformers' own cache, of numbers that have been rounded as a quantised cache rounds them; a prompt sees its own. Rotated keys
+    are turned back, so that no query has to be rotated."""
 
-    def __init__(self, config, kv_dtype):
+    def __init__(self, config, kv_dtype, rotate_keys=False):
         super().__init__(config=config)
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.rotate_keys = kv_dtype, rotate_keys
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         is_prompt = self.get_seq_length(layer_idx) == 0
         rounded = []
         for x in (key_states, value_states):
-            made = quantize_kv(x, self.kv_dtype)
-            rounded.append(dequantize_kv(made.data, self.kv_dtype, made.scale, made.zero_point, dtype=x.dtype))
+            turn = torch.eye(x.shape[-1], dtype=x.dtype)
+            if self.rotate_keys and x is key_states:
+                # as the cache scales it: fp8's range is not that of any multiple
+                turn = hadamard(len(turn)).to(x.dtype) * 2.0 ** -(len(turn).bit_length() // 2)
+            made = quantize_kv(x @ turn, self.kv_dtype)
+            rounded.append(
+                dequantize_kv(made.data, self.kv_dtype, made.scale, made.zero_point, dtype=x.dtype) @ turn.double().inverse().to(x.dtype)
+            )
         seen = super().update(*rounded, layer_idx, *args, **kwargs)
         return (key_states, value_states) if is_prompt else seen
 
 
 @functools.cache
 def models(name):
-    pair = [copy.deepcopy(model).double() for model in plain.models(name)]
+    # fresh ones: asking for attentions leaves hooks in the others, which copies share
+    made = (plain.CAUSAL | plain.ENCODERS_DECODERS)[name](transformers)
+    pair = [plain.make(*made, implementation).double() for implementation in ("eager", "volta_fa")]
     if name == "gpt_oss" and V5:
         for model in pair:
             model.set_experts_implementation("eager")  # the other one has no fp64
@@ -54,9 +63,9 @@ def models(name):
     return pair
 
 
-def caches(name, kv_dtype):
+def caches(name, kv_dtype, rotate_keys=False):
     eager, ours = models(name)
-    return Reference(eager.config, kv_dtype), QuantizedCache(ours.config, kv_dtype)
+    return Reference(eager.config, kv_dtype, rotate_keys), QuantizedCache(ours.config, kv_dtype, rotate_keys=rotate_keys)
 
 
 def in_parts(model, cache, parts=PARTS, mask=None):
@@ -93,6 +102,34 @@ def test_left_padding(name, kv_dtype):
     expected = in_parts(eager, reference, mask=mask)
     found = in_parts(ours, cache, mask=mask)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_rotated_keys(name, kv_dtype):
+    eager, ours = models(name)
+    reference, cache = caches(name, kv_dtype, rotate_keys=True)
+    found = in_parts(ours, cache)
+    torch.testing.assert_close(found, in_parts(eager, reference), **TOLERANCE)
+    plain = in_parts(ours, caches(name, kv_dtype)[1])
+    assert (found - plain).abs().max() > 100 * TOLERANCE["atol"]
+
+
+def test_a_rotation_spreads_a_large_channel():
+    """int4 of keys one of whose channels is a hundred times the others loses these, and less so where they are rotated."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 50, 128, generator=generator)
+    x[..., 7] *= 100
+    q = torch.randn(1, 1, 20, 128, generator=generator)
+    q[..., 7] /= 100
+    errors = []
+    for turn in (torch.eye(128), hadamard(128).float() / 128**0.5):
+        made = quantize_kv(x @ turn, "int4")
+        back = dequantize_kv(made.data, "int4", made.scale, made.zero_point)
+        errors.append((q @ turn @ back.mT - q @ x.mT).square().mean())
+    assert errors[1] < errors[0] / 10
+    h = hadamard(64)
+    assert torch.equal(h @ h, 64 * torch.eye(64, dtype=h.dtype)) and torch.equal(h, h.mT) and (h.abs() == 1).all()
 
 
 @pytest.mark.parametrize("what", ["scale", "zero_point", "data"])
@@ -273,6 +310,10 @@ def test_refused_when_made():
     odd = torch.zeros(1, 2, 3, 15)
     with pytest.raises(ValueError, match="headdim 15, expected an even one"):
         QuantizedCache(ours.config, "int4").update(odd, odd, 0)
+    with pytest.raises(ValueError, match="rotate_keys: got True with headdim 24, expected a power of two"):
+        QuantizedCache(ours.config, rotate_keys=True).update(*torch.zeros(2, 1, 2, 3, 24), 0)
+    with pytest.raises(ValueError, match="n: got 48, expected a power of two"):
+        hadamard(48)
 
 
 def test_nothing_else_reads_it():

@@ -305,7 +305,7 @@ def test_each_plan_is_logged_once():
     kernels = {
         f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 1 x 2 blocks (smaller blocks, since all run at once)",
         f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 1 x 2",
-        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64_small",
+        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64",
         f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
     }

@@ -79,7 +79,7 @@ const c10::TypedOperatorHandle<AppendOp>& append_op() {
 }
 
 // Autograd: there are no gradients, and whoever asks for one is told. PyTorch's own fallback says the same, but it looks at the
-// schema in each call, a sixth of a decode step's time on the host.
+// schema in each call, an eighth of what a decode step's call is on the host.
 constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {
@@ -127,26 +127,19 @@ Result append_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& 
     return without_gradient(append_op(), keys, q, k_cache, v_cache, k, v, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
-// Autocast: a cache is what it is, and is written in place, so the rest follows it; beside a quantised one, which any goes with,
-// autocast's own type.
-Tensor as(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
-    const bool quantised = cache.element_size() == 1;
-    return at::autocast::cached_cast(quantised ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
-}
-
 template <c10::DeviceType device>
 Result read_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    return read_op().call(as(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return read_op().call(as_cache(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 template <c10::DeviceType device>
 Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
                        VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    return append_op().call(as(k_cache, q, device), k_cache, v_cache, as(k_cache, k, device), as(k_cache, v, device),
-                            VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return append_op().call(as_cache(k_cache, q, device), k_cache, v_cache, as_cache(k_cache, k, device),
+                            as_cache(k_cache, v, device), VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 }  // namespace

@@ -10,6 +10,10 @@
 
 namespace append {
 
+// What the cache's elements are. (All in one kernel would be more code than instruction caches have.)
+constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
+constexpr bool kQuantises = kFormat != CacheFormat::Float;
+
 constexpr int kColumns = 2;
 
 // Columns of a row of 16-bit elements from p on, of which `left` are left, one or more: as a word.
@@ -105,12 +109,11 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
 
 // A warp writes a row of a quantised cache: a lane has columns 2 * (lane + 32 * i) and the next. All lanes together.
 constexpr int kPairs = 4;  // of a lane, in a row of up to 256 columns
-template <CacheFormat Format>
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
                                           int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
     const int lane = threadIdx.x & 31;
     unsigned char* data = bytes_of_page(to, page, row, head);
-    constexpr bool kTokenScales = Format == CacheFormat::Int8 || Format == CacheFormat::Int4;
+    constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
     RowScale of_row = {};
     float scale = 1.f;
     if constexpr (kTokenScales) {
@@ -127,11 +130,11 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
                 }
         }
         bounds_of_warp(low, high);
-        of_row = RowScale::of<Format>(low, high);
+        of_row = RowScale::of<kFormat>(low, high);
         if (lane == 0) {
             const float nan = __int_as_float(0x7fc00000);
             *scale_of_page(scales, page, row, head) = of_row.finite ? of_row.scale : nan;
-            if constexpr (Format == CacheFormat::Int4)
+            if constexpr (kFormat == CacheFormat::Int4)
                 *scale_of_page(zero_points, page, row, head) = of_row.finite ? of_row.zero_point : nan;
         }
     } else {
@@ -141,14 +144,14 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     for (int i = 0; i < kPairs; i++) {
         const int column = kColumns * (lane + 32 * i);
         if (column >= columns) continue;
-        if constexpr (Format == CacheFormat::Int4) {
-            data[column / 2] = static_cast<unsigned char>(of_row.code<Format>(x[i].x) | of_row.code<Format>(x[i].y) << 4);
+        if constexpr (kFormat == CacheFormat::Int4) {
+            data[column / 2] = static_cast<unsigned char>(of_row.code<kFormat>(x[i].x) | of_row.code<kFormat>(x[i].y) << 4);
         } else {
             unsigned codes[kColumns];
             if constexpr (kTokenScales)
-                codes[0] = of_row.code<Format>(x[i].x), codes[1] = of_row.code<Format>(x[i].y);
+                codes[0] = of_row.code<kFormat>(x[i].x), codes[1] = of_row.code<kFormat>(x[i].y);
             else
-                codes[0] = fp8_code<Format>(x[i].x, scale), codes[1] = fp8_code<Format>(x[i].y, scale);
+                codes[0] = fp8_code<kFormat>(x[i].x, scale), codes[1] = fp8_code<kFormat>(x[i].y, scale);
             data[column] = static_cast<unsigned char>(codes[0]);
             if (column + 1 < columns) data[column + 1] = static_cast<unsigned char>(codes[1]);
         }
@@ -179,20 +182,7 @@ __device__ __forceinline__ void append_quantised(const AppendParams& p, const Ca
         }
         const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
         const int at = position - index * p.cache.rows;
-        switch (p.scales.format) {
-            case CacheFormat::Int8:
-                write_row<CacheFormat::Int8>(scale, zero, to, batch, head_k, page, at, columns, x);
-                break;
-            case CacheFormat::Int4:
-                write_row<CacheFormat::Int4>(scale, zero, to, batch, head_k, page, at, columns, x);
-                break;
-            case CacheFormat::E5m2:
-                write_row<CacheFormat::E5m2>(scale, zero, to, batch, head_k, page, at, columns, x);
-                break;
-            default:
-                write_row<CacheFormat::E4m3>(scale, zero, to, batch, head_k, page, at, columns, x);
-                break;
-        }
+        write_row(scale, zero, to, batch, head_k, page, at, columns, x);
     }
 }
 
@@ -207,13 +197,12 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     // of a row: K's pairs of columns, V's, and of each query head those of q
     const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = pairs + pairs_v + group * pairs;
-    const bool quantises = p.scales.format != CacheFormat::Float;
-    if (quantises) append_quantised<Element>(p, sequence, head_k, batch, first, min(new_k - first, BLOCK_ROWS));
+    if constexpr (kQuantises) append_quantised<Element>(p, sequence, head_k, batch, first, min(new_k - first, BLOCK_ROWS));
     for (int i = threadIdx.x; i < rows * units; i += THREADS) {
         const int row = first + i / units, unit = i % units;
         const int position = sequence.first_k() + sequence.cached_k() + row;
         if (unit < pairs + pairs_v) {
-            if (quantises || row >= new_k) continue;
+            if (kQuantises || row >= new_k) continue;
             const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
             if (!has_page(p.cache, page)) continue;
             const bool is_v = unit >= pairs;

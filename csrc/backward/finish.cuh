@@ -1,5 +1,5 @@
-// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides. Where there are several accumulators, their
-// sum in a fixed order.
+// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides. Where there are several accumulators,
+// their sum in a fixed order.
 //
 // The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
 // computed with carry the sign (Problem::sign_flip).

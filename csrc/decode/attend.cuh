@@ -132,11 +132,13 @@ struct Attend {
     // Two beside each other find each other's bytes in the first cache; more share what they load.
     static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
+    static constexpr int kRowsAtOnce = BLOCK_ROWS, kWorkBytes = 0;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
+    template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
-                                                  const BlockParts<kParts>& parts) {
+                                                  const BlockParts<kParts>& parts, Finish finish) {
         const typename Layout::Lane lane;
         const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
@@ -301,6 +303,7 @@ struct Attend {
                 to[Order::of(column + 1)] = y;
             }
         });
+        finish(0);
     }
 
 private:

@@ -13,20 +13,28 @@ struct RowInfo {
 
 // Family has
 //   kParts        groups of warps that share a segment's tokens
-//   attend(p, segment, row_info, parts)
-// which leaves the part of each group in shared memory; all threads call it.
+//   kRowsAtOnce   rows whose output shared memory has room for: all, or, with one part, some
+//   kWorkBytes    it needs there before
+//   attend(p, segment, row_info, parts, finish)
+// which leaves the part of each group in shared memory, states of all rows and the output of so many, and calls finish(first),
+// where first is the first of these, until all are finished. All threads call both.
 template <class Family>
 struct Block {
     static constexpr int kParts = Family::kParts;
 
+    static constexpr int kRowsAtOnce = Family::kRowsAtOnce;
+    static_assert(kRowsAtOnce == BLOCK_ROWS || (kParts == 1 && BLOCK_ROWS % kRowsAtOnce == 0), "a part's rows");
+    static constexpr int kOutputFloats = kParts * kRowsAtOnce * kPartStride, kWorkFloats = Family::kWorkBytes / sizeof(float);
+
     // What is in shared memory.
     struct Shared {
-        float output[kParts * BLOCK_ROWS * kPartStride];
+        float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
         RowState state[kParts * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
         Schedule schedule;
         Segment segment;
         bool is_last;
+        bool all_have_queries;
     };
     static_assert(sizeof(Shared) <= SHARED_BYTES, "src/kernels");
 
@@ -40,24 +48,28 @@ struct Block {
 
         const bool has_queries = schedule.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
+        if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;  // in the loop registers are few
         while (true) {
             if (threadIdx.x < 32) schedule.next(p, shared.segment);
             __syncthreads();
             if (!segment.exists) break;
             if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, segment, threadIdx.x);
             __syncthreads();
-            Family::attend(p, segment, row_info, parts);
-            __syncthreads();
-            if (segment.blocks == 1) {
-                merge_parts(p, parts, kParts, segment.rows, WriteOutput{p, segment});
-            } else {
-                const long long place = StoredParts::place(blockIdx.x, segment.first_block);
-                merge_parts(p, parts, kParts, segment.rows, WritePart(p.partials, 0, place));
-                merge_blocks(p, segment, shared.is_last);
-            }
+            Family::attend(p, segment, row_info, parts, [&](int first) {
+                const int rows = min(segment.rows - first, kRowsAtOnce);
+                __syncthreads();
+                if (segment.blocks == 1) {
+                    merge_parts(p, parts.from(first), kParts, rows, WriteOutput{p, segment, first});
+                } else {
+                    const long long place = StoredParts::place(blockIdx.x, segment.first_block);
+                    merge_parts(p, parts.from(first), kParts, rows, WritePart(p.partials, 0, place, first));
+                }
+                if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
+            });
+            if (segment.blocks > 1) merge_blocks(p, segment, shared.is_last);
             __syncthreads();
         }
-        if (p.lengths.cu_seqlens_q) refuse_rows(p, all_have_queries);
+        if (p.lengths.cu_seqlens_q) refuse_rows(p, shared.all_have_queries);
     }
 
 private:

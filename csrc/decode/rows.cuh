@@ -20,8 +20,11 @@ struct RowState {
 // Parts in shared memory, one for each group of warps that shares tokens.
 template <int Parts>
 struct BlockParts {
-    float* output;  // [Parts][BLOCK_ROWS][kPartStride]
+    float* output;  // [Parts][BLOCK_ROWS][kPartStride]; of one part perhaps some of the rows
     RowState* state;  // [Parts][BLOCK_ROWS]
+
+    // Where outputs begin with row `first`.
+    __device__ __forceinline__ BlockParts from(int first) const { return {output, state + first}; }
 
     __device__ __forceinline__ RowState state_of(int part, int row) const { return state[part * BLOCK_ROWS + row]; }
     __device__ __forceinline__ float4 load(int part, int row, int column) const {
@@ -41,6 +44,8 @@ struct StoredParts {
     __device__ __forceinline__ static float* output_at(float* partials, long long place) {
         return partials + place * (BLOCK_ROWS * HEADDIM_V);
     }
+    // Where four columns of a row are: of eight the first, then the others of all eights, so that a warp writes and reads lines.
+    __device__ __forceinline__ static int place_of_columns(int column) { return (column & 4) * (HEADDIM_V / 8) + column / 8 * 4; }
     __device__ __forceinline__ static float2* states_at(float* partials, int level, long long place) {
         const long long places = 2ll * gridDim.x;
         return reinterpret_cast<float2*>(output_at(partials, places)) + (level * places + place) * BLOCK_ROWS;
@@ -52,7 +57,8 @@ struct StoredParts {
         return {x.x, x.y};
     }
     __device__ __forceinline__ float4 load(int i, int row, int column) const {
-        return __ldcg(reinterpret_cast<const float4*>(output_at(partials, place_of(i)) + row * HEADDIM_V + column));
+        return __ldcg(
+            reinterpret_cast<const float4*>(output_at(partials, place_of(i)) + row * HEADDIM_V + place_of_columns(column)));
     }
 };
 
@@ -90,9 +96,11 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const Parts& 
 struct WriteOutput {
     const DecodeParams& p;
     const Segment& s;
+    int first;  // row of the set that rows are counted from
 
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const Problem& problem = p.problem;
+        row += first;
         const int group = problem.nheads / problem.nheads_k;
         const int query = (s.row + row) / group, head = s.head_k * group + (s.row + row) % group;
         const float factor = join_sink(p.score_options, head, state.reference, state.sum);
@@ -119,12 +127,17 @@ struct WritePart {
     float* output;
     float2* states;
 
-    __device__ __forceinline__ WritePart(float* partials, int level, long long place)
-        : output(StoredParts::output_at(partials, place)), states(StoredParts::states_at(partials, level, place)) {}
+    // `first`: row of the set that rows are counted from
+    __device__ __forceinline__ WritePart(float* partials, int level, long long place, int first)
+        : output(StoredParts::output_at(partials, place) + first * HEADDIM_V),
+          states(StoredParts::states_at(partials, level, place) + first) {}
+    // (the compiler takes a float4 apart where other values have the registers)
+    __device__ __forceinline__ static void store(float* to, const float* x) {
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+    }
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
-        float4* to = reinterpret_cast<float4*>(output + row * HEADDIM_V + column);
-        to[0] = make_float4(x[0], x[1], x[2], x[3]);
-        to[1] = make_float4(x[4], x[5], x[6], x[7]);
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) store(output + row * HEADDIM_V + StoredParts::place_of_columns(column + i), x + i);
         if (column == 0) states[row] = make_float2(state.reference, state.sum);
     }
 };
@@ -152,10 +165,10 @@ __device__ __forceinline__ void merge_blocks(const DecodeParams& p, const Segmen
         if (!is_last) return;
         const StoredParts parts = {p.partials, level, s.first_block, first, distance};
         if (nodes <= kRadix) {
-            merge_parts(p, parts, count, s.rows, WriteOutput{p, s});
+            merge_parts(p, parts, count, s.rows, WriteOutput{p, s, 0});
             return;
         }
-        merge_parts(p, parts, count, s.rows, WritePart(p.partials, level + 1, place));
+        merge_parts(p, parts, count, s.rows, WritePart(p.partials, level + 1, place, 0));
         node = group;
         nodes = (nodes + kRadix - 1) / kRadix;
         distance *= kRadix;

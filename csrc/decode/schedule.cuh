@@ -169,6 +169,7 @@ public:
             const int chunk = p.num_splits > 0 ? (work.units + p.num_splits - 1) / p.num_splits : 1;
             s.first = min(work.first + unit / chunk * chunk * kUnit, work.end);
             s.end = until == work.units ? work.end : min(work.first + until / chunk * chunk * kUnit, work.end);
+            if ((threadIdx.x & 31) == 0) segment = s;  // at once: registers are few where a kernel has all of them
             __syncwarp();
             int batch = s.batch, following = row_set, next_unit = until;
             if (until == work.units) {
@@ -186,8 +187,9 @@ public:
                 row_set_ = following;
                 unit_ = next_unit;
             }
+        } else if ((threadIdx.x & 31) == 0) {
+            segment.exists = false;
         }
-        if ((threadIdx.x & 31) == 0) segment = s;
     }
 };
 

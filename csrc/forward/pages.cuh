@@ -21,9 +21,19 @@ __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const C
     return __syncthreads_and(has);
 }
 
-// Where the walk is: at the Groups groups of tokens from the first that a thread takes of a step of Step tokens. Without Ahead,
-// numbers are loaded when they are needed, for kernels that have no register left.
-template <int Step, int Groups, bool Ahead = true>
+// Without a branch, which would part the products of a step.
+__device__ __forceinline__ void load_page_if(bool has, int& page, const int* from) {
+    asm volatile(
+        "{.reg .pred has;\n"
+        "setp.ne.s32 has, %2, 0;\n"
+        "@has ld.global.nc.s32 %0, [%1];}"
+        : "+r"(page)
+        : "l"(from), "r"(static_cast<int>(has)));
+}
+
+// Where the walk is: at the Groups groups of tokens from the first that a thread takes of a step of Step tokens. InBranch is for
+// kernels that have no register left: ptxas then mixes less.
+template <int Step, int Groups, bool InBranch = false>
 class PageWalk {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "see above");
     int index_;  // of the first group's page in the sequence's row of the block table
@@ -52,17 +62,20 @@ public:
         row_ = first_k + token - index_ * cache.rows;
 #pragma unroll
         for (int g = 0; g < Groups; g++) page_[g] = cache.block_table ? 0 : CachedSequence::entry(cache, batch);
-        if (Ahead) look_up(cache, token, end);
+        look_up(cache, token, end);
     }
     // The pages of the groups, of which the first begins with `token`. Tokens from `end` on have none.
     __device__ __forceinline__ void look_up(const Cache& cache, int token, int end) {
-        if (!cache.block_table) return;
 #pragma unroll
         for (int g = 0; g < Groups; g++) {
             int index;
             row_of(cache, g, index);
             const int* sequence = cache.block_table + block_batch_here() * cache.block_table_stride;
-            if (token + g * kPageGroup < end) page_[g] = __ldg(sequence + index);
+            const bool has = cache.block_table && token + g * kPageGroup < end;
+            if (!InBranch)
+                load_page_if(has, page_[g], sequence + index);
+            else if (has)
+                page_[g] = __ldg(sequence + index);
         }
     }
     // To the next step, in which the first group begins with `token`.
@@ -70,14 +83,16 @@ public:
         row_ += Step;
 #pragma unroll
         for (int i = 0; i < Step; i += kPageGroup) cross(cache, row_, index_);
-        if (Ahead) look_up(cache, token, end);
+        look_up(cache, token, end);
     }
     // The element that is `rows` rows behind that of group g which lies at `column` in row 0 of page 0.
     __device__ __forceinline__ const unsigned short* at(const Cache& cache, const Operand& x, const unsigned short* column, int g,
                                                         int rows) const {
         int index;
-        const int row = row_of(cache, g, index) + rows;
-        return column + static_cast<unsigned>(page_[g]) * x.batch_stride + row * static_cast<long long>(x.row_stride);
+        const unsigned short* row = rows_after(column, row_of(cache, g, index) + rows, x.row_stride);
+        // of a number of 32 bits and one of 64: two multiply-adds
+        const unsigned long long bytes = static_cast<unsigned>(2 * page_[g]) * static_cast<unsigned long long>(x.batch_stride);
+        return reinterpret_cast<const unsigned short*>(reinterpret_cast<unsigned long long>(row) + bytes);
     }
 };
 
@@ -85,19 +100,18 @@ public:
 struct NoWalk {
     __device__ __forceinline__ NoWalk(const Cache&, int, int, int, int) {}
     __device__ __forceinline__ void go(const Cache&, int, int) {}
-    __device__ __forceinline__ void look_up(const Cache&, int, int) {}
     __device__ __forceinline__ const unsigned short* at(const Cache&, const Operand&, const unsigned short* column, int,
                                                         int) const {
         return column;
     }
 };
-template <bool Paged, int Step, int Groups, bool Ahead>
+template <bool Paged, int Step, int Groups, bool InBranch>
 struct PageWalkIf {
     using Type = NoWalk;
 };
-template <int Step, int Groups, bool Ahead>
-struct PageWalkIf<true, Step, Groups, Ahead> {
-    using Type = PageWalk<Step, Groups, Ahead>;
+template <int Step, int Groups, bool InBranch>
+struct PageWalkIf<true, Step, Groups, InBranch> {
+    using Type = PageWalk<Step, Groups, InBranch>;
 };
 
 // TileStream (tile.cuh) through pages.

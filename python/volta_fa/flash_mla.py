@@ -63,20 +63,25 @@ def flash_mla_with_kvcache(
     causal: bool = False,
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
+    *,
+    descale_k: Tensor | None = None,
+    latent_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a paged cache of latents (multi-head latent attention, absorbed), whose first columns are the values.
 
     Args:
         q: (batch, seqlen_q, nheads, 576); of each head 512 columns for the latent and 64 for positions.
         k_cache: (num_pages, page_size, 1, 576), pages of any multiple of 16 tokens. What lies behind a sequence's length is not
-            looked at.
+            looked at. In q's dtype, or quantised by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
         block_table: int32 (batch, max_pages).
         cache_seqlens: int32 (batch): tokens of each sequence.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: as `get_mla_metadata` returned them; not looked at.
         softmax_scale: 576 ** -0.5 unless given. Models give that of the heads that they were trained with.
         causal: the last query sees all tokens, the one before all but the last, and so on.
-        is_fp8_kvcache, indices: latents in fp8, and sparse attention: not there.
+        is_fp8_kvcache, indices: FlashMLA's own tokens of 656 bytes, and sparse attention: not there.
+        descale_k: float32 (1,) or (batch, 1), the scale of a cache in fp8, as vLLM's FlashMLA has it; 1 unless given.
+        latent_scale: float32 (num_pages, page_size, 1), of each token, of a cache in int8; an argument of this package's own.
 
     Returns out (batch, seqlen_q, nheads, 512) in q's dtype, and softmax_lse (batch, nheads, seqlen_q) in float32. No gradient.
 
@@ -89,13 +94,20 @@ def flash_mla_with_kvcache(
         if tensor is None:
             _refuse(name, "None", "a tensor: without one FlashMLA has sparse attention alone")
     return torch.ops.volta_fa.fwd_mla(
-        q, k_cache, block_table=block_table, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, is_causal=causal
+        q,
+        k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        latent_scale=latent_scale,
+        latent_descale=descale_k,
+        softmax_scale=softmax_scale,
+        is_causal=causal,
     )
 
 
 def _refuse_what_is_missing(is_fp8_kvcache: bool, sparse: object, name: str) -> None:
     if is_fp8_kvcache:
-        _refuse("is_fp8_kvcache", is_fp8_kvcache, "False: latents are float16, or bfloat16, which costs a copy")
+        _refuse("is_fp8_kvcache", is_fp8_kvcache, "False: a cache in fp8 has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k")
     if sparse is not None:
         given = f"a tensor of shape {tuple(sparse.shape)}" if isinstance(sparse, Tensor) else sparse
         _refuse(name, given, "None: attention to chosen tokens alone is not there")

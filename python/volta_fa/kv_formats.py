@@ -59,6 +59,21 @@ def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
     return scale.to(x.device, x.dtype)[..., None] if scale.dim() else scale.to(x.device, x.dtype)
 
 
+def hadamard(n: int) -> Tensor:
+    """Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, n a power of two. Multiplied by n**-0.5 it is orthogonal:
+    keys and queries that are both multiplied by it have the same scores, and a channel of keys that is larger than the others is spread
+    over all of them before it is quantised.
+
+    Raises ValueError for another n.
+    """
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"n: got {n}, expected a power of two")
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
+
+
 def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
     """Keys or values as a quantised cache has them.
 

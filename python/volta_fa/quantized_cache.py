@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_formats import KV_DTYPES, QuantizedKV, quantize_kv
+from .kv_formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
 
 #: Storage that is full grows by this part of what is needed, so that a token is copied four times, whatever the length.
 _ROOM = 4
@@ -21,17 +21,19 @@ _ROOM = 4
 
 class QuantizedStates(Tensor):
     """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, that have no memory: `stored` has their
-    data, scales and zero points, views of the cache's storage, as `quantize_kv` makes them of such a tensor. No operation takes
-    them, so nothing can make numbers of the whole cache."""
+    data, scales and zero points, views of the cache's storage, as `quantize_kv` makes them of such a tensor. Queries are to be multiplied
+    by `turn`, (headdim, headdim), where keys have one. No operation takes such tensors, so nothing can make numbers of the whole
+    cache."""
 
     stored: QuantizedKV
+    turn: Tensor | None
 
     @staticmethod
-    def __new__(cls, stored: QuantizedKV, headdim: int, dtype: torch.dtype) -> QuantizedStates:
+    def __new__(cls, stored: QuantizedKV, headdim: int, dtype: torch.dtype, turn: Tensor | None = None) -> QuantizedStates:
         """Of rows of the storage, (batch, nheads_k, seqlen, columns)."""
         shape = (*stored.data.shape[:-1], headdim)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.data.device)
-        self.stored = stored
+        self.stored, self.turn = stored, turn
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
@@ -54,9 +56,9 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
 
     is_croppable = True
 
-    def __init__(self, kv_dtype: str, sliding_window: int | None = None) -> None:
+    def __init__(self, kv_dtype: str, sliding_window: int | None = None, rotate_keys: bool = False) -> None:
         # (the base's would set keys and values, which are properties here)
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.rotate_keys = kv_dtype, rotate_keys
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False
@@ -75,6 +77,15 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         value_states = key_states if value_states is None else value_states
         self.device, self.dtype = key_states.device, key_states.dtype
         self.headdims = (key_states.shape[-1], value_states.shape[-1])
+        self.turns: list[Tensor] = []
+        if self.rotate_keys:
+            n = key_states.shape[-1]
+            if n & (n - 1):
+                raise ValueError(f"rotate_keys: got True with headdim {n}, expected a power of two")
+            # of keys and of queries, n**-0.5 each, but both powers of two: exact in any type
+            half = n.bit_length() // 2
+            scales = (2.0**-half, 2.0**half / n)
+            self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in scales]
         self.stored = tuple(quantize_kv(t[:, :, :0], self.kv_dtype) for t in (key_states, value_states))
         self.is_initialized = True
 
@@ -84,7 +95,8 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new, at = key_states.shape[2], self._make_room(key_states.shape[2])
-        k, v = (t.detach().transpose(1, 2) for t in (key_states, value_states))
+        keys = key_states @ self.turns[0] if self.turns else key_states
+        k, v = (t.detach().transpose(1, 2) for t in (keys, value_states))
         k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
         cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
         torch.ops.volta_fa.fwd_kvcache(
@@ -125,7 +137,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
 
     def _states(self, i: int) -> QuantizedStates:
         rows = _rows(self.stored[i], self.shown - self.dropped, self.length - self.shown)
-        return QuantizedStates(rows, self.headdims[i], self.dtype)
+        return QuantizedStates(rows, self.headdims[i], self.dtype, self.turns[1] if self.turns and i == 0 else None)
 
     @property
     def keys(self) -> QuantizedStates | None:  # type: ignore[override]  # an attribute of the base
@@ -216,6 +228,8 @@ class QuantizedCache(Cache):
     Args:
         config: the model's.
         kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1.
+        rotate_keys: multiply keys by a Hadamard matrix before they are quantised, and queries with them, so that scores stay what they are
+            and no channel is much larger than others. A headdim that is no power of two raises ValueError at the first token.
 
     Raises ValueError for another kv_dtype or a config with another attn_implementation, and NotImplementedError for layers that are
     neither full nor sliding attention. int4 needs an even headdim: else ValueError at the first token. A mask that is more than
@@ -223,7 +237,7 @@ class QuantizedCache(Cache):
     attention implementation once it is given this cache's keys.
     """
 
-    def __init__(self, config: Any, kv_dtype: str = "int8") -> None:
+    def __init__(self, config: Any, kv_dtype: str = "int8", *, rotate_keys: bool = False) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype: got {kv_dtype!r}, expected one of {', '.join(KV_DTYPES)}")
         implementation = getattr(config, "_attn_implementation", None)
@@ -241,5 +255,4 @@ class QuantizedCache(Cache):
         for kind in types:
             if kind not in windows:
                 raise NotImplementedError(f"volta_fa: config: got a layer of {kind}, expected {' or '.join(windows)}")
-        super().__init__(layers=[QuantizedLayer(kv_dtype, windows[kind]) for kind in types])
-        self.kv_dtype = kv_dtype
+        super().__init__(layers=[QuantizedLayer(kv_dtype, windows[kind], rotate_keys) for kind in types])

@@ -547,6 +547,7 @@ def attention(
                 "after a sequence, with a QuantizedCache: expected one of these"
             )
         cache = arguments(key.stored, value.stored)
+        q = q if key.turn is None else q @ key.turn
     else:
         k, v = (t[:, :, :keys].transpose(1, 2) for t in (key, value))
         cache = {"k_cache": k, "v_cache": v}

@@ -95,7 +95,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     ];
     ranges.extend(parameters::ranges(inputs));
     let dbias_range = dbias.as_ref().map(|t| memory_range("dattn_bias", t, true));
-    ranges.extend(dbias_range.clone().filter(|_| stores_dbias));
+    ranges.extend(dbias_range.filter(|_| stores_dbias));
     launcher.begin(&ranges);
     fill_ragged(a, [&dq, &dk, &dv])?;
     // after begin, which fills what is writable with NaN: this one has to begin with zeros

@@ -124,7 +124,7 @@ fn check_ints(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what
 /// What the tensors of q, and of k and v to append, have in common: sizes, packed or not.
 fn check_new(name: &str, d: &TensorDesc, q: &TensorDesc, cu_seqlens: Option<&str>, backend: Backend) -> Result<Sizes> {
     let wrong = |allowed: String| Err(Error::value(name, format!("a tensor of rank {} with {}", d.sizes.len(), shape(d)), allowed));
-    let sizes = match (cu_seqlens, d.sizes.as_slice()) {
+    let sizes = match (cu_seqlens, &d.sizes[..]) {
         (None, &[batch, rows, nheads, headdim]) => Sizes { batch, rows, nheads, headdim },
         (Some(_), &[rows, nheads, headdim]) => Sizes { batch: 0, rows, nheads, headdim },
         (None, _) => return wrong("rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs cu_seqlens_q".into()),
@@ -143,7 +143,7 @@ fn check_new(name: &str, d: &TensorDesc, q: &TensorDesc, cu_seqlens: Option<&str
 
 /// A cache: (entries or pages, rows, nheads_k, headdim).
 fn check_cache(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend: Backend) -> Result<[i64; 4]> {
-    let Ok(sizes) = <[i64; 4]>::try_from(d.sizes.as_slice()) else {
+    let Ok(sizes) = <[i64; 4]>::try_from(&d.sizes[..]) else {
         let layout = match paged {
             true => "(pages, page_size, nheads_k, headdim), since block_table is given",
             false => "(batch, seqlen, nheads_k, headdim); pages (pages, page_size, nheads_k, headdim) need a block_table",
@@ -266,13 +266,10 @@ fn validate_cached(
     check_dtype("q", q, backend)?;
     let qs = check_new("q", q, q, packed_q, backend)?;
     let paged = o.block_table.is_some();
-    let format = match v_cache {
-        Some(v_cache) => cache_format(k_cache, v_cache, q)?,
-        None => {
-            check_same(keys, "dtype", k_cache.dtype, "q", q.dtype)?;
-            CacheFormat::Float
-        }
-    };
+    let format = cache_format(keys, k_cache, q, v_cache.is_none())?;
+    if let Some(v_cache) = v_cache {
+        check_same("v_cache", "dtype", v_cache.dtype, "k_cache", k_cache.dtype)?;
+    }
     let [entries, rows, nheads_k, elements] = check_cache(keys, k_cache, q, paged, backend)?;
     let headdim = format.columns(elements);
     let headdim_v = match v_cache {
@@ -403,7 +400,7 @@ fn validate_cached(
             }
         }
     };
-    check_scales(o, format, [entries, rows, nheads_k], batch, q)?;
+    check_scales(o, format, [entries, rows, nheads_k], batch, q, v_cache.is_none())?;
     let (rotary_dim, rotary_rows) = check_rotary(o, q, headdim, appended.is_some())?;
     if let Some(d) = &o.alibi_slopes {
         check_alibi(d, q, batch, qs.nheads)?;

@@ -2,24 +2,24 @@
 
 use super::kvcache::CacheOptions;
 use super::*;
+use crate::options::scale_of_latents;
 use crate::params::CacheFormat;
 
-/// What the elements of the caches are: their type says it.
-pub fn cache_format(k_cache: &TensorDesc, v_cache: &TensorDesc, q: &TensorDesc) -> Result<CacheFormat> {
-    let format = match k_cache.dtype {
+/// What the elements of a cache are: its type says it. Latents are not kept in int4.
+pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, has_latents: bool) -> Result<CacheFormat> {
+    Ok(match cache.dtype {
         DType::Int8 => CacheFormat::Int8,
-        DType::Uint8 => CacheFormat::Int4,
+        DType::Uint8 if !has_latents => CacheFormat::Int4,
         DType::Float8E5m2 => CacheFormat::E5m2,
         DType::Float8E4m3 => CacheFormat::E4m3,
         own if own == q.dtype => CacheFormat::Float,
         other => {
-            let quantised = "torch.int8, torch.uint8 (int4), torch.float8_e5m2 or torch.float8_e4m3fn";
+            let int4 = if has_latents { "" } else { " torch.uint8 (int4)," };
+            let quantised = format!("torch.int8,{int4} torch.float8_e5m2 or torch.float8_e4m3fn");
             let allowed = format!("{}, that of q, or of a quantised cache {quantised}", q.dtype);
-            return Err(Error::value("k_cache", format!("dtype {other}"), allowed));
+            return Err(Error::value(name, format!("dtype {other}"), allowed));
         }
-    };
-    check_same("v_cache", "dtype", v_cache.dtype, "k_cache", k_cache.dtype)?;
-    Ok(format)
+    })
 }
 
 impl CacheFormat {
@@ -38,7 +38,8 @@ impl CacheFormat {
 }
 
 /// The scales and zero points of caches of `sizes`: entries (pages), rows of each, nheads_k.
-pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batch: i64, q: &TensorDesc) -> Result<()> {
+pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batch: i64, q: &TensorDesc, has_latents: bool) -> Result<()> {
+    let named = |name: &'static str| if has_latents { scale_of_latents(name) } else { Some(name) };
     let float = |name: &str, d: &TensorDesc| {
         if d.dtype != DType::Float {
             return Err(Error::value(name, format!("dtype {}", d.dtype), "torch.float32"));
@@ -50,6 +51,7 @@ pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batc
         quantised => format!("{} ({})", quantised.name(), quantised_dtype(quantised)),
     };
     for (name, given) in o.token_scales() {
+        let Some(name) = named(name) else { continue };
         let wanted = if name.ends_with("zero_point") { format == CacheFormat::Int4 } else { format.has_scales() };
         match (given, wanted) {
             (None, false) => {}
@@ -68,7 +70,7 @@ pub fn check_scales(o: &CacheOptions, format: CacheFormat, sizes: [i64; 3], batc
         }
     }
     for (name, given) in [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)] {
-        let Some(d) = given else { continue };
+        let (Some(name), Some(d)) = (named(name), given) else { continue };
         if !matches!(format, CacheFormat::E5m2 | CacheFormat::E4m3) {
             return Err(Error::value(name, "a tensor", format!("None: the caches are {cache}")));
         }

@@ -206,7 +206,7 @@ impl Compiler {
         ] {
             options.push(format!("-D{name}={value}"));
         }
-        if variant.pass.facts().params == ParamBlock::Decode {
+        if matches!(variant.pass.facts().params, ParamBlock::Decode | ParamBlock::Append) {
             options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
         }
         // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here

@@ -123,7 +123,8 @@ struct KeptOfStep {
         return KeptProbabilities<ForwardLayout, RowTiles>::numbers_of(p);
     }
     // `numbers(row, key)` are those of a call; `row` and `key` the warp's and the step's first.
-    template <class Numbers>
+    // OneByOne: the calls one after the other, where registers are short.
+    template <bool OneByOne, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
         const Lane lane(lane_here());
@@ -139,6 +140,7 @@ struct KeptOfStep {
                     verdicts[mt][r][half] = rule.not_below(ForwardLayout::kEverySecondKey
                                                                ? words[r][half]
                                                                : __byte_perm(words[r][0], words[r][1], half ? 0x7632 : 0x5410));
+            if (OneByOne) asm("" : "+r"(row), "+r"(verdicts[mt][1][1]));
         }
     }
     __device__ __forceinline__ void keep_all(const FwdParams& p) {

@@ -1,6 +1,6 @@
 #include "turing/forward/pipelined.cuh"
 
-constexpr int kSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V));
+constexpr int kSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 using Kernel = turing::ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kSlots>;
 static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kStep == STEP && Kernel::kSharedBytes == SHARED_BYTES,
               "the variant table and the kernel disagree");

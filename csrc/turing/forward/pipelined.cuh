@@ -33,7 +33,7 @@ struct ForwardPipelined {
     static constexpr int kPitch = kChunks * kChunkBytes, kPitchV = kChunksV * kChunkBytes;
     static constexpr u32 kTileBytes = kTileKeys * kPitch, kTileBytesV = kTileKeys * kPitchV;
     static constexpr u32 kOffsetV = kStep * kPitch, kSlotBytes = kStep * (kPitch + kPitchV);
-    static constexpr u32 kSharedBytes = Slots * kSlotBytes;
+    static constexpr u32 kRingBytes = Slots * kSlotBytes;
     static constexpr bool kInitialAlibi = kOneFeature && kHasAlibi;
     static constexpr bool kInitialBias = kOneFeature && kHasBias;
     static constexpr bool kCapped = kOneFeature && kHasSoftcap;
@@ -67,15 +67,19 @@ struct ForwardPipelined {
     static constexpr bool kFull = kHeld >= 192;
     static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
     static constexpr bool kPlacesKept =
-        !(kFull && (kPaged || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
+        !(kFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
     static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
-    static constexpr bool kPagesAhead = !(kFull && RowTiles > 1);    // else a page's number is loaded when it is used
+    // Whether what a thread moves of K and of V, and ALiBi's constants, are kept behind the ring in shared memory.
+    static constexpr bool kStreamsInShared = kFull && kOneFeature && RowTiles > 1 && !kPaged;
+    static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
+    static constexpr bool kPagesInBranch = kFull && RowTiles == 1 && !kGeneral;  // see PageWalk
     static constexpr bool kMaskKept =
-        !(kFull && RowTiles == 1 && kRagged && (kGeneral || !kPaged));  // else it is derived in each masked tile
+        !(kFull && (kInitialAlibi || (RowTiles == 1 && kRagged && !kPaged)));  // else it is derived in each masked tile
     // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
     // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
     static constexpr bool kTestedFirst = kFull || Headdim <= 32;
-    static_assert(!kTestedFirst || !kOneFeature, "see move_references_first");
+    static_assert(!kTestedFirst || !kCapped, "see move_references_first");
+    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are derived from references
     static constexpr bool kKeysKept = kHeld < 144;  // of dropout's random numbers, those of all rounds
     static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
 
@@ -87,9 +91,9 @@ struct ForwardPipelined {
     }
     // The slot `steps` further, as its bytes from slot 0.
     __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) {
-        if ((kSharedBytes & (kSharedBytes - 1)) == 0) return slot + steps * kSlotBytes & kSharedBytes - 1;
+        if ((kRingBytes & (kRingBytes - 1)) == 0) return slot + steps * kSlotBytes & kRingBytes - 1;
         const u32 after = slot + (steps + Slots) % Slots * kSlotBytes;
-        return after >= kSharedBytes ? after - kSharedBytes : after;
+        return after >= kRingBytes ? after - kRingBytes : after;
     }
 
     // What the products of one tile need of K and V, one group of chunks ahead of them.
@@ -109,7 +113,7 @@ struct ForwardPipelined {
     // The softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        bool exceeds = false;  // whether one of them may be above 2^(kPackedOne + kSlack), packed
+        float largest = 0.f;  // of these sums: whether a probability may be above 2^(kPackedOne + kSlack), packed
 
         // Of row r of row tile mt; with MayMask scores may be -inf.
         template <bool MayMask>
@@ -131,7 +135,7 @@ struct ForwardPipelined {
                 x[i] = kCapped && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
             }
             sum[mt][r] = x[0] + x[1];
-            exceeds |= sum[mt][r] > kLargestSum;
+            largest = fmaxf(largest, sum[mt][r]);
             return pack_probabilities(x[0], x[1]);
         }
     };
@@ -143,7 +147,7 @@ struct ForwardPipelined {
                                                            Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                            const KeptOfStep<RowTiles>& kept, int half) {
         const auto rescale = rescale_output<ForwardLayout>(o);
-        of_tile.exceeds = false;
+        of_tile.largest = 0.f;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -157,12 +161,28 @@ struct ForwardPipelined {
             }
     }
 
+    // Whether a score is above its row's limit, or nearly.
+    __device__ __forceinline__ static bool exceed_limit(const Tile& s, const Softmax& softmax, float scale) {
+        if (kLimitsKept) return s.exceed_limit(softmax);
+        bool exceeds = false;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++)
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kSlack - kReferenceShift;
+        return __any_sync(~0u, exceeds);
+    }
     // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
     __device__ __forceinline__ static void move_references_first(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                  Probabilities& p_last) {
         // 1 / scale again, so that it holds no register in between
         const float inverse_scale = kModified ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
+#pragma unroll
+        for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
+            SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
+            r.limit = (r.reference - kReferenceShift + kSlack) * inverse_scale;
+        }
         s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
             multiply_halves(p_last[mt][r], factor);
@@ -207,15 +227,16 @@ struct ForwardPipelined {
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
             // Where not all threads take part, the first do for K, the last for V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
-            const StreamK k(
+            const StreamK kept_k(
                 thread,
                 kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.first_k()),
                 problem.headdim);
-            const StreamV v(
+            const StreamV kept_v(
                 thread_v,
                 kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.first_k()),
                 problem.headdim_v);
-            typename PageWalkIf<kPaged, kStep, 1, kPagesAhead>::Type walk(p.cache, block.batch, sequence.first_k(), key, key_end);
+            typename PageWalkIf<kPaged, kStep, 1, kPagesInBranch>::Type walk(p.cache, block.batch, sequence.first_k(), key,
+                                                                             key_end);
             const int head_k = kPaged ? pinned(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
             const u32 k_store = pinned(ring + StreamK::offset(thread));
@@ -224,6 +245,13 @@ struct ForwardPipelined {
             const u32 k_fragment = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
             const u32 v_fragment =
                 kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
+            if (kStreamsInShared) {  // by the thread that will read it
+                static_assert(!kStreamsInShared || (StreamK::kPasses == 1 && StreamK::kAllTakePart), "one chunk of K and one of V");
+                const auto k = reinterpret_cast<unsigned long long>(kept_k.column);
+                const auto v = reinterpret_cast<unsigned long long>(kept_v.column);
+                store_shared(ring + kRingBytes + 16 * thread, make_uint4(k, k >> 32, v, v >> 32));
+                store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread, StreamK::key_of(thread), kept_k.inside);
+            }
             const int k_row = pinned(StreamK::key_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::key_of(thread_v));
             // The step that comes so many later. (Behind the last one, backwards, it may lie before the first row.)
@@ -235,15 +263,29 @@ struct ForwardPipelined {
             const auto load = [&](int pass, int first_key) {
                 if constexpr (kPaged) {
                     const int t = kPlacesKept ? thread : thread_index_here();
-                    const StreamK k_here = kStreamsKept ? k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
-                    const StreamV v_here = kStreamsKept ? v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
-                    // rows behind the last are the last, as where there are no pages; a step behind it does not matter
-                    const int row = min((kPlacesKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass,
-                                        max(key_end - 1 - first_key, 0));
-                    if (!kPagesAhead) walk.look_up(p.cache, first_key, key_end);
-                    k_here.template load_from<true>(k_data, walk.at(p.cache, p.cache.k, k_here.column, 0, row));
-                    v_here.template load_from<false>(v_data, walk.at(p.cache, p.cache.v, v_here.column, 0, row));
+                    const StreamK k_here = kStreamsKept ? kept_k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
+                    const StreamV v_here = kStreamsKept ? kept_v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
+                    // Rows behind the last are not loaded, and what was loaded last stays: it is multiplied by 0.
+                    const int row = (kPlacesKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
+                    const bool exists = first_key + row < key_end;
+                    load_global_if(exists && k_here.inside, k_data, walk.at(p.cache, p.cache.k, k_here.column, 0, row));
+                    load_global_if(exists, v_data, walk.at(p.cache, p.cache.v, v_here.column, 0, row));
                     if (pass == kPasses - 1) walk.go(p.cache, first_key + kStep, key_end);
+                    return;
+                }
+                StreamK k = kept_k;
+                StreamV v = kept_v;
+                if (kStreamsInShared) {
+                    const u32 from = ring + kRingBytes + 16 * thread_index_here();
+                    const uint4 columns = load_shared(from);
+                    k.column =
+                        reinterpret_cast<const unsigned short*>(columns.x | static_cast<unsigned long long>(columns.y) << 32);
+                    v.column =
+                        reinterpret_cast<const unsigned short*>(columns.z | static_cast<unsigned long long>(columns.w) << 32);
+                    const uint2 place = load_shared2(from + 16 * kThreads);
+                    k.inside = place.y;
+                    k.template load<true>(k_data, pass, k_stride, first_key + place.x, key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride, first_key + place.x, key_end - 1);
                     return;
                 }
                 if (pass < StreamK::kPasses)
@@ -255,9 +297,9 @@ struct ForwardPipelined {
             };
             const auto store = [&](int pass, u32 slot) {
                 const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
-                if (pass < StreamK::kPasses) k.store(k_data, pass, k_to + slot);
+                if (pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
                 const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(thread_index_here());
-                if (pass < StreamV::kPasses) v.store(v_data, pass, v_to + slot);
+                if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
 
             // Modified scores are in units of log2 already.
@@ -265,7 +307,12 @@ struct ForwardPipelined {
             Probabilities probabilities[2] = {};
             TileSoftmax of_tile;  // of the last one
             InitialAlibi<RowTiles> alibi;
-            if (kInitialAlibi) alibi.start(p, mask, row);
+            if (kInitialAlibi) {
+                alibi.start(p, mask, row);
+                if (kStreamsInShared)
+                    store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread + 8, __float_as_uint(alibi.slope),
+                                  __float_as_uint(alibi.distance));
+            }
             InitialBias<RowTiles> bias;
             if (kInitialBias) {
                 bias.start(p, row);
@@ -273,9 +320,14 @@ struct ForwardPipelined {
             }
             // What the scores of a tile begin with; `first_key` is the first of its step.
             const auto begin = [&](Tile& s, int half, int first_key) {
-                if (kInitialAlibi)
-                    alibi.to(s, first_key + half * kNextTile);
-                else if (kInitialBias)
+                if (kInitialAlibi) {
+                    InitialAlibi<RowTiles> here = alibi;
+                    if (kStreamsInShared) {
+                        const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread_index_here() + 8);
+                        here.slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
+                    }
+                    here.to(s, first_key + half * kNextTile);
+                } else if (kInitialBias)
                     bias.to(s, half);
                 else
                     s.clear();
@@ -292,7 +344,7 @@ struct ForwardPipelined {
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
+                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
 #pragma unroll
             for (int i = 0; i < kAhead * kPasses; i++) {
                 load(i % kPasses, key_after(key, i / kPasses));
@@ -320,7 +372,8 @@ struct ForwardPipelined {
             // nothing.
             const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
                 if (kTestedFirst) return;
-                if (__any_sync(~0u, of_tile.exceeds)) move_references(p, s, of_tile, softmax, scale, o, p_last, kept, half);
+                if (__any_sync(~0u, of_tile.largest > kLargestSum))
+                    move_references(p, s, of_tile, softmax, scale, o, p_last, kept, half);
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -347,16 +400,17 @@ struct ForwardPipelined {
                 if (kHasDropout && !kCarriedDropout && half == 0) {
                     if (p.score_options.rng_state) {
                         const Philox philox = kept.numbers_of(p);
-                        kept.draw(p, warp_row_here(p), step_key, [&](int row, int key) { return philox.numbers(row, key); });
+                        kept.template draw<kFull>(p, warp_row_here(p), step_key,
+                                                  [&](int row, int key) { return philox.numbers(row, key); });
                     } else {
                         kept.keep_all(p);
                     }
                 }
                 if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
-                if (kTestedFirst && s.exceed_limit(softmax)) move_references_first(s, softmax, scale, o, p_last);
+                if (kTestedFirst && exceed_limit(s, softmax, scale)) move_references_first(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
-                    kept.draw(p, warp_row_here(p), step_key, [&](int row, int key) {
+                    kept.template draw<kFull>(p, warp_row_here(p), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
                 if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));

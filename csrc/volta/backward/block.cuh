@@ -11,9 +11,7 @@ namespace volta {
 // made anew from special registers: it holds no register in between.
 struct KeysBlock {
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
-    __device__ __forceinline__ static int number(const BwdParams& p) {
-        return p.first_key_block + in_launch(p);
-    }
+    __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
     __device__ __forceinline__ static int head(const BwdParams& p) {
         return heads_first(p) ? block_index_here() : block_head_here();
     }

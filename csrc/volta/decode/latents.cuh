@@ -1,330 +1,446 @@
-// The main loop of a decode block over latents: keys whose first HEADDIM_V columns are the values too.
+// A decode block over latents: keys whose first HEADDIM_V columns are the values too.
 //
-// A latent is too long for a warp's registers, so the warps of a block take the same tokens and share columns: of keys, and of the
-// output, the same ones. So a latent is loaded once, as operand of the scores. For the output a lane needs half of the columns of
-// two tokens instead of all those of one, and exchanges halves with the lane that has the other token.
+// A step is 16 tokens, which all warps share: each thread loads a part of the next step's while this one is computed, and lays it
+// down in shared memory when that is done, as fp16 whatever the cache has. So memory is never waited for by a warp that could
+// compute, and a latent is read from global memory once.
 //
-// A step is eight tokens. Each warp has the part of a score that its columns give: its four quad-pairs' parts (volta/mma.cuh) are
-// added by a reduce-scatter, the warps' by way of shared memory, behind the step's one barrier. Then every warp has all scores,
-// four neighbours of one row in a lane, and does the softmax for itself.
-//
-// Registers for two steps: those of the next are on their way while one is computed, and are loaded again once both products have
-// read them.
+// Four warps share the columns, of keys and of the output; where there are more, others have other rows. For the scores the
+// quad-pairs (volta/mma.cuh) of a warp are two rows of tiles and two halves of its columns. What the halves and the warps found out
+// is added up: by an exchange between lanes, and by way of shared memory behind a barrier, where each thread has some scores of one
+// row. It does their softmax and lays down probabilities, and behind another barrier all warps multiply them with values, whose
+// columns quad-pairs share.
 #pragma once
 
-#include "decode/attend.cuh"
+#include "decode/block.cuh"
+#include "decode/cache_registers.cuh"
 #include "volta/mma.cuh"
 
 namespace volta {
 
-// As load_columns, of four columns.
-__device__ __forceinline__ void load_rotary(bool exists, uint2& x, const unsigned short* from) {
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
-                 : "+r"(x.x), "+r"(x.y)
-                 : "l"(from), "r"(static_cast<int>(exists)));
-}
+template <int Warps>
+class AttendToLatents {
+    static constexpr int kTokens = 16;
+    static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
+    static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
+    static constexpr int kPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of rows: 16 in the scores, 8 in the output
+    static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
+    static_assert(Warps * 32 == THREADS && kPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
+    static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
 
-// What a warp has of latents, queries and output, and its way through the products.
-template <int RowTiles, int Warps, int Units>
-struct LatentShare {
-    static constexpr int kParts = 1;
-    static constexpr int kWarpColumns = HEADDIM_V / Warps, kLoads = kWarpColumns / 32;
-    // Of the columns behind the latent so many warps have 16 each. Warps four apart have one scheduler, so these are spread evenly.
-    static constexpr int kRotaryWarps = (HEADDIM - HEADDIM_V) / 16;
-    // Rows are dealt out in pairs of tiles.
-    static constexpr int kPairs = RowTiles / 2;
-    static_assert(RowTiles * 8 == BLOCK_ROWS && RowTiles % 2 == 0 && Warps * 32 == THREADS, "rows of src/kernels");
-    static_assert(kLoads >= 1 && kRotaryWarps <= Warps && HEADDIM % 16 == 0 && HEADDIM_V % 32 == 0, "whole loads of a warp");
-
-    // For the cursor: the lane's columns of the latent, and of what is behind it.
-    struct Layout {
-        using Lane = volta::Lane;
-        __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
-        __device__ __forceinline__ static int warp() { return threadIdx.x >> 5; }
-        // of the quad-pairs that keep the later tokens' scores these are an accumulator's first
-        __device__ __forceinline__ static int key_token(const Lane& l) { return l.t ^ (quad_pair(l) & 2 ? 4 : 0); }
-        __device__ __forceinline__ static int key_column(const Lane& l) { return kWarpColumns * warp() + 8 * quad_pair(l); }
-        __device__ __forceinline__ static int value_token(const Lane& l) { return key_token(l); }
-        __device__ __forceinline__ static int value_column(const Lane& l) { return HEADDIM_V + 16 * warp() + 4 * quad_pair(l); }
+    // Operands of the scores: 16 columns each, the last one's behind the latent. As many operands of queries as registers have room
+    // for stay there, the others where their lane finds them again.
+    static constexpr int kOperands = kWarpColumns / 16 + 1;
+    static constexpr int kHeld = kPairs > 1 ? 2 : BLOCKS_PER_SM > 2 ? 5 : kOperands, kStored = kOperands - kHeld;
+    // Rows of the tile in shared memory: 16 bytes longer than columns, so that four tokens' operands of a quad-pair lie in other
+    // banks than those 64 bytes further, which the quad-pair beside it reads.
+    static constexpr int kPitch = 2 * HEADDIM + 16;
+    // Each token is loaded by as many threads, 16 bytes at a time, and what is behind the latent by all of them at once.
+    static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::Stored);
+    static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
+    static constexpr int kLastWords = kLastColumns * sizeof(decode::Stored) / 4;
+    static constexpr int kWords = 4 * kTileLoads + kLastWords;
+    // Where memory decides and a step of all blocks is too few bytes for a slow one, the step behind the next is on its way too.
+    static constexpr bool kTouches = decode::kQuantised && Warps == kColumnWarps;
+    // Scores of a step that a thread has, and how many threads have the others of its row.
+    static constexpr int kOwn = BLOCK_ROWS * kTokens / THREADS, kMates = kTokens / kOwn;
+    static_assert(kOwn == 2 || kOwn == 4, "a thread's loads of scores");
+    struct alignas(4 * kOwn) Own {
+        float x[kOwn];
     };
-    using Cursor = decode::Cursor<Layout>;
-
-    // Tokens of a step, as operand B of the scores.
-    struct Latents {
-        uint4 latent[kLoads] = {};
-        uint2 rotary = {};
-    };
-    struct Queries {
-        u32 latent[RowTiles][kLoads][4];
-        u32 rotary[RowTiles][2];
+    struct alignas(2 * kOwn) OwnPacked {
+        unsigned x[kOwn / 2];
     };
 
-    // Steps begin at multiples of their tokens, so no page ends in one.
-    static constexpr int kUnits = Units, kTokens = decode::kUnit * kUnits;
+    struct Shared {
+        uint4 latents[kTokens * kPitch / sizeof(uint4)];
+        float scores[kColumnWarps][BLOCK_ROWS][kTokens];
+        unsigned short probabilities[BLOCK_ROWS][kTokens];
+        float factors[BLOCK_ROWS];
+        float scales[kTokens];  // of the tokens, where they have some
+        uint4 queries[kStored > 0 ? Warps * kStored * kPairs : 1][32];  // of each warp its own
+    };
 
-    __device__ __forceinline__ static bool has_rotary() { return kRotaryWarps == Warps || threadIdx.x < 32 * kRotaryWarps; }
+    using Output = Accumulator[kTiles][kLoads][2];
 
-    __device__ __forceinline__ static void load(const DecodeParams& p, const Cursor& cursor, const Lane& lane, int unit, int end,
-                                                Latents& x) {
-        const bool exists = cursor.token() + decode::kUnit * unit + Layout::key_token(lane) < end;
-        const long long offset = unit * decode::kUnit * p.cache.k.row_stride;
-#pragma unroll
-        for (int j = 0; j < kLoads; j++) decode::load_columns<0>(exists, x.latent[j], cursor.keys() + offset + 32 * j);
-        load_rotary(exists && has_rotary(), x.rotary, cursor.values() + offset);
+    __device__ __forceinline__ static int own_thread() {
+        int thread = threadIdx.x;
+        stay(thread);
+        return thread;
     }
+    // Where a lane is. Computed anew for each segment: what depends on it would take registers in all of the schedule.
+    struct Place : Lane {
+        int warp, first_row, column_warp;
 
-    // This warp's part of the scores of eight tokens, in each quad-pair that of its columns.
-    __device__ __forceinline__ static void multiply(const Queries& q, const Latents& x, Accumulator (&c)[RowTiles]) {
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) clear(c[mt]);
-#pragma unroll
-        for (int j = 0; j < kLoads; j++) {
-            const uint4& y = x.latent[j];
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.latent[mt][j][0], q.latent[mt][j][1], y.x, y.y);
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.latent[mt][j][2], q.latent[mt][j][3], y.z, y.w);
+        __device__ __forceinline__ Place() : Lane(own_thread() & 31), warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)) {
+            first_row = warp / kColumnWarps * kWarpRows;
+            column_warp = warp % kColumnWarps;
         }
-        if (has_rotary()) {
-#pragma unroll
-            for (int mt = 0; mt < RowTiles; mt++) mma_row_col(c[mt], q.rotary[mt][0], q.rotary[mt][1], x.rotary.x, x.rotary.y);
-        }
-    }
-    // A reduce-scatter over quad-pairs: of each pair of tiles a lane keeps, of the tile that it has first, the first four of its
-    // tokens, two rows of two: put(pair, first row, second row).
-    template <class Put>
-    __device__ __forceinline__ static void add_quad_pairs(const Accumulator (&c)[RowTiles], Put put) {
-#pragma unroll
-        for (int i = 0; i < kPairs; i++) {
-            float half[8], sum[4];
-#pragma unroll
-            for (int e = 0; e < 8; e++) half[e] = c[2 * i][e] + __shfl_xor_sync(~0u, c[2 * i + 1][e], 4);
-#pragma unroll
-            for (int e = 0; e < 4; e++) sum[e] = half[e] + __shfl_xor_sync(~0u, half[4 + e], 8);
-            put(i, make_float2(sum[0], sum[1]), make_float2(sum[2], sum[3]));
-        }
-    }
-
-    // Operand B of four tokens has each token twice, with different columns: this lane's, and those of the lane 16 further.
-    __device__ __forceinline__ static void to_values(const Lane& lane, const uint4& y, u32 (&b)[2][2]) {
-        const u32 z0 = __shfl_xor_sync(~0u, lane.half ? y.x : y.z, 16);
-        const u32 z1 = __shfl_xor_sync(~0u, lane.half ? y.y : y.w, 16);
-        b[0][0] = lane.half ? z0 : y.x, b[0][1] = lane.half ? z1 : y.y;
-        b[1][0] = lane.half ? y.z : z0, b[1][1] = lane.half ? y.w : z1;
-    }
-
-    // Of tokens that do not exist registers hold what was there before.
-    __device__ __forceinline__ static void clear_missing(const Lane& lane, int token, int end, Latents& x) {
-        if (token + Layout::key_token(lane) >= end) {
-#pragma unroll
-            for (int j = 0; j < kLoads; j++) x.latent[j] = make_uint4(0, 0, 0, 0);
-        }
-    }
-
-    __device__ __forceinline__ static void write_output(const Lane& lane, const Accumulator (&o)[RowTiles][kLoads], float* to) {
-        const int first_row = (lane.t & 1) + 4 * lane.half;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-            for (int j = 0; j < kLoads; j++)
-#pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const int row = 8 * mt + first_row + (e & 2);
-                    const int column =
-                        kWarpColumns * Layout::warp() + 32 * j + 8 * Layout::quad_pair(lane) + (lane.t & 2) + (e & 4);
-                    *reinterpret_cast<float2*>(to + row * decode::kPartStride + column) = make_float2(o[mt][j][e], o[mt][j][e + 1]);
-                }
-    }
+        // Of an operand of the scores the lane's first column: quad-pairs of the other half have those 32 further.
+        __device__ __forceinline__ int first_column() const { return kWarpColumns * column_warp + 32 * qm; }
+        __device__ __forceinline__ int rotary_column() const { return HEADDIM_V + 8 * column_warp + 32 * qm; }
+        // Its chunk of 64 columns of values.
+        __device__ __forceinline__ int value_chunk(int half) const { return 4 * qm + 2 * half + qn; }
+    };
+    __device__ __forceinline__ static constexpr int operand_column(int g) { return 64 * (g / 4) + 8 * (g % 4); }
+    __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
 
     // What does not exist is zero.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::Segment& s, Queries& q) {
-        const Lane lane;
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::Segment& s, const Place& lane,
+                                                        Shared& shared, uint4 (&held)[kHeld][kPairs]) {
         const int group = p.problem.nheads;
 #pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            // whoever keeps the scores of a pair's second tile has that first
-            const int row = 8 * (mt ^ (Layout::quad_pair(lane) & 1)) + lane.t, packed = s.row + row;
+        for (int i = 0; i < kPairs; i++) {
+            const int row = lane.first_row + 16 * i + 8 * lane.qn + lane.t, packed = s.row + row;
             const bool exists = row < s.rows;
             const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.first_q + packed / group) * p.q.row_stride +
                                          packed % group * p.q.head_stride;
+            uint4 x[kOperands];
 #pragma unroll
-            for (int j = 0; j < kLoads; j++) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (exists) x = load_global(from + Layout::key_column(lane) + 32 * j);
-                x = flipped(x, p.problem.sign_flip);
-                q.latent[mt][j][0] = x.x, q.latent[mt][j][1] = x.y, q.latent[mt][j][2] = x.z, q.latent[mt][j][3] = x.w;
+            for (int g = 0; g < kOperands; g++) {
+                x[g] = make_uint4(0, 0, 0, 0);
+                if (exists)
+                    x[g] =
+                        load_global(from + (g == kOperands - 1 ? lane.rotary_column() : lane.first_column() + operand_column(g)));
             }
-            uint2 x = make_uint2(0, 0);
-            if (exists && has_rotary()) x = __ldg(reinterpret_cast<const uint2*>(from + Layout::value_column(lane)));
-            q.rotary[mt][0] = x.x ^ p.problem.sign_flip, q.rotary[mt][1] = x.y ^ p.problem.sign_flip;
+#pragma unroll
+            for (int g = 0; g < kOperands; g++) {
+                x[g] = flipped(x[g], p.problem.sign_flip);
+                if (g < kStored)
+                    shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane] = x[g];
+                else
+                    held[g - kStored][i] = x[g];
+            }
         }
     }
-};
 
-// Every warp has all scores behind the barrier, four neighbours of one row in a lane, and does the softmax for itself.
-template <int RowTiles, int Warps>
-struct AttendToLatents : LatentShare<RowTiles, Warps, 2> {
-    using Share = LatentShare<RowTiles, Warps, 2>;
-    using Share::kLoads, Share::kParts, Share::kPairs, Share::kUnits, Share::kTokens;
+    // The thread's part of a step, on its way.
+    class Tile {
+        decode::PageWalk pages_;
+        const decode::Stored* from_;  // of this thread
+        bool stands_ = true;  // false: a table has named a page that there is not
+        unsigned words_[kWords] = {};
+        float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
 
-    // The warps' parts of a step's scores, twice: a warp may write those of the next step while another reads. Of two row tiles and
-    // four tokens eight rows of these; 16 floats more than that, so that four such lie in different banks.
-    static constexpr int kHalf = 48, kPair = 4 * kHalf, kPart = kPair * kPairs * kUnits;
-    static_assert(2 * Warps * kPart <= BLOCK_ROWS * decode::kPartStride, "scores lie where outputs will");
+        __device__ __forceinline__ static int token() { return threadIdx.x / kTokenThreads; }
+        __device__ __forceinline__ static int chunk() { return threadIdx.x % kTokenThreads; }
 
+        __device__ __forceinline__ void enter_page(const DecodeParams& p) {
+            const int page = pages_.number();
+            stands_ &= has_page(p.cache, page);
+            from_ = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+                    token() * p.cache.k.row_stride + chunk() * kChunk;
+        }
+
+    public:
+        __device__ __forceinline__ Tile(const DecodeParams& p, const decode::Segment& s, int first) : pages_(p, s, first) {
+            enter_page(p);
+            from_ += pages_.row * p.cache.k.row_stride;
+        }
+        __device__ __forceinline__ bool stands() const { return stands_; }
+        // Of the step that begins at `first`: of tokens that do not exist zeros.
+        __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
+            bool exists = stands_;
+            if (first + kTokens > end) {
+#pragma unroll
+                for (unsigned& x : words_) x = 0;
+                exists &= first + token() < end;
+            }
+#pragma unroll
+            for (int i = 0; i < kTileLoads; i++)
+                decode::load_columns<0, 4>(exists, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+            decode::load_columns<0, kLastWords>(exists, words_ + 4 * kTileLoads,
+                                                from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+            if constexpr (decode::kTokenScales) {
+                const bool has_scale = exists && chunk() == 0;
+                const float* scale = scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0);
+                asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                             : "=&f"(token_scale_)
+                             : "l"(scale), "r"(static_cast<int>(has_scale)));
+            }
+        }
+        // Has the step at `next`, behind the one that is loaded, brought to the second cache.
+        __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
+            constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
+            const decode::NextStep<kTokens> step(p, pages_);
+            const bool exists = step.has_page && next + token() < end;
+            const decode::Stored* from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) +
+                                         step.page * p.cache.k.batch_stride + (step.row + token()) * p.cache.k.row_stride +
+                                         chunk() * kSector;
+#pragma unroll
+            for (int i = 0; i < kSectors; i += kTokenThreads) decode::touch(exists && i + chunk() < kSectors, from + i * kSector);
+        }
+        __device__ __forceinline__ void advance(const DecodeParams& p, const decode::Segment& s) {
+            from_ += kTokens * p.cache.k.row_stride;
+            if (pages_.template advance<kTokens>(p, s)) enter_page(p);
+        }
+        __device__ __forceinline__ void lay_down(Shared& shared) const {
+            char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
+#pragma unroll
+            for (int i = 0; i < kTileLoads; i++) {
+                uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
+                at[0] = decode::CacheElement::eight(words_ + 4 * i);
+                if constexpr (decode::kQuantised) at[1] = decode::CacheElement::eight(words_ + 4 * i + 2);
+            }
+            const unsigned* last = words_ + 4 * kTileLoads;
+            void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
+            if constexpr (kLastColumns == 8) {
+                *static_cast<uint4*>(at) = decode::CacheElement::eight(last);
+            } else {
+                const unsigned eight[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
+                const uint4 x = decode::CacheElement::eight(eight);
+                *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
+            }
+            if (decode::kTokenScales && chunk() == 0) shared.scales[token()] = token_scale_;
+        }
+    };
+
+    // All rows' outputs times their factors.
+    __device__ __forceinline__ static void rescale(const Place& lane, const float* factors, Output& o) {
+        const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
+#pragma unroll
+        for (int mt = 0; mt < kTiles; mt++) {
+            const float factor[2] = {of[8 * mt], of[8 * mt + 2]};
+#pragma unroll
+            for (int j = 0; j < kLoads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) o[mt][j][i][e] *= factor[(e >> 1) & 1];
+        }
+    }
+
+public:
+    static constexpr int kParts = 1;
+    // Rows whose output finds room in shared memory at a time.
+    static constexpr int kRowsAtOnce = STEP;
+    static constexpr int kWorkBytes = sizeof(Shared) - (kStored > 0 ? 0 : sizeof(Shared::queries));
+
+    template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::Segment& s, const decode::RowInfo* row_info,
-                                                  const decode::BlockParts<kParts>& parts) {
-        const Lane lane;
-        const int warp = threadIdx.x >> 5, quad_pair = Share::Layout::quad_pair(lane);
-        // after the reduce-scatter: of a pair of tiles the second, and the later half of the tokens
-        const bool second = quad_pair & 1, later = quad_pair >> 1;
-        // of the accumulator's rows the first; the other is two further
-        const int first_row = (lane.t & 1) + 4 * lane.half;
-        const float scale_log2 = p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
+                                                  const decode::BlockParts<kParts>& parts, Finish finish) {
+        const Place lane;
+        Shared& shared = *reinterpret_cast<Shared*>(parts.output);
+        const float scale_log2 = p.problem.scale_log2;
+        const float key_scale = decode::kQuantised && !decode::kTokenScales
+                                    ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
+                                    : 1.f;
 
-        typename Share::Queries q;
-        Share::load_queries(p, s, q);
-        Accumulator o[RowTiles][kLoads] = {};
-        SoftmaxRow softmax[kPairs];
+        // The thread's scores: of one row, side by side. Of rows whose places in the tile differ by eight tokens are exchanged in
+        // fours, so that what a warp writes at once lies in different banks.
+        const int thread = own_thread();
+
+        const int own_row = thread / kMates, own_token = thread % kMates * kOwn ^ ((own_row >> 3 & 1) * 4);
+
+        uint4 q[kHeld][kPairs];
+        load_queries(p, s, lane, shared, q);
+        Output o = {};
+        SoftmaxRow softmax;
+        decode::ValueUnit unit;
         bool is_wrong = false;
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
-            // tokens that all rows see
-            const int full_first = max(row_info[BLOCK_ROWS - 1].position - p.problem.window_left, begin);
-            const int full_end = min(row_info[0].position + p.problem.window_right + 1, end);
-            int buffer = 0, token = begin / kTokens * kTokens;
+            // of the tokens at own_token those that the row sees
+            const int position = row_info[own_row].position;
+            const int visible = max(position - p.problem.window_left, begin) - own_token;
+            const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
+            int token = begin / kTokens * kTokens;
 
-            typename Share::Cursor cursor(p, s, token);
-            is_wrong = !cursor.stands();
-            typename Share::Latents x[kUnits];
-            int limit = cursor.stands() ? end : 0;  // no token from here on is loaded
-#pragma unroll
-            for (int u = 0; u < kUnits; u++) Share::load(p, cursor, lane, u, limit, x[u]);
+            Tile tile(p, s, token);
+            tile.load(p, token, end);
+            // the lane's places
+            const int key_at = lane.t * kPitch + 2 * lane.first_column();
+            int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
+            const int to_rotary = 2 * (lane.rotary_column() - lane.first_column());
+            int values = lane.quad * kPitch + 2 * (kWarpColumns * lane.column_warp + 8 * lane.value_chunk(lane.half));
+            const int score_row = lane.first_row + 8 * lane.qn + (lane.t & 1) + 4 * lane.half;
+            int score_at = (lane.column_warp * BLOCK_ROWS + score_row) * kTokens + ((8 * lane.qm + (lane.t & 2)) ^ (4 * lane.qn));
+            stay(keys[0]), stay(keys[1]), stay(values);
+            const auto latents = [&](int at) {
+                return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + at);
+            };
+
 #pragma unroll 1
             for (; token < end; token += kTokens) {
-                float* to = parts.output + buffer + warp * kPart + quad_pair * kHalf + first_row * 4 + (lane.t & 2);
-#pragma unroll
-                for (int u = 0; u < kUnits; u++) {
-                    Accumulator c[RowTiles];
-                    Share::multiply(q, x[u], c);
-                    Share::add_quad_pairs(c, [&](int i, float2 first, float2 second) {
-                        float* pair = to + kPair * (kPairs * u + i);
-                        *reinterpret_cast<float2*>(pair) = first;
-                        *reinterpret_cast<float2*>(pair + 8) = second;
-                    });
+                tile.lay_down(shared);
+                if (token + kTokens < end) {
+                    tile.advance(p, s);
+                    tile.load(p, token + kTokens, end);
+                    if (kTouches) tile.touch(p, token + 2 * kTokens, end);
                 }
                 __syncthreads();
-                const float* from = parts.output + buffer + quad_pair * kHalf + lane.t * 4;
-                float4 scores[kPairs][kUnits];
+                {
+                    Accumulator c[kPairs][2];
 #pragma unroll
-                for (int u = 0; u < kUnits; u++)
+                    for (auto& x : c) clear(x[0]), clear(x[1]);
 #pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
-                        float4& x = scores[i][u];
-                        x = make_float4(0.f, 0.f, 0.f, 0.f);
+                    for (int g = 0; g < kOperands; g++) {
+                        const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
+                        const uint4 b[2] = {latents(keys[0] + offset), latents(keys[1] + offset)};
 #pragma unroll
-                        for (int w = 0; w < Warps; w++) {
-                            const float4 y = *reinterpret_cast<const float4*>(from + kPair * (kPairs * u + i) + w * kPart);
-                            x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+                        for (int i = 0; i < kPairs; i++) {
+                            const uint4 a = g < kStored ? shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane]
+                                                        : q[g < kStored ? 0 : g - kStored][i];
+#pragma unroll
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.x, a.y, b[n].x, b[n].y);
+#pragma unroll
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.z, a.w, b[n].z, b[n].w);
                         }
                     }
-                buffer = Warps * kPart - buffer;
+                    float* to = shared.scores[0][0];
+#pragma unroll
+                    for (int i = 0; i < kPairs; i++) {
+                        float sum[8];
+#pragma unroll
+                        for (int e = 0; e < 8; e++) sum[e] = c[i][0][e] + __shfl_xor_sync(~0u, c[i][1][e], 4);
+#pragma unroll
+                        for (int e = 0; e < 8; e += 2)
+                            *reinterpret_cast<float2*>(to + (score_at ^ (e & 4)) + (16 * i + (e & 2)) * kTokens) =
+                                make_float2(sum[e], sum[e + 1]);
+                    }
+                }
+                __syncthreads();
 
-                if (token < full_first || token + kTokens > full_end) {
+                float x[kOwn] = {}, scale[kOwn];
 #pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
-                        const int position = row_info[16 * i + 8 * second + lane.t].position;
+                for (int i = 0; i < kOwn; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
 #pragma unroll
-                        for (int u = 0; u < kUnits; u++) {
-                            const int first = token + decode::kUnit * u + 4 * later;
-                            const int low = max(position - p.problem.window_left, begin) - first;
-                            const int high = min(position + p.problem.window_right, end - 1) - first;
-                            float4& x = scores[i][u];
-                            if (low > 0 || high < 0) x.x = negative_infinity();
-                            if (low > 1 || high < 1) x.y = negative_infinity();
-                            if (low > 2 || high < 2) x.z = negative_infinity();
-                            if (low > 3 || high < 3) x.w = negative_infinity();
+                for (int w = 0; w < kColumnWarps; w++) {
+                    const Own y = reinterpret_cast<const Own*>(shared.scores[w])[thread];
+#pragma unroll
+                    for (int i = 0; i < kOwn; i++) x[i] += y.x[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    // e4m3's NaN came as an infinity
+                    if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
+                    if constexpr (decode::kQuantised) x[i] *= scale[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++)
+                    if (static_cast<unsigned>(token + i - visible) >= static_cast<unsigned>(count)) x[i] = negative_infinity();
+                float largest = x[0];
+#pragma unroll
+                for (int i = 1; i < kOwn; i++) largest = fmaxf(largest, x[i]);
+                bool moves = __any_sync(~0u, largest > softmax.limit);
+                float factor = 1.f;
+                if (moves) {
+#pragma unroll
+                    for (int n = 1; n < kMates; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
+                    factor = softmax.template move_reference<MovedRows::kAll>(largest, scale_log2, 1.f / scale_log2);
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) x[i] = softmax.probability(x[i], scale_log2);
+                if constexpr (decode::kTokenScales) {
+                    float2 product[kOwn / 2];
+                    bool exceeds = moves;
+#pragma unroll
+                    for (int i = 0; i < kOwn; i += 2) {
+                        product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                        exceeds |= decode::ValueUnit::exceeds(product[i / 2]);
+                    }
+                    moves = __any_sync(~0u, exceeds);
+                    if (moves) {
+                        float m = 0.f;
+#pragma unroll
+                        for (int i = 0; i < kOwn; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
+#pragma unroll
+                        for (int n = 1; n < kMates; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
+                        factor *= unit.move(m);
+#pragma unroll
+                        for (int i = 0; i < kOwn; i += 2) {
+                            product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                            if (decode::ValueUnit::exceeds(product[i / 2])) softmax.sum = __int_as_float(0x7fffffff);
                         }
                     }
 #pragma unroll
-                    for (int u = 0; u < kUnits; u++) Share::clear_missing(lane, token + decode::kUnit * u, end, x[u]);
+                    for (int i = 0; i < kOwn; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
                 }
+                OwnPacked packed;
+#pragma unroll
+                for (int i = 0; i < kOwn; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
+                *reinterpret_cast<OwnPacked*>(&shared.probabilities[own_row][own_token]) = packed;
+                shared.factors[own_row] = factor;  // of rows of other warps too where some move
+                if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
 
-                float largest[kPairs];
-                bool exceeds = false;
+#pragma unroll 1
+                for (int k = 0; k < kTokens; k += 8) {
+                    uint4 a[kTiles];
 #pragma unroll
-                for (int i = 0; i < kPairs; i++) {
-                    largest[i] = negative_infinity();
+                    for (int mt = 0; mt < kTiles; mt++)
+                        a[mt] = *reinterpret_cast<const uint4*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
 #pragma unroll
-                    for (const float4& x : scores[i]) largest[i] = fmaxf(largest[i], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-                    exceeds |= largest[i] > softmax[i].limit;
-                }
-                if (__any_sync(~0u, exceeds)) {
+                    for (int j = 0; j < kLoads; j++)
 #pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
-                        const float m = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 8));
-                        const float factor = softmax[i].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        for (int h = 0; h < 2; h++) {
+                            const uint4 v = latents(values + (k + 4 * h) * kPitch + 128 * j);
 #pragma unroll
-                        for (int mt = 0; mt < 2; mt++) {
-                            // from the lanes that have the accumulator's rows
-                            const int source = (first_row & 3) + 16 * lane.half + 4 * mt;
-                            const float of[2] = {__shfl_sync(~0u, factor, source), __shfl_sync(~0u, factor, source + 2)};
-#pragma unroll
-                            for (int j = 0; j < kLoads; j++)
-#pragma unroll
-                                for (int e = 0; e < 8; e++) o[2 * i + mt][j][e] *= of[(e >> 1) & 1];
-                        }
-                    }
-                }
-                if (token + kTokens < end) {
-                    cursor.template advance<kTokens>(p, s);
-                    is_wrong |= !cursor.stands();
-                }
-                if (!cursor.stands() || token + kTokens >= end) limit = 0;
-#pragma unroll
-                for (int u = 0; u < kUnits; u++) {
-                    // operand A of both halves of the tokens
-                    u32 a[RowTiles][2][2];
-#pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
-                        SoftmaxRow& row = softmax[i];
-                        const float4& y = scores[i][u];
-                        const u32 p0 = pack_probabilities(row.probability(y.x, scale_log2), row.probability(y.y, scale_log2));
-                        const u32 p1 = pack_probabilities(row.probability(y.z, scale_log2), row.probability(y.w, scale_log2));
-#pragma unroll
-                        for (int mt = 0; mt < 2; mt++)
-#pragma unroll
-                            for (int h = 0; h < 2; h++) {
-                                const int source = (lane.lane & 19) | (4 * mt + 8 * (h ^ later));
-                                a[2 * i + mt][h][0] = __shfl_sync(~0u, p0, source);
-                                a[2 * i + mt][h][1] = __shfl_sync(~0u, p1, source);
+                            for (int mt = 0; mt < kTiles; mt++) {
+                                const u32 a0 = h ? a[mt].z : a[mt].x, a1 = h ? a[mt].w : a[mt].y;
+                                mma_row_row(o[mt][j][0], a0, a1, v.x, v.y);
+                                mma_row_row(o[mt][j][1], a0, a1, v.z, v.w);
                             }
-                    }
-#pragma unroll
-                    for (int j = 0; j < kLoads; j++) {
-                        u32 b[2][2];
-                        Share::to_values(lane, x[u].latent[j], b);
-#pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++)
-#pragma unroll
-                            for (int h = 0; h < 2; h++) mma_row_row(o[mt][j], a[mt][h][0], a[mt][h][1], b[h][0], b[h][1]);
-                    }
-                    Share::load(p, cursor, lane, u, limit, x[u]);
+                        }
                 }
+                __syncthreads();
             }
+            is_wrong = !tile.stands();
         }
 
-        // scores were read by all
-        __syncthreads();
+        float sum = softmax.sum;
 #pragma unroll
-        for (int i = 0; i < kPairs; i++) {
-            float sum = softmax[i].sum;
-            sum += __shfl_xor_sync(~0u, sum, 8);
-            if (is_wrong) sum = __int_as_float(0x7fffffff);
-            if (warp == 0 && !later) parts.state[16 * i + 8 * second + lane.t] = {softmax[i].reference, sum};
+        for (int n = 1; n < kMates; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
+        if (is_wrong) sum = __int_as_float(0x7fffffff);
+        const Place last;  // computed again, so that the loop has the registers
+        const int last_thread = own_thread(), last_row = last_thread / kMates;
+        if (last_thread % kMates == 0) {
+            parts.state[last_row] = {softmax.reference, sum};
+            if constexpr (decode::kQuantised) shared.factors[last_row] = decode::kTokenScales ? 1.f / unit.inverse : key_scale;
         }
-        Share::write_output(lane, o, parts.output);
+        if constexpr (decode::kQuantised) {
+            __syncthreads();
+            finish_values(last, shared.factors, o);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
+            write_output(last, o, first, parts.output);
+            finish(first);
+        }
+    }
+
+private:
+    __device__ __forceinline__ static void finish_values(const Place& lane, const float* factors, Output& o) {
+        // e4m3's NaN came as an infinity
+        if constexpr (decode::kFormat == CacheFormat::E4m3) {
+#pragma unroll
+            for (auto& x : o)
+#pragma unroll
+                for (auto& y : x)
+#pragma unroll
+                    for (auto& z : y)
+#pragma unroll
+                        for (float& w : z) w = fmaf(w, 0.f, w);
+        }
+        rescale(lane, factors, o);
+    }
+    // The output of rows `first` to first + kRowsAtOnce.
+    __device__ __forceinline__ static void write_output(const Place& lane, const Output& o, int first, float* to) {
+#pragma unroll
+        for (int mt = 0; mt < kTiles; mt++) {
+            const int row = lane.first_row + 8 * mt - first;
+            if (static_cast<unsigned>(row) >= kRowsAtOnce) continue;
+            float* own =
+                to + (row + (lane.t & 1) + 4 * lane.half) * decode::kPartStride + kWarpColumns * lane.column_warp + (lane.t & 2);
+#pragma unroll
+            for (int j = 0; j < kLoads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e += 2)
+                        *reinterpret_cast<float2*>(own + (e & 2) * decode::kPartStride + 64 * j + 8 * lane.value_chunk(e >> 2) +
+                                                   4 * i) = make_float2(o[mt][j][i][e], o[mt][j][i][e + 1]);
+        }
     }
 };
 

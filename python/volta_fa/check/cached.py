@@ -94,6 +94,13 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
                 ((2, 9, 2), (0, 3, 0), (5, 31, 4)), 40, 40, 2, page=0, packed=True, dtype=kind, rotary="half", softcap=20.0, sinks=True
             ),
         ]
+    if pass_ == "Append" and variant["cache"] != "float":  # (a rotation is rounded, and a code may be the next one then)
+        found = [
+            Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4),
+            Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 96, 32, 2, page=0, packed=True),
+            Problem(((2, 37, 2), (2, 0, 2)), 224, 128, 2, page=48),
+        ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Append":  # it takes any headdim
         return [
             Problem(((1, 40, 1), (1, 0, 1), (1, 15, 1), (1, 300, 1)), 64, 64, 4, rotary="half"),
@@ -110,11 +117,12 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
     if pass_ == "DecodeLatents":
         # of each tile some rows are nobody's; of the others a sequence has several tiles
-        return [
+        found = [
             Problem(((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), d, dv, rows - 1, latents=True),
             Problem(((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)), d, dv, 7, page=0, packed=True, latents=True),
             Problem(((2, 81, 0), (2, 200, 0)), d, dv, rows + 5, page=64, latents=True),
         ]
+        return [dataclasses.replace(p, cache=variant["cache"]) for p in found]
     if pass_ == "Decode":
         # of each tile some rows are nobody's; of the second problem a sequence has several tiles
         group = min(rows - 1, 7)
@@ -155,7 +163,9 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))
     plans = plan["cache"]
-    if p.is_quantised:  # (nothing is appended)
+    if p.is_quantised and news:  # (to few rows)
+        return [plans["append_quantised"][p.cache], plans["quantised"][p.cache]]
+    if p.is_quantised:
         return [plans["quantised"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
     if p.cache != "float":  # (likewise, and of few rows)
         return [plans[p.cache]]
@@ -265,22 +275,30 @@ class Inputs:
         """What the op returns, and the caches that it leaves."""
         caches = self.k_cache.clone(), self.v_cache.clone()
         if self.problem.latents:
-            options = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            names = {"k_scale": "latent_scale", "k_descale": "latent_descale"}
+            given = {name: value for name, value in self.options.items() if name not in ("window_left", "softcap")}
+            options = {names.get(name, name): value for name, value in given.items()}
             out, softmax_lse = torch.ops.volta_fa.fwd_mla(self.q, caches[0], **options)
         else:
             out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(self.q, *caches, *self.new, **self.options)
         return {"out": out, "softmax_lse": softmax_lse, "k_cache": caches[0], "v_cache": caches[1]}
 
-    def numbers(self) -> list[Tensor]:
-        """Copies of what the caches stand for: quantised ones in float64."""
-        caches, format = {"k": self.k_cache, "v": self.v_cache}, self.problem.cache
+    def numbers(self, which: str, cache: Tensor) -> Tensor:
+        """A copy of what the cache `which`, k or v, stands for: of a quantised one in float64."""
+        format, given = self.problem.cache, self.options.get
         if not self.problem.is_quantised:
-            return [t.clone() for t in caches.values()]
-        given = self.options.get
-        return [
-            dequantize_kv(t, format, given(f"{which}_scale", given(f"{which}_descale")), given(f"{which}_zero_point"), dtype=torch.float64)
-            for which, t in caches.items()
-        ]
+            return cache.clone()
+        x = "k" if self.problem.latents else which  # values that are keys have their scales
+        scale = given(f"{x}_scale", given(f"{x}_descale"))
+        return dequantize_kv(cache, format, scale, given(f"{x}_zero_point"), dtype=torch.float64)
+
+    def appended(self, which: str, new: Tensor) -> Tensor:
+        """What the cache stands for where these tokens were appended."""
+        format = self.problem.cache
+        if not self.problem.is_quantised:
+            return new
+        made = quantize_kv(new, format, scale=self.options.get(f"{which}_descale"))
+        return dequantize_kv(made.data, format, made.scale, made.zero_point, dtype=torch.float64)
 
     def sequences(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> list[tuple[tuple[Tensor, ...], dict[str, Any], slice | int]]:
         """Of each sequence with queries q, k and v as a dense problem, its options for `rule.attend`, and where it lies in q."""
@@ -324,14 +342,15 @@ def expect(inputs: Inputs) -> Expected:
         exact.options["alibi_slopes"] = host.options["alibi_slopes"]
     values = exact.run()
     # once more by PyTorch's own operations: tokens are appended and queries rotated here, rounded as the op rounds them
-    (k_cache, v_cache), q = host.numbers(), host.q.clone()
+    k_cache, v_cache, q = host.numbers("k", host.k_cache), host.numbers("v", host.v_cache), host.q.clone()
     for b, ((n, cached, new), first_q, first_new, (entry, row)) in enumerate(zip(p.lengths, _firsts(p, 0), _firsts(p, 2), inputs.places)):
         of_q: Any = slice(first_q, first_q + n) if p.packed else b
         q[of_q] = _rotated(host.q[of_q].double(), cached, p, host.options).to(p.dtype)
         if new:
             of_new: Any = slice(first_new, first_new + new) if p.packed else b
-            k_cache[entry[cached:], row[cached:]] = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
-            v_cache[entry[cached:], row[cached:]] = host.new[1][of_new]
+            rotated = _rotated(host.new[0][of_new].double(), cached, p, host.options).to(p.dtype)
+            k_cache[entry[cached:], row[cached:]] = host.appended("k", rotated)
+            v_cache[entry[cached:], row[cached:]] = host.appended("v", host.new[1][of_new])
     out, again = torch.zeros(values["out"].shape, dtype=p.dtype), torch.zeros_like(values["out"])
     lse = torch.full(values["softmax_lse"].shape, math.inf, dtype=torch.float64)
     sums = tolerance = largest = squares = 0.0

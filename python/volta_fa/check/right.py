@@ -141,6 +141,7 @@ def _check_cached(verdict: Verdict, target: Target, variant: dict[str, Any], pro
         if written.any():
             # a sum of two products in fp32, rounded once
             allowed = 2 * torch.finfo(exact.dtype).eps * (1 + rule.largest(exact[written]))
+            value = inputs.mapped(lambda t: t.cpu()).numbers(name[0], value)
             _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value[written], exact[written]), allowed)
 
 

@@ -3,4 +3,4 @@
 use super::super::volta;
 use super::{Variant, TURING};
 
-pub const APPEND: &[Variant] = &[Variant { name: "turing_append", family: TURING, registers: 80, ..volta::APPEND[0] }];
+pub const APPEND: &[Variant] = &[Variant { name: "turing_append", family: TURING, registers: 52, ..volta::APPEND[0] }];

@@ -49,30 +49,36 @@ const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows)
     )
 }
 
+/// `with` as many rows a warp as plain has, where all registers are in use: half the slots, and behind them 32 bytes of a thread's own.
+const fn with_all_rows(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
+    let plain = Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain };
+    with(need, name, plain, (plain.threads / 32, 32 * plain.block_rows / plain.threads), registers)
+}
+
 const PLAIN: [Variant; 7] = [
     pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 128),
     // 48 registers of Q and 96 of output; 32 KB: two blocks.
-    pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 247),
+    pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 246),
     pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 238),
     // 64 registers of Q and 128 of output; the 64 KB that an SM has.
     pipelined("turing_fwd_128x128", (128, 128), (8, 32), 8, 1, 255),
     // 32 rows of Q and of output do not fit: 16 rows a warp.
-    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 208),
-    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 252),
+    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 209),
+    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 251),
     pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
 ];
 
-const MEDIUM_64: Variant = pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 180);
+const MEDIUM_64: Variant = pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 181);
 
 pub const FORWARD: &[Variant] = &[
     PLAIN[0],
     PLAIN[1],
     // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
     MEDIUM_64,
-    pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 120),
+    pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 122),
     PLAIN[2],
     pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 156),
-    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 156),
+    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 157),
     PLAIN[3],
     pipelined("turing_fwd_128x128_medium", (128, 128), (8, 16), 8, 1, 184),
     // One block, though two fit: two of 64 rows are slower than one of 128.
@@ -81,28 +87,30 @@ pub const FORWARD: &[Variant] = &[
     PLAIN[5],
     PLAIN[6],
     PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 128),
-    PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 247),
-    MEDIUM_64.covering(Needs::RAGGED, "turing_fwd_ragged_64x64_medium", 180),
+    PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 246),
+    MEDIUM_64.covering(Needs::RAGGED, "turing_fwd_ragged_64x64_medium", 181),
     PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 238),
     PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
-    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 208),
-    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 252),
+    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 209),
+    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 253),
     PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
-    with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 190),
-    with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 187),
-    with(Need::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 249),
-    with(Need::Alibi, "turing_fwd_alibi_64x64_medium", PLAIN[1], (4, 32), 192),
-    with(Need::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], (8, 16), 195),
-    with(Need::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 216),
+    with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 188),
+    with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 189),
+    with(Need::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 254),
+    with(Need::Alibi, "turing_fwd_alibi_64x64_medium", PLAIN[1], (4, 32), 195),
+    with_all_rows(Need::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], 255),
+    with(Need::Alibi, "turing_fwd_alibi_128x128_medium", PLAIN[3], (8, 16), 195),
+    with(Need::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 218),
     with(Need::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 210),
-    with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 203),
-    with(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], (8, 16), 200),
+    with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 205),
+    with_all_rows(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], 255),
+    with(Need::Dropout, "turing_fwd_dropout_128x128_medium", PLAIN[3], (8, 16), 200),
     Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 150) },
     general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 195),
-    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 164),
+    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 162),
     general("turing_fwd_general_128x128", PLAIN[3], (8, 16), 189),
     general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 213),
-    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 254),
+    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
     general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
 ];
 
@@ -114,10 +122,15 @@ const PAGED_GENERAL: Needs = Needs::GENERAL.union(Needs::PAGED);
 
 /// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
 pub const PREFILL: &[Variant] = &[
-    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 249),
+    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 247),
+    // Fewer rows a warp, as above: chunks have few.
+    paged("turing_prefill_64x64_medium", PLAIN[1], (4, 32), Needs::PAGED, 190),
+    paged("turing_prefill_64x64_small", PLAIN[1], (4, 16), Needs::PAGED, 128),
     paged("turing_prefill_128x128", PLAIN[3], (8, 32), Needs::PAGED, 255),
+    paged("turing_prefill_128x128_medium", PLAIN[3], (8, 16), Needs::PAGED, 192),
+    paged("turing_prefill_128x128_small", PLAIN[3], (4, 16), Needs::PAGED, 188),
     paged("turing_prefill_256x256", PLAIN[6], (8, 16), Needs::PAGED, 255),
-    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 187),
-    paged("turing_prefill_general_128x128", PLAIN[3], (8, 16), PAGED_GENERAL, 191),
+    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 190),
+    paged("turing_prefill_general_128x128", PLAIN[3], (8, 16), PAGED_GENERAL, 190),
     paged("turing_prefill_general_256x256", PLAIN[6], (8, 16), PAGED_GENERAL, 255),
 ];

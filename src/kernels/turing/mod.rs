@@ -20,7 +20,7 @@ pub const TURING: Family = Family {
     native: &[75],
     shared_bytes: 64 * 1024,
     threads: 1024,
-    either_order: &[Pass::Forward],
+    either_order: &[Pass::Forward, Pass::Prefill],
     in_rounds: false,
     stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh

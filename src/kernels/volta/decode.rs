@@ -47,77 +47,104 @@ const fn of_cache(
 
 /// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
 pub const DECODE: &[Variant] = &[
-    decode("volta_decode_64x8", 64, [8, 8], 128, 4, 110),
-    decode("volta_decode_64x16", 64, [16, 16], 128, 3, 146),
-    decode("volta_decode_64x32", 64, [32, 16], 128, 3, 144),
-    decode("volta_decode_64x64", 64, [64, 16], 384, 1, 136),
-    decode("volta_decode_128x8", 128, [8, 8], 128, 3, 148),
-    decode("volta_decode_128x16", 128, [16, 16], 128, 2, 210),
-    decode("volta_decode_128x32", 128, [32, 16], 128, 2, 210),
-    decode("volta_decode_128x64", 128, [64, 16], 256, 1, 199),
-    decode("volta_decode_256x8", 256, [8, 8], 128, 2, 225),
-    decode("volta_decode_256x16", 256, [16, 8], 128, 2, 225),
-    decode("volta_decode_256x32", 256, [32, 8], 128, 2, 209),
-    decode("volta_decode_256x64", 256, [64, 8], 256, 1, 202),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 126),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 152),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 152),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 154),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x8", 128, [8, 8], 128, 3, 168),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x16", 128, [16, 16], 128, 2, 242),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 242),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 235),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 254),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x16", 256, [16, 8], 128, 2, 254),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 254),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 8], 256, 1, 254),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 123),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 168),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 168),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 128, 3, 165),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_128x16", 128, [16, 16], 128, 2, 237),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_128x32", 128, [32, 16], 128, 2, 238),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 128, 2, 206),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_256x16", 256, [16, 8], 128, 2, 207),
-    of_cache(CacheFormat::Int8, "volta_decode_int8_256x32", 256, [32, 8], 128, 2, 207),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x8", 64, [8, 8], 128, 4, 127),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x16", 64, [16, 16], 128, 2, 184),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x32", 64, [32, 16], 128, 2, 185),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x8", 128, [8, 8], 128, 3, 159),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x16", 128, [16, 16], 128, 2, 240),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x32", 128, [32, 16], 128, 2, 241),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x8", 256, [8, 8], 128, 2, 194),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x16", 256, [16, 8], 128, 2, 194),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x32", 256, [32, 8], 128, 2, 194),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x8", 64, [8, 8], 128, 4, 122),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x16", 64, [16, 16], 128, 3, 166),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x32", 64, [32, 16], 128, 3, 168),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x8", 128, [8, 8], 128, 3, 165),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x16", 128, [16, 16], 128, 2, 231),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x32", 128, [32, 16], 128, 2, 233),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x8", 256, [8, 8], 128, 2, 200),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x16", 256, [16, 8], 128, 2, 202),
-    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x32", 256, [32, 8], 128, 2, 202),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x8", 64, [8, 8], 128, 4, 125),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x16", 64, [16, 16], 128, 3, 168),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x32", 64, [32, 16], 128, 3, 168),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x8", 128, [8, 8], 128, 3, 163),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x16", 128, [16, 16], 128, 2, 236),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x32", 128, [32, 16], 128, 2, 237),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x8", 256, [8, 8], 128, 2, 210),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x16", 256, [16, 8], 128, 2, 212),
-    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 128, 2, 212),
+    decode("volta_decode_64x8", 64, [8, 8], 128, 4, 94),
+    decode("volta_decode_64x16", 64, [16, 16], 128, 3, 128),
+    decode("volta_decode_64x32", 64, [32, 16], 128, 3, 128),
+    decode("volta_decode_64x64", 64, [64, 16], 384, 1, 126),
+    decode("volta_decode_128x8", 128, [8, 8], 128, 3, 132),
+    decode("volta_decode_128x16", 128, [16, 16], 128, 2, 194),
+    decode("volta_decode_128x32", 128, [32, 16], 128, 2, 194),
+    decode("volta_decode_128x64", 128, [64, 16], 256, 1, 188),
+    decode("volta_decode_256x8", 256, [8, 8], 128, 2, 216),
+    decode("volta_decode_256x16", 256, [16, 8], 128, 2, 216),
+    decode("volta_decode_256x32", 256, [32, 8], 128, 2, 197),
+    decode("volta_decode_256x64", 256, [64, 8], 256, 1, 189),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 96),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 139),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 128),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 127),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x8", 128, [8, 8], 128, 3, 167),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x16", 128, [16, 16], 128, 2, 230),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 230),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 228),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 255),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x16", 256, [16, 8], 128, 2, 255),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 255),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 8], 256, 1, 255),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 110),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 158),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 159),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_128x8", 128, [8, 8], 128, 3, 156),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_128x16", 128, [16, 16], 128, 2, 224),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_128x32", 128, [32, 16], 128, 2, 225),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 128, 2, 193),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_256x16", 256, [16, 8], 128, 2, 194),
+    of_cache(CacheFormat::Int8, "volta_decode_int8_256x32", 256, [32, 8], 128, 2, 194),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_64x8", 64, [8, 8], 128, 4, 115),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_64x16", 64, [16, 16], 128, 2, 172),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_64x32", 64, [32, 16], 128, 2, 173),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_128x8", 128, [8, 8], 128, 3, 148),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_128x16", 128, [16, 16], 128, 2, 227),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_128x32", 128, [32, 16], 128, 2, 228),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_256x8", 256, [8, 8], 128, 2, 180),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_256x16", 256, [16, 8], 128, 2, 182),
+    of_cache(CacheFormat::Int4, "volta_decode_int4_256x32", 256, [32, 8], 128, 2, 182),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x8", 64, [8, 8], 128, 4, 108),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x16", 64, [16, 16], 128, 3, 153),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x32", 64, [32, 16], 128, 3, 155),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x8", 128, [8, 8], 128, 3, 152),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x16", 128, [16, 16], 128, 2, 216),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_128x32", 128, [32, 16], 128, 2, 218),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x8", 256, [8, 8], 128, 2, 188),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x16", 256, [16, 8], 128, 2, 189),
+    of_cache(CacheFormat::E5m2, "volta_decode_e5m2_256x32", 256, [32, 8], 128, 2, 189),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x8", 64, [8, 8], 128, 4, 112),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x16", 64, [16, 16], 128, 3, 156),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_64x32", 64, [32, 16], 128, 3, 157),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x8", 128, [8, 8], 128, 3, 159),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x16", 128, [16, 16], 128, 2, 222),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_128x32", 128, [32, 16], 128, 2, 223),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x8", 256, [8, 8], 128, 2, 200),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x16", 256, [16, 8], 128, 2, 203),
+    of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 128, 2, 203),
 ];
 
-/// Latents of 576 columns, of which the first 512 are the values. All warps of a block have the same tokens, and columns of their own.
-const fn latents(name: &'static str, source: &'static str, block_rows: u32, threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+/// Latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/latents.cuh). All warps of a block have the same
+/// tokens: four share the columns, more than four the rows too. Of `rows` the first are `block_rows`, the second `step` those whose
+/// output shared memory has room for at a time.
+const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let [block_rows, step] = rows;
     // outputs of one set of tokens in shared memory, as of one warp
-    let v = decode(name, 512, [block_rows, block_rows], 32, blocks_per_sm, registers);
-    Variant { pass: Pass::DecodeLatents, source, headdim: 576, threads, ..v }
+    let v = of_cache(cache, name, 512, [step, step], 32, blocks_per_sm, registers);
+    let warps = threads / 32;
+    // of a warp's nine operands of queries for each 16 rows those that registers have no room for
+    let stored = if block_rows * 4 / warps > 16 {
+        7
+    } else if blocks_per_sm > 2 {
+        4
+    } else {
+        0
+    };
+    let queries = block_rows / 16 * 4 * stored * 512;
+    // tokens and their scales; four parts of scores, probabilities and a factor of each row
+    let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
+    let output = step * (512 + 4) * 4;
+    let shared_bytes = if work > output { work } else { output } + block_rows * 16 + 256;
+    Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, block_rows, step, threads, shared_bytes, ..v }
 }
 
-/// With 16 rows memory decides, and what is in flight; with more the time goes into arithmetic and shuffles.
+/// With 16 rows memory decides, and what is in flight; with more the time goes into products and shared memory.
 pub const LATENTS: &[Variant] = &[
-    latents("volta_latents_16", "volta/decode/latents.cu", 16, 128, 2, 231),
-    latents("volta_latents_32", "volta/decode/latents_pipelined.cu", 32, 256, 1, 222),
+    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 214),
+    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 200),
+    latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 254),
+    latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 249),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 247),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E4m3, "volta_latents_e4m3_64", [64, 32], 256, 1, 247),
 ];

@@ -160,10 +160,10 @@ const fn paged_general(plain: Variant, name: &'static str, registers: u32) -> Va
 
 /// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
 pub const PREFILL: &[Variant] = &[
-    paged(PLAIN_LARGE[1], "volta_prefill_64x64", 253),
+    paged(PLAIN_LARGE[1], "volta_prefill_64x64", 251),
     paged(PLAIN_LARGE[3], "volta_prefill_128x128", 254),
-    paged(PLAIN_LARGE[6], "volta_prefill_256x256", 232),
-    paged_general(PLAIN_LARGE[1], "volta_prefill_general_64x64", 124),
-    paged_general(PLAIN_LARGE[3], "volta_prefill_general_128x128", 165),
-    paged_general(PLAIN_LARGE[6], "volta_prefill_general_256x256", 236),
+    paged(PLAIN_LARGE[6], "volta_prefill_256x256", 227),
+    paged_general(PLAIN_LARGE[1], "volta_prefill_general_64x64", 123),
+    paged_general(PLAIN_LARGE[3], "volta_prefill_general_128x128", 161),
+    paged_general(PLAIN_LARGE[6], "volta_prefill_general_256x256", 231),
 ];

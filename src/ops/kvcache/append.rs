@@ -24,7 +24,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
     if [a.batch, rows, a.nheads_k].contains(&0) {
         return Ok(q.shallow_clone());
     }
-    let planned = plan::append(rows, a.nheads_k, &launcher.limits()?)?;
+    let planned = plan::append(rows, a.nheads_k, a.format, &launcher.limits()?)?;
     log::append(a, rows, &planned)?;
     let rotated = match rotates {
         true => tensor::empty(&q.size(), q.kind(), q.device(), launcher.output_alignment())?,

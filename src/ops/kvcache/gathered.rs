@@ -13,7 +13,7 @@ use super::{converted, parameters, Call};
 use crate::error::Result;
 use crate::launch::Launcher;
 use crate::ops::Inputs;
-use crate::options::Options;
+use crate::options::{scale_of_latents, Options};
 use crate::params::CacheFormat;
 use crate::problem::{Attention, CachedAttention, CachedSequence};
 use tch::{Device, Kind, Tensor};
@@ -253,6 +253,7 @@ fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k:
 pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
     let o = &call.options;
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
+    let named = |name| if a.has_latents() { scale_of_latents(name).unwrap_or(name) } else { name };
     let refuse = |name: &str, values: &Tensor| -> Result<()> {
         let may_be_negative = name.ends_with("zero_point");
         let finite = values.f_abs()?.f_le(f64::from(f32::MAX))?;
@@ -267,7 +268,7 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
         Err(crate::error::Error::value(name, found.to_string().to_lowercase(), allowed))
     };
     for (name, t) in of_heads {
-        t.as_ref().map_or(Ok(()), |t| refuse(name, t))?;
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), t))?;
     }
     if !a.format.has_scales() || [a.batch, a.entries, a.rows, a.nheads_k, seqlen_k].contains(&0) {
         return Ok(());
@@ -276,7 +277,7 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
     let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
     let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
     for (name, t) in o.token_scales() {
-        t.as_ref().map_or(Ok(()), |t| refuse(name, &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
     }
     Ok(())
 }
@@ -333,9 +334,11 @@ fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen
     Ok((k, v, used))
 }
 
-/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim) and lengths as [`used_keys`] has them.
+/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim), those of a quantised one in fp32, and
+/// lengths as [`used_keys`] has them.
 pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, call.q.kind(), seqlen_k)?;
+    let kind = if a.format == CacheFormat::Float { call.q.kind() } else { Kind::Float };
+    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, kind, seqlen_k)?;
     Ok((k, used))
 }
 

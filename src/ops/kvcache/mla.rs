@@ -8,6 +8,7 @@ use crate::launch::Launcher;
 use crate::ops::bf16::saturated;
 use crate::ops::{checks_lengths, Target};
 use crate::options::{KvCacheOptions, MlaOptions};
+use crate::params::CacheFormat;
 use crate::problem::{self, Backend, CachedAttention, CachedSequence, TensorDesc, LATENT_HEADDIMS};
 use crate::tensor::{describe, is_readable, readable};
 use std::ffi::c_void;
@@ -34,7 +35,10 @@ pub(crate) fn forward(call: MlaCall) -> Result<(Tensor, Tensor)> {
         true => Some(sequences(&call, &a)?),
         false => None,
     };
-    let seqlen_k = sequences.map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
+    let seqlen_k = sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
+    if sequences.is_some() && a.format != CacheFormat::Float {
+        gathered::check_scales(&call, &a, seqlen_k)?;
+    }
     match target {
         _ if a.is_empty() => empty(&call, &a),
         Target::Cpu => gathered::forward(&call, &a, seqlen_k),
@@ -55,13 +59,16 @@ pub(crate) fn check(call: MlaCall) -> Result<()> {
 /// The call as one on a KV cache.
 fn validate(call: MlaCall, q: &TensorDesc, backend: Backend) -> Result<(Call, CachedAttention)> {
     let MlaCall { q: queries, latent_cache, options, stream } = call;
-    let options = KvCacheOptions::from(options);
+    let mut options = KvCacheOptions::from(options);
     let a = problem::validate_mla(q, &describe(&latent_cache)?, &options.try_map(describe)?, backend)?;
+    let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    (options.v_scale, options.v_descale) = (own(&options.k_scale), own(&options.k_descale));
     let values = latent_cache.f_narrow(-1, 0, LATENT_HEADDIMS[0])?;
     Ok((Call { q: queries, k_cache: latent_cache, v_cache: values, appended: None, options, stream }, a))
 }
 
-/// What the kernels cannot read where it is, bf16 and rows off 16-byte boundaries: they get copies of the batch's tokens, in fp16.
+/// What the kernels cannot read where it is, beside bf16 queries or of rows off 16-byte boundaries: they get copies of the batch's tokens,
+/// in fp16.
 fn on_copies(call: &Call, a: &CachedAttention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let half = |t: &Tensor| readable(&if t.kind() == Kind::Half { t.shallow_clone() } else { saturated(t)? });
     let (tokens, used) = gathered::collected(call, a, seqlen_k)?;
@@ -80,7 +87,7 @@ fn on_copies(call: &Call, a: &CachedAttention, seqlen_k: i64, launcher: &dyn Lau
     };
     let values = tokens.f_narrow(-1, 0, a.headdim_v)?;
     let rows = tokens.size()[1];
-    let dense = CachedAttention { entries: a.batch, rows, max_pages: None, seqlen_k: rows, ..*a };
+    let dense = CachedAttention { format: CacheFormat::Float, entries: a.batch, rows, max_pages: None, seqlen_k: rows, ..*a };
     let copied = Call { q: q.shallow_clone(), k_cache: tokens, v_cache: values, appended: None, options, stream: call.stream };
     let (out, softmax_lse) = device::attend_to_latents(&q, &copied, &dense, launcher)?;
     Ok((out.f_to_kind(call.q.kind())?, softmax_lse))

