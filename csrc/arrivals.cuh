@@ -1,8 +1,8 @@
 // Which of several blocks that write parts of one result comes last, and so joins them.
 #pragma once
 
-// One more has arrived in the memory at `arrivals`. Returns whether it is the last of `expected`; then nobody has. (No more than those
-// arrive, but where a simulation lets some of them find the others there.)
+// One more has arrived in the memory at `arrivals`. Returns whether it is the last of `expected`; then nobody has. (No more than
+// those arrive, but where a simulation lets some of them find the others there.)
 //
 // The memory needs no first value: whatever does not begin with the number of this call means that nobody has arrived. So it can be
 // anything that the allocator has for the call's stream, and calls on other streams, or replays of a graph, have none to share.

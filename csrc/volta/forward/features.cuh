@@ -67,7 +67,8 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row, int key)
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row,
+                                         int key)
         : Base(p, grid, mask, unmasked, row, key), softcap_(p.problem, p.score_options) {}
     __device__ __forceinline__ float scale(const FwdParams&) const { return -2.f * softcap_.cap; }
     __device__ __forceinline__ float score(float x) const {
@@ -138,7 +139,8 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row, int key)
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row,
+                                         int key)
         : Base(p, grid, mask, unmasked, row, key), grid_(grid), slope_(slope_of(p)),
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
         set_interval(unmasked, mask, row, false);
@@ -278,7 +280,8 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles
 public:
     using typename Base::Tile;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked,
+                                         int row, int key)
         : Base(p, grid, mask, unmasked, row, key), base_(base_of(p, ForwardLane(), row)) {}
     // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
@@ -343,7 +346,8 @@ public:
         uint4 of[RowTiles];
     };
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked, int row, int key)
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked,
+                                         int row, int key)
         : Base(p, grid, mask, unmasked, row, key) {
         const Philox philox(p.score_options.rng_state, head_here(p));
         key_[0] = philox.key[0], key_[1] = philox.key[1];

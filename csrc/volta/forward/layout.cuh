@@ -184,7 +184,8 @@ __device__ __forceinline__ void join_result(SoftmaxState<RowTiles>& softmax, Acc
 
 // The usual grid: a block of rows has a block, which has all of its keys.
 struct WholeRows {
-    static constexpr bool kIndexed = true;  // an axis each for batch entries and heads, of which much knows that is not told of grids
+    static constexpr bool kIndexed =
+        true;  // an axis each for batch entries and heads, of which much knows that is not told of grids
     template <int BlockRows>
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;

@@ -1,9 +1,9 @@
 // Grids of equal shares. Where the last round of a grid's blocks would leave most of the GPU idle, the blocks of rows that are left
-// over after the full rounds are cut along the keys, and every place of the GPU gets as much of them: src/plan/shares.rs decides which
-// block has what, in the order in which they start.
+// over after the full rounds are cut along the keys, and every place of the GPU gets as much of them: src/plan/shares.rs decides
+// which block has what, in the order in which they start.
 //
-// A piece's result goes to scratch memory, and the block that finds all of its block of rows there joins them in the order of the keys. So
-// nobody waits for another, and the output does not depend on who that is.
+// A piece's result goes to scratch memory, and the block that finds all of its block of rows there joins them in the order of the
+// keys. So nobody waits for another, and the output does not depend on who that is.
 #pragma once
 
 #include "arrivals.cuh"
@@ -13,8 +13,8 @@ namespace volta {
 
 // A block's keys: all of a block of rows, or a piece.
 struct Share {
-    int row_block;       // of all heads and batch entries
-    int cut = 0;         // its number among those that are cut
+    int row_block;  // of all heads and batch entries
+    int cut = 0;  // its number among those that are cut
     int first = 0, end;  // in steps
     int number = 0, pieces = 1;
 
