@@ -446,7 +446,10 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
     let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
-    thread_local!(static LAST: Cell<Option<((u64, u32, u32, u32, u32), Option<(EqualShares, bool)>)>> = const { Cell::new(None) });
+    type Asked = (u64, u32, u32, u32, u32);
+    type Found = Option<(EqualShares, bool)>;
+    // the layers of a model ask the same again and again
+    thread_local!(static LAST: Cell<Option<(Asked, Found)>> = const { Cell::new(None) });
     let (shares, pays) = LAST.get().filter(|(same, _)| *same == asked).map_or_else(
         || {
             let (row_blocks, keys, step, sms, places_per_sm) = asked;
