@@ -37,7 +37,7 @@ struct Attend {
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
 private:
-    enum class How { kRegisters, kShared, kStaged };
+    enum class How { Registers, Shared, Staged };
     template <How, class = void>
     struct StepsOf {
         using Steps = Cursor<OperandPlaces<Layout>>;
@@ -45,18 +45,18 @@ private:
         static constexpr int kWorkBytes = 0;
     };
     template <class Unused>
-    struct StepsOf<How::kShared, Unused> : StepsOf<How::kRegisters> {
+    struct StepsOf<How::Shared, Unused> : StepsOf<How::Registers> {
         using Steps = SharedSteps<Layout, RowGroups>;
         static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float),
                       "a set's buffers lie where its part will");
     };
     template <class Unused>
-    struct StepsOf<How::kStaged, Unused> {
+    struct StepsOf<How::Staged, Unused> {
         using Steps = StagedSteps<Layout, RowGroups>;
         using Scales = LaidScales;
         static constexpr int kWorkBytes = Warps * Steps::kBytes;
     };
-    using OwnSteps = StepsOf<kShares ? How::kShared : kStages ? How::kStaged : How::kRegisters>;
+    using OwnSteps = StepsOf<kShares ? How::Shared : kStages ? How::Staged : How::Registers>;
 
 public:
     static constexpr int kWorkBytes = OwnSteps::kWorkBytes;
@@ -106,12 +106,13 @@ public:
                     if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
                 }
             }
-            const auto attend_step = [&](int token) {
+            for (int token = first; left > 0 && (kShares || kStages || steps.stands()); token += kUnit) {
                 left--;
                 if constexpr (kShares) {
                     steps.share(p, s, seqlen_k, left > 0);
                     steps.keys(k[0]);
                 } else if constexpr (kStages) {
+                    steps.take(p, s, seqlen_k, left);
                     steps.keys(k);
                 }
                 float2 x[kTiles][RowTiles];
@@ -207,19 +208,6 @@ public:
                 if constexpr (!kShares && !kStages) {
                     if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
                 }
-            };
-            if constexpr (kStages) {
-                for (int token = first; left > 0;) {
-                    steps.take(p, s, seqlen_k, left);
-                    // (a loop of its own: ptxas waits for all loads where one begins again)
-#pragma unroll 1
-                    for (int step = 0; step < steps.kSteps && left > 0; step++, token += kUnit) {
-                        steps.go_to(step);
-                        attend_step(token);
-                    }
-                }
-            } else {
-                for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) attend_step(token);
             }
             is_wrong = !steps.stands();
         }

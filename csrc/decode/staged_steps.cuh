@@ -47,7 +47,8 @@ private:
 
     Cursor<Lines> cursor_;
     bool stands_ = true;
-    char *part_, *at_;
+    char *part_, *at_;  // the warp's part, and of it the step's
+    int laid_ = 0;  // steps behind that one that lie there
     unsigned keys_[kSteps][kLoads][4] = {}, values_[kSteps][kLoads][4] = {};
     StepScales scales_[kSteps];
 
@@ -55,20 +56,24 @@ public:
     static constexpr int kBytes = kSteps * kStepBytes;  // of a warp
 
     __device__ __forceinline__ StagedSteps(const DecodeParams& p, const Segment& s, int token, void* parts, int set, int group)
-        : cursor_(p, s, token), part_(static_cast<char*>(parts) + (set * Groups + group) * kBytes) {}
+        : cursor_(p, s, token), part_(static_cast<char*>(parts) + (set * Groups + group) * kBytes), at_(part_) {}
     // The first steps of `left`.
     __device__ __forceinline__ void begin(const DecodeParams& p, const Segment& s, int seqlen_k, int left) {
         load(p, s, seqlen_k, left, false);
     }
-    // Lays down the next kSteps, where there are so many of `left`, and loads those behind them.
+    // Goes to the next step, behind which `left` come.
     __device__ __forceinline__ void take(const DecodeParams& p, const Segment& s, int seqlen_k, int left) {
-        __syncwarp();  // all have read what lies there
-        lay_down();
-        load(p, s, seqlen_k, left - kSteps, true);
-        __syncwarp();
+        at_ += kStepBytes;
+        if (laid_ == 0) {
+            __syncwarp();  // all have read what lies there
+            lay_down();
+            load(p, s, seqlen_k, left + 1 - kSteps, true);
+            __syncwarp();
+            at_ = part_;
+            laid_ = kSteps;
+        }
+        laid_--;
     }
-    // Goes to one of those that are laid down.
-    __device__ __forceinline__ void go_to(int step) { at_ = part_ + step * kStepBytes; }
     template <int Loads>
     __device__ __forceinline__ void keys(Keys<Loads> (&k)[kTiles]) const {
         const char* from = at_ + Operands::key_token() * kPitch + stored(Operands::key_column());
