@@ -21,15 +21,12 @@ struct LaidScales {
 // Of warp `group` of the `Groups` that have a set's tokens.
 template <class Layout, int Groups>
 class StagedSteps {
+    // Steps on their way, of 1280, 2304 and 2176 bytes: of the 16, 12 or 8 warps that registers have room for 41, 28 and 35 KB,
+    // where a DRAM that answers after 3000 clocks wants 20 all the time.
+    static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
     static constexpr int kRowBytes = stored(HEADDIM), kChunk = sizeof(uint4);
     static constexpr int kLanes = kRowBytes / kChunk, kRows = 32 / kLanes;  // that have a row; rows of a load
     static constexpr int kLoads = kUnit / kRows;  // of a step's keys, or its values
-public:
-    // Steps on their way: of the 16, 12 or 8 warps that registers have room for 40, 27 and 34 KB, of which a DRAM that answers
-    // after 3000 clocks wants 20 all the time.
-    static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
-
-private:
     // Rows as long as all banks together are laid down 32 bytes further each.
     static constexpr int kPitch = kRowBytes % 128 == 0 ? kRowBytes + 32 : kRowBytes;
     static constexpr int kValuesAt = kUnit * kPitch, kScalesAt = 2 * kValuesAt;
