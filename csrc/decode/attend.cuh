@@ -4,6 +4,7 @@
 // each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
 // Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
 // step in flight, and nothing twice.
+// (Otherwise are steps that more than two warps share, shared_steps.cuh, and those of int4, staged_steps.cuh.)
 //
 // A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
 //   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
