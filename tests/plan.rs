@@ -27,7 +27,7 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 11] {
+fn wishes() -> [(Features, Option<Packed>, Needs); 14] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     let features = Features::default();
     [
@@ -38,7 +38,10 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 11] {
         (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
         (Features { attn_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
+        (Features { attn_bias: true, fp32_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
         (Features { dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Dropout])),
+        (Features { attn_bias: true, dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Bias, Need::Dropout])),
+        (Features { alibi: true, softcap: 3.0, ..features }, None, Needs::of(&[Need::Alibi, Need::Softcap])),
         (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
         (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
         (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
