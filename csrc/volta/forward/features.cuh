@@ -118,8 +118,8 @@ public:
 // slope * (r + o - j) behind it, but for -+slope * (i - r): a constant of the row, which any reference absorbs. So products begin
 // with a number of the key alone, only tiles on the diagonal need a correction, and the sign changes once.
 //
-// What a softcap bounds are the products alone: with one, they begin with nothing, and that number is added to what it makes of them,
-// in units of log2.
+// What a softcap bounds are the products alone: with one, they begin with nothing, and that number is added to what it makes of
+// them, in units of log2.
 template <int RowTiles, int KeyTiles, bool Capped, class Grid>
 class AlibiOf : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
@@ -159,8 +159,8 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ AlibiOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, const LaneMemory& memory,
-                                       int row, int key)
+    __device__ __forceinline__ AlibiOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked,
+                                       const LaneMemory& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), grid_(grid), slope_(slope_of(p)),
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
         set_interval(unmasked, mask, row, false);
@@ -284,8 +284,8 @@ public:
 
 // ---- bias -----------------------------------------------------------------------------------------
 
-// In q's dtype, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where it
-// lies; with more it would take too many registers during the product, and is added behind it.
+// In q's dtype, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
+// it lies; with more it would take too many registers during the product, and is added behind it.
 template <int RowTiles, int KeyTiles, class Grid>
 class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
@@ -294,7 +294,7 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles
 
     struct Place {
         const unsigned short* base;  // of the lane's first row
-        int rows_left, first_key;    // rows behind that one; the lane's first key
+        int rows_left, first_key;  // rows behind that one; the lane's first key
     };
     Place place_;  // with one tile of keys in memory_
     LaneMemory memory_;
@@ -345,7 +345,8 @@ public:
         place_.base = base_of(p, lane, row);
         if (!kStarts) return;
         const unsigned long long base = reinterpret_cast<unsigned long long>(place_.base);
-        memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row), ForwardLayout::first_key(lane)));
+        memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
+                                   ForwardLayout::first_key(lane)));
     }
     // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
@@ -388,8 +389,8 @@ public:
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// What of rounds 0 and 1 of Philox the numbers of all steps have in common is in the lane's own memory, with the seed. Where there is none
-// it is made again at each, of the seed and of what round 0 makes of head and row; and for want of registers those too.
+// What of rounds 0 and 1 of Philox the numbers of all steps have in common is in the lane's own memory, with the seed. Where there
+// is none it is made again at each, of the seed and of what round 0 makes of head and row; and for want of registers those too.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
@@ -408,8 +409,9 @@ class DropoutOf {
                ::head_here<ForwardLayout::kEitherOrder>(p.problem);
     }
     __device__ __forceinline__ static Seed seed(const Philox& philox, int row) {
-        return {{philox.key[0], philox.key[1]},
-                philox_second(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
+        return {
+            {philox.key[0], philox.key[1]},
+            philox_second(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
     }
     // The state again, by loads that stay where they are.
     __device__ __forceinline__ static u32 offset_here(const FwdParams& p) {
@@ -439,7 +441,8 @@ public:
             static_assert(RowTiles == 2, "two chunks");
             const PhiloxWide a = of_row(seed_, 0), b = of_row(seed_, 1);
             const u32 k0 = seed_.key[0] + kPhiloxSteps[0], k1 = seed_.key[1] + kPhiloxSteps[1];  // round 1's
-            memory.store(0, make_uint4(seed_.key[0], seed_.key[1], philox.offset ^ seed_.key[1], philox_second(philox.head).low ^ k0));
+            memory.store(0,
+                         make_uint4(seed_.key[0], seed_.key[1], philox.offset ^ seed_.key[1], philox_second(philox.head).low ^ k0));
             memory.store(1, make_uint4(a.high ^ k1, b.high ^ k1, a.low, b.low));
         }
     }
@@ -461,13 +464,15 @@ public:
             const Seed x = Keeps == DropoutKeeps::kSeed ? seed_ : seed_here(p, lane, row);
             const u32 k0 = x.key[0] + kPhiloxSteps[0], k1 = x.key[1] + kPhiloxSteps[1];
             const u32 column = key + ForwardLayout::first_key(lane);
-            const PhiloxWide of_column = philox_first(column / 4), of_both = philox_second(of_column.high ^ offset_here(p) ^ x.key[1]);
+            const PhiloxWide of_column = philox_first(column / 4),
+                             of_both = philox_second(of_column.high ^ offset_here(p) ^ x.key[1]);
             const u32 of_head = philox_second(head_here(p)).low;
             keys[0] = x.key[0], keys[1] = x.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 const PhiloxWide row_here = of_row(x, mt);
-                numbers.of[mt] = make_uint4(of_both.high ^ of_head ^ k0, of_both.low, row_here.high ^ of_column.low ^ k1, row_here.low);
+                numbers.of[mt] =
+                    make_uint4(of_both.high ^ of_head ^ k0, of_both.low, row_here.high ^ of_column.low ^ k1, row_here.low);
             }
         }
         constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // for the instruction cache
@@ -498,8 +503,8 @@ public:
     using Numbers = typename Dropout::Numbers;
     static constexpr int kLaneChunks = Other::kLaneChunks + Dropout::kLaneChunks;
 
-    __device__ __forceinline__ WithDropout(const FwdParams& p, const Grid& grid, const Mask& mask, typename Other::Unmasked& unmasked,
-                                           const LaneMemory& memory, int row, int key)
+    __device__ __forceinline__ WithDropout(const FwdParams& p, const Grid& grid, const Mask& mask,
+                                           typename Other::Unmasked& unmasked, const LaneMemory& memory, int row, int key)
         : Other(p, grid, mask, unmasked, memory, row, key),
           dropout_(p, LaneMemory{memory.first + Other::kLaneChunks * memory.between, memory.between}, row) {}
     __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
