@@ -26,6 +26,8 @@ struct LaneMemory {
 // What a kernel's main loop calls, in this order; where a feature has nothing to do. `row` and `key` are the first of the warp's.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class FeatureOf {
+    static_assert(Feature == 0, "what kernels of these features do is not written");
+
 public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
     using Unmasked = UnmaskedKeys<16 * KeyTiles>;
@@ -284,7 +286,7 @@ public:
 
 // ---- bias -----------------------------------------------------------------------------------------
 
-// In q's dtype, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
+// In fp16, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
 // it lies; with more it would take too many registers during the product, and is added behind it.
 template <int RowTiles, int KeyTiles, class Grid>
 class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
