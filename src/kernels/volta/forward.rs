@@ -128,8 +128,8 @@ pub const FORWARD: &[Variant] = &[
     with(&[Need::Bias], "volta_fwd_bias_128x128", PLAIN_LARGE[3], 255),
     with(&[Need::Dropout], "volta_fwd_dropout_64x64", PLAIN_LARGE[1], 255),
     with(&[Need::Dropout], "volta_fwd_dropout_128x128", PLAIN_LARGE[3], 254),
-    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibi_softcap_64x64", PLAIN_LARGE[1], 246),
-    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibi_softcap_128x128", PLAIN_LARGE[3], 255),
+    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibicap_64x64", PLAIN_LARGE[1], 246),
+    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibicap_128x128", PLAIN_LARGE[3], 255),
     with(&[Need::Bias, Need::Dropout], "volta_fwd_bias_dropout_64x64", PLAIN_LARGE[1], 255),
     with(&[Need::Bias, Need::Dropout], "volta_fwd_bias_dropout_128x128", PLAIN_LARGE[3], 255),
     general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 120),
@@ -159,8 +159,8 @@ pub const FORWARD_SHARES: &[Variant] = &[
     shares(with(&[Need::Softcap], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_softcap_128x128", 254),
     shares(with(&[Need::Alibi], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_64x64", 253),
     shares(with(&[Need::Alibi], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_128x128", 255),
-    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_softcap_64x64", 247),
-    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_softcap_128x128", 255),
+    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibicap_64x64", 247),
+    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibicap_128x128", 255),
 ];
 
 /// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.
