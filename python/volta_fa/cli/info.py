@@ -77,7 +77,7 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
         "name": variant["name"],
         "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",
         "tile": f"{variant['block_rows']} x {variant['step']}" if variant["step"] else variant["block_rows"],
-        "threads": variant["threads"],
+        "thr": variant["threads"],
         "blocks": variant["blocks_per_sm"],
         "regs": variant["registers"],
         "spills": variant["spill_bytes"],
@@ -88,7 +88,7 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    # no frame: eight columns fit into a terminal of 80
+    # no frame, short titles: eight columns, of the longest names too, fit into a terminal of 80
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
