@@ -219,6 +219,23 @@ TILES = [
     Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
 ]
 
+#: int4's warps load several steps ahead: every group and headdim, pages longer and shorter than that, and lengths that end anywhere.
+STAGED = [
+    Cached(
+        tuple((1, n, 0) for n in (900 - 7 * group, 340 + group, 16 + group, 0)),
+        headdim=d,
+        nheads=2 * group,
+        nheads_k=2,
+        page=page,
+        layout="hnd" if group % 2 else "nhd",
+        num_splits=group % 3,
+        window_left=350 if group == 4 else -1,
+        kv_dtype="int4",
+    )
+    for d in (64, 128, 256)
+    for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
+]
+
 
 def of_each_format(cases):
     descales = ("", "one", "h", "bh")
@@ -234,7 +251,7 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-@on_cases((("sim", "cuda"), list(of_each_format(TILES))))
+@on_cases((("sim", "cuda"), [*of_each_format(TILES), *STAGED]))
 def test_tiles(backend, case):
     check(backend, case)
 
@@ -403,6 +420,22 @@ def test_converted_in_one_launch(backend):
     for case in (Cached(MANY, nheads=4, nheads_k=2, kv_dtype="int8"), Cached(((40, 60, 0),), nheads=4, nheads_k=1, kv_dtype="int4")):
         names = launched(backend, case.problem(backend))
         assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["convert", "fwd"]
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_page_that_does_not_exist(backend, headdim):
+    """Anywhere among the steps that int4's warps load ahead: its sequence is NaN, and no other."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = Cached(((1, 500, 0), (1, 333, 0)), headdim=headdim, nheads=8, nheads_k=2, window_left=299, num_splits=1, kv_dtype="int4")
+    # tokens from 200 on are seen, which are page 12's
+    for page in (0, 11, 12, 13, 14, 20, 31):
+        problem = case.problem(backend)
+        problem.options["block_table"][0, page] = (10**6, -1)[page % 2]
+        out, lse, *_ = run(backend, problem)
+        assert out[0].isnan().all().item() == lse[0].isnan().all().item() == (page >= 12), page
+        assert torch.isfinite(out[1]).all() and torch.isfinite(lse[1]).all()
+        assert page >= 12 or torch.isfinite(out[0]).all()
 
 
 @on("sim", "cuda")
