@@ -177,6 +177,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
+        && !(v.half_bias_only && shape.fp32_bias)
         && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
@@ -464,6 +465,7 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
         is_causal: None,
         cache,
         rows_before_keys: 0,
+        fp32_bias: false,
     }
 }
 
