@@ -54,7 +54,7 @@ def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
 
 
 def bytes_of_a_token(dtype: torch.dtype, columns: int) -> int | None:
-    """Of a token and head of this many columns, keys and values together, in the caches of releases that ask; None: what the columns take."""
+    """Of a token and head of this many columns, keys and values together, in the caches of releases that ask; None: what these take."""
     return SCALE_BYTES + columns if dtype == torch.int8 else None
 
 
@@ -258,8 +258,8 @@ class Attention:
 
 
 def split_latents(cache: Tensor, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """A layer's latents, (blocks, block_size, 1, kv_lora_rank + rotary), a view of its cache, and what their codes are multiplied by: `scale`
-    or `descale`, as options of `volta_fa::fwd_mla` after `latent_`, and of `volta_fa::fwd_kvcache` after `k_` and `v_`.
+    """A layer's latents, (blocks, block_size, 1, kv_lora_rank + rotary), a view of its cache, and what their codes are multiplied by:
+    `scale` or `descale`, as options of `volta_fa::fwd_mla` after `latent_`, and of `volta_fa::fwd_kvcache` after `k_` and `v_`.
 
     Args:
         cache: (blocks, block_size, kv_lora_rank + rotary), of int8 with `SCALE_BYTES` more.
