@@ -462,6 +462,29 @@ def test_pages_that_do_not_exist(backend):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cpu-fp32", "sim", "cuda")
+def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
+    """A row each of one page, as a server's cache update appends: scales are those of pages, or of sequences, and no others."""
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    k, v = backend.randn(5, 1, 2, 32), backend.randn(5, 1, 2, 32)
+    made = [volta_fa.quantize_kv(t[:, 0], kv_dtype, scale=None if kv_dtype.startswith("int") else 0.5) for t in (k, v)]
+    caches = [torch.zeros(1, 16, *m.data.shape[1:], dtype=m.data.dtype, device=backend.device) for m in made]
+    options = {"cache_seqlens": backend.ints(list(range(5))), "block_table": backend.ints([[0]] * 5)}
+    if kv_dtype.startswith("fp8"):
+        options |= {f"{side}_descale": torch.full((5, 2), 0.5, device=backend.device) for side in "kv"}
+    else:
+        names = ("scale", "zero_point") if kv_dtype == "int4" else ("scale",)
+        options |= {f"{side}_{name}": torch.zeros(1, 16, 2, device=backend.device) for side in "kv" for name in names}
+    fwd_kvcache(k.new_empty(5, 0, 2, 32), *caches, k, v, **options)
+    for side, cache, m in zip("kv", caches, made):
+        assert torch.equal(cache[0, :5].view(torch.uint8), m.data.view(torch.uint8))
+        for name, t in (("scale", m.scale), ("zero_point", m.zero_point)):
+            if f"{side}_{name}" in options:
+                assert torch.equal(options[f"{side}_{name}"][0, :5], t)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("new", [0, 2])
 @on("cpu-fp32")
 def test_opcheck(backend, kv_dtype, new):
