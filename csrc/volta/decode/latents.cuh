@@ -364,23 +364,20 @@ public:
                 if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
 
 #pragma unroll 1
-                for (int k = 0; k < kTokens; k += 8) {
-                    uint4 a[kTiles];
+                for (int k = 0; k < kTokens; k += 4) {
+                    uint2 a[kTiles];
 #pragma unroll
                     for (int mt = 0; mt < kTiles; mt++)
-                        a[mt] = *reinterpret_cast<const uint4*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
+                        a[mt] = *reinterpret_cast<const uint2*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
 #pragma unroll
-                    for (int j = 0; j < kLoads; j++)
+                    for (int j = 0; j < kLoads; j++) {
+                        const uint4 v = latents(values + k * kPitch + 128 * j);
 #pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const uint4 v = latents(values + (k + 4 * h) * kPitch + 128 * j);
-#pragma unroll
-                            for (int mt = 0; mt < kTiles; mt++) {
-                                const u32 a0 = h ? a[mt].z : a[mt].x, a1 = h ? a[mt].w : a[mt].y;
-                                mma_row_row(o[mt][j][0], a0, a1, v.x, v.y);
-                                mma_row_row(o[mt][j][1], a0, a1, v.z, v.w);
-                            }
+                        for (int mt = 0; mt < kTiles; mt++) {
+                            mma_row_row(o[mt][j][0], a[mt].x, a[mt].y, v.x, v.y);
+                            mma_row_row(o[mt][j][1], a[mt].x, a[mt].y, v.z, v.w);
                         }
+                    }
                 }
                 __syncthreads();
             }
