@@ -39,8 +39,9 @@ class AttendToLatents {
     static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
     static constexpr int kLastWords = kLastColumns * sizeof(decode::Stored) / 4;
     static constexpr int kWords = 4 * kTileLoads + kLastWords;
-    // Where memory decides and a step of all blocks is too few bytes for a slow one, the step behind the next is on its way too.
-    static constexpr bool kTouches = decode::kQuantised && Warps == kColumnWarps;
+    // Where a step of all blocks is too few bytes for a slow memory, the step behind the next is on its way too. Not where
+    // converting leaves the loop's code no room for it in the instruction cache.
+    static constexpr bool kTouches = decode::kQuantised ? kPairs == 1 : Warps > kColumnWarps;
     // Scores of a step that a thread has, and how many threads have the others of its row.
     static constexpr int kOwn = BLOCK_ROWS * kTokens / THREADS, kMates = kTokens / kOwn;
     static_assert(kOwn == 2 || kOwn == 4, "a thread's loads of scores");
@@ -117,7 +118,7 @@ class AttendToLatents {
     class Tile {
         decode::PageWalk pages_;
         const decode::Stored* from_;  // of this thread
-        bool stands_ = true;  // false: a table has named a page that there is not
+        int stands_ = 1;  // 0: a table has named a page that there is not
         unsigned words_[kWords] = {};
         float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
 
@@ -136,20 +137,22 @@ class AttendToLatents {
             enter_page(p);
             from_ += pages_.row * p.cache.k.row_stride;
         }
-        __device__ __forceinline__ bool stands() const { return stands_; }
+        __device__ __forceinline__ bool stands() const { return stands_ != 0; }
         // Of the step that begins at `first`: of tokens that do not exist zeros.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
-            bool exists = stands_;
+            int exists = stands_;
             if (first + kTokens > end) {
 #pragma unroll
                 for (unsigned& x : words_) x = 0;
                 exists &= first + token() < end;
             }
+            if (exists) {
 #pragma unroll
-            for (int i = 0; i < kTileLoads; i++)
-                decode::load_columns<0, 4>(exists, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
-            decode::load_columns<0, kLastWords>(exists, words_ + 4 * kTileLoads,
-                                                from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+                for (int i = 0; i < kTileLoads; i++)
+                    decode::load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+                decode::load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads,
+                                                    from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+            }
             if constexpr (decode::kTokenScales) {
                 const bool has_scale = exists && chunk() == 0;
                 const float* scale = scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0);
@@ -158,16 +161,27 @@ class AttendToLatents {
                              : "l"(scale), "r"(static_cast<int>(has_scale)));
             }
         }
-        // Has the step at `next`, behind the one that is loaded, brought to the second cache.
+        __device__ __forceinline__ static void prefetch(bool exists, const decode::Stored* sector) {
+            asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector),
+                         "r"(static_cast<int>(exists)));
+        }
+        // Has the step at `next`, behind the one that the walk stands at, brought to the second cache. (A load into no register
+        // would not do: ptxas leaves it out, volatile or not.) In a page what is no token may be touched.
         __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
             constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
-            const decode::NextStep<kTokens> step(p, pages_);
-            const bool exists = step.has_page && next + token() < end;
-            const decode::Stored* from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) +
-                                         step.page * p.cache.k.batch_stride + (step.row + token()) * p.cache.k.row_stride +
-                                         chunk() * kSector;
+            const decode::Stored* from;
+            int exists;
+            if (pages_.row + kTokens < p.cache.rows) {
+                from = from_ + kTokens * p.cache.k.row_stride + chunk() * (kSector - kChunk);
+                exists = stands_ & (pages_.row + kTokens + token() < p.cache.rows);
+            } else {
+                const int page = pages_.next_number();
+                from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+                       token() * p.cache.k.row_stride + chunk() * kSector;
+                exists = has_page(p.cache, page) && next < end;
+            }
 #pragma unroll
-            for (int i = 0; i < kSectors; i += kTokenThreads) decode::touch(exists && i + chunk() < kSectors, from + i * kSector);
+            for (int i = 0; i < kSectors; i += kTokenThreads) prefetch(exists && i + chunk() < kSectors, from + i * kSector);
         }
         __device__ __forceinline__ void advance(const DecodeParams& p, const decode::Segment& s) {
             from_ += kTokens * p.cache.k.row_stride;
@@ -231,8 +245,6 @@ public:
 
         const int own_row = thread / kMates, own_token = thread % kMates * kOwn ^ ((own_row >> 3 & 1) * 4);
 
-        uint4 q[kHeld][kPairs];
-        load_queries(p, s, lane, shared, q);
         Output o = {};
         SoftmaxRow softmax;
         decode::ValueUnit unit;
@@ -248,6 +260,9 @@ public:
 
             Tile tile(p, s, token);
             tile.load(p, token, end);
+            // behind the tile, whose tokens' pages had to be waited for
+            uint4 q[kHeld][kPairs];
+            load_queries(p, s, lane, shared, q);
             // the lane's places
             const int key_at = lane.t * kPitch + 2 * lane.first_column();
             int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
@@ -265,8 +280,8 @@ public:
                 tile.lay_down(shared);
                 if (token + kTokens < end) {
                     tile.advance(p, s);
-                    tile.load(p, token + kTokens, end);
                     if (kTouches) tile.touch(p, token + 2 * kTokens, end);
+                    tile.load(p, token + kTokens, end);
                 }
                 __syncthreads();
                 {
@@ -364,29 +379,24 @@ public:
                 if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
 
 #pragma unroll 1
-                for (int k = 0; k < kTokens; k += 8) {
-                    uint4 a[kTiles];
+                for (int k = 0; k < kTokens; k += 4) {
+                    uint2 a[kTiles];
 #pragma unroll
                     for (int mt = 0; mt < kTiles; mt++)
-                        a[mt] = *reinterpret_cast<const uint4*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
+                        a[mt] = *reinterpret_cast<const uint2*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
 #pragma unroll
-                    for (int j = 0; j < kLoads; j++)
+                    for (int j = 0; j < kLoads; j++) {
+                        const uint4 v = latents(values + k * kPitch + 128 * j);
 #pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const uint4 v = latents(values + (k + 4 * h) * kPitch + 128 * j);
-#pragma unroll
-                            for (int mt = 0; mt < kTiles; mt++) {
-                                const u32 a0 = h ? a[mt].z : a[mt].x, a1 = h ? a[mt].w : a[mt].y;
-                                mma_row_row(o[mt][j][0], a0, a1, v.x, v.y);
-                                mma_row_row(o[mt][j][1], a0, a1, v.z, v.w);
-                            }
+                        for (int mt = 0; mt < kTiles; mt++) {
+                            mma_row_row(o[mt][j][0], a[mt].x, a[mt].y, v.x, v.y);
+                            mma_row_row(o[mt][j][1], a[mt].x, a[mt].y, v.z, v.w);
                         }
+                    }
                 }
                 __syncthreads();
             }
             is_wrong = !tile.stands();
-        } else if (kStored > 0) {
-            __syncthreads();  // parts are written where queries are
         }
 
         float sum = softmax.sum;

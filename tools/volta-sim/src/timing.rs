@@ -8,7 +8,7 @@ use crate::machine::Machine;
 use crate::ops::{Barrier, Integer, Memory, Op, Space, SpecialRegister, Tensor, Uniform, WarpWide};
 use crate::step::{Access, SimResult};
 use serde::Serialize;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 /// Set-associative, sectored, LRU tag store.
 struct Cache {
@@ -235,6 +235,8 @@ pub struct SmSim<'a, 'e> {
     dram_free: f64,
     l1: Cache,
     l2: Cache,
+    /// sectors that were prefetched and not loaded yet, and when they are there
+    on_its_way: HashMap<u64, u64>,
     /// first touches left that this SM pays from DRAM, per buffer (others are fetched by other SMs)
     dram_budget: Vec<u64>,
     age: u64,
@@ -268,6 +270,7 @@ impl<'a, 'e> SmSim<'a, 'e> {
             dram_free: 0.0,
             l1: Cache::new((m.l1_smem_total - carve) as u64, 64),
             l2: Cache::new(m.l2_bytes, 16),
+            on_its_way: HashMap::new(),
             dram_budget: env.mem.bufs.iter().map(|b| b.len.div_ceil(32).div_ceil(sharers)).collect(),
             age: 0,
             sub_cursor: 0,
@@ -660,9 +663,11 @@ impl<'a, 'e> SmSim<'a, 'e> {
             Op::Memory(Memory::Qspc) => return (now + m.lds_latency, now + 2, Why::ShortSb),
             _ => {}
         }
+        let prefetch = matches!(inst.op, Op::Memory(Memory::Prefetch));
         let (space, bytes, write, atomic) = match inst.op {
             Op::Memory(Memory::Ld { space, bytes, .. }) => (Some(space), bytes as u32, false, false),
             Op::Memory(Memory::St { space, bytes }) => (Some(space), bytes as u32, true, false),
+            Op::Memory(Memory::Prefetch) => (Some(Space::Global), 4, false, false),
             Op::Memory(Memory::Ldsm { .. }) => (Some(Space::Shared), 16, false, false),
             Op::Atomic(a) => (Some(a.space), if a.wide() { 8 } else { 4 }, true, true),
             _ => (None, 4, false, false),
@@ -772,6 +777,13 @@ impl<'a, 'e> SmSim<'a, 'e> {
                         }
                         continue;
                     }
+                    if prefetch {
+                        if !self.l2.access(a, true) && self.first_touch(a) {
+                            let arrives = self.dram_xfer(done as f64) as u64 + tail(m.dram_latency);
+                            self.on_its_way.insert(sct, arrives);
+                        }
+                        continue;
+                    }
                     self.c.l1_sectors += 1;
                     if self.l1.access(a, true) || write {
                         self.c.l1_hits += 1;
@@ -781,6 +793,9 @@ impl<'a, 'e> SmSim<'a, 'e> {
                     let hit = self.l2.access(a, true) || sp == Space::Local || !self.first_touch(a);
                     let t = self.l2_xfer(done, !hit);
                     ready = ready.max(t + tail(if hit { m.l2_latency } else { m.dram_latency }));
+                    if let Some(arrives) = self.on_its_way.remove(&sct) {
+                        ready = ready.max(arrives);
+                    }
                 }
                 (ready, rd, Why::LongSb)
             }
@@ -794,13 +809,19 @@ impl<'a, 'e> SmSim<'a, 'e> {
         self.l2_free = t + c;
         self.c.l2_busy += c;
         if dram {
-            let c = 32.0 / self.m.dram_bytes_per_clk;
-            t = t.max(self.dram_free);
-            self.dram_free = t + c;
-            self.c.dram_busy += c;
-            self.c.dram_sectors += 1;
+            t = self.dram_xfer(t);
         }
         t as u64
+    }
+
+    /// Move one sector over this SM's share of the DRAM bandwidth.
+    fn dram_xfer(&mut self, at: f64) -> f64 {
+        let c = 32.0 / self.m.dram_bytes_per_clk;
+        let t = at.max(self.dram_free);
+        self.dram_free = t + c;
+        self.c.dram_busy += c;
+        self.c.dram_sectors += 1;
+        t
     }
 
     /// Does this SM pay the DRAM fetch of a sector nobody on this SM touched before? Its fair share

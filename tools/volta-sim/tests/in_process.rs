@@ -210,3 +210,23 @@ fn bad_timing_options() {
     machine.set("sms", "0").unwrap();
     assert!(error(TimingOptions { machine, ..Default::default() }).contains("sms"));
 }
+
+/// A prefetch takes no time of the warp, and a load behind it the latency that is left: of DRAM none, of L2 all.
+#[test]
+fn prefetched_sectors_arrive_when_dram_is_done() {
+    let module = Module::load(include_bytes!("fixtures/prefetch.cubin")).unwrap();
+    let mut d = Data::new();
+    let extents = d.extents();
+    let cycles = |kernel: &str, operations: usize| {
+        let params = d.params(operations);
+        let l = Launch { grid: [1, 1, 1], block: [32, 1, 1], dynamic_smem: 0, params: &params, extents: &extents };
+        let machine = Machine { icache: false, ..Machine::default() };
+        // SAFETY: the extents belong to this test.
+        unsafe { module.time(kernel, &l, &TimingOptions { machine, ..Default::default() }) }.unwrap().timing.cycles as i64
+    };
+    let saved = |operations| cycles("loaded", operations) - cycles("prefetched", operations);
+    let m = Machine::default();
+    let most = (m.dram_latency - m.l2_latency) as i64;
+    assert!((-40..=20).contains(&saved(0)), "at once: {}", saved(0));
+    assert!((most - 40..=most).contains(&saved(400)), "behind a wait: {}", saved(400));
+}

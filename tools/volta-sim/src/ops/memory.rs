@@ -23,6 +23,8 @@ pub enum Memory {
         matrices: u8,
         transposed: bool,
     },
+    /// brings what is at an address to L2: of time only
+    Prefetch,
     /// is a generic address one of shared or local memory? Never: those are not generic here
     Qspc,
 }
@@ -44,6 +46,10 @@ fn bytes(d: &Decoder) -> u8 {
         _ => None,
     };
     d.mods.iter().find_map(known).unwrap_or(4)
+}
+
+pub fn is_prefetch(d: &Decoder) -> bool {
+    d.base == "CCTL" && d.has("PF2")
 }
 
 impl Class for Memory {
@@ -96,6 +102,10 @@ impl Class for Memory {
                 d.dst()?;
                 d.address()?;
                 Memory::Ldsm { matrices: 1 << matrices, transposed: transposed == 1 }
+            }
+            _ if is_prefetch(d) => {
+                d.address()?;
+                Memory::Prefetch
             }
             "QSPC" => {
                 d.opt_pdsts(2);
@@ -171,6 +181,7 @@ impl Class for Memory {
                 }
             }
             Memory::Ldsm { matrices, transposed } => load_matrices(s, matrices as usize, transposed)?,
+            Memory::Prefetch => addresses(s),
             Memory::Qspc => s.setp(0, 0),
         }
         Ok(())

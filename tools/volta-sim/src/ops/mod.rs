@@ -92,7 +92,7 @@ macro_rules! classes {
 
         impl Op {
             pub fn decode(d: &mut Decoder) -> Decoded {
-                if WITHOUT_EFFECT.contains(&d.base) {
+                if WITHOUT_EFFECT.contains(&d.base) && !memory::is_prefetch(d) {
                     d.inst.unit = Unit::Ctl;
                     return Ok(Some(Op::Nop));
                 }
