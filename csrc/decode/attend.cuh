@@ -124,6 +124,10 @@ private:
     }
 };
 
+#ifndef XS
+#define XS 4
+#endif
+constexpr int kStoredQueries = XS;
 // A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct Attend {
@@ -132,24 +136,33 @@ struct Attend {
     // Two beside each other find each other's bytes in the first cache; more share what they load.
     static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    static constexpr int kRowsAtOnce = BLOCK_ROWS, kWorkBytes = 0;
+    // Operands of queries that lie in shared memory, of each row tile.
+    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kStoredQueries : 0;
+    using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
+    // All rows where shared memory has room for all parts of them.
+    static constexpr int kRowsAtOnce = kParts * BLOCK_ROWS * kPartStride * 4 > SHARED_BYTES ? BLOCK_ROWS / 2 : BLOCK_ROWS;
+    static constexpr int kWorkBytes = kShares ? kParts * SharedSteps<Layout, kShares ? RowGroups : 4>::kBytes + Warps * OwnQueries::kBytes : 0;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
     template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
-                                                  const BlockParts<kParts>& parts, Finish finish) {
+                                                  const BlockParts<kParts, kRowsAtOnce>& parts, Finish finish) {
         const typename Layout::Lane lane;
         const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
-        unsigned q[RowTiles][kKeyLoads][4];
+        OwnQueries q;
+        if constexpr (kStored > 0)
+            q.stored = reinterpret_cast<uint4*>(reinterpret_cast<char*>(parts.output) + kParts * StepsOf<kShares>::Steps::kBytes +
+                                                warp * OwnQueries::kBytes) + (threadIdx.x & 31);
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ValueUnit unit[RowTiles];
         BfloatValues bfloat_values;
+        float factor_inverse = 1.f;
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -181,25 +194,27 @@ struct Attend {
             }
             for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
                 left--;
-                if constexpr (kShares) {
-                    steps.share(p, s, seqlen_k, left > 0);
-                    steps.keys(k[0]);
-                }
+                if constexpr (kShares)
+                    steps.share(p, s, seqlen_k, left > 0, [&](float factor) { rescale_all(lane, o, factor); });
                 float2 x[kTiles][RowTiles];
                 if constexpr (kBfloat && !kShares) {
 #pragma unroll
                     for (int tile = 0; tile < kTiles; tile++) keys_of_bfloat(k[tile]);
                 }
-#pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
-                const StepScales scales = next_scales;
                 if constexpr (kShares) {
-                    steps.values(v[0]);
-                } else if (left > 0) {
-                    steps.advance(p, s);
-                    if (steps.stands()) {
-                        steps.load_keys(p, seqlen_k, k);
-                        if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                    Layout::scores(q, steps.keys(), x[0]);
+                } else {
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
+                }
+                const StepScales scales = next_scales;
+                if constexpr (!kShares) {
+                    if (left > 0) {
+                        steps.advance(p, s);
+                        if (steps.stands()) {
+                            steps.load_keys(p, seqlen_k, k);
+                            if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                        }
                     }
                 }
                 if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
@@ -232,7 +247,8 @@ struct Attend {
                     }
                 }
 
-                if constexpr (kBfloat) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
+                if constexpr (kBfloat && !kShares)
+                    bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
                 bool exceeds = false;
 #pragma unroll
@@ -267,17 +283,21 @@ struct Attend {
 #pragma unroll
                         for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
                     }
-                    Layout::add_values(lane, o, packed, v[tile]);
+                    if constexpr (kShares)
+                        Layout::add_values(lane, o, packed, steps.values());
+                    else
+                        Layout::add_values(lane, o, packed, v[tile]);
                 }
                 if constexpr (!kShares) {
                     if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
                 }
             }
             is_wrong = !steps.stands();
+            if constexpr (kBfloat && kShares) factor_inverse = steps.inverse();
         }
         if constexpr (kShares) __syncthreads();  // parts are written where steps were
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
-        if constexpr (kBfloat) rescale_all(lane, o, bfloat_values.inverse());
+        if constexpr (kBfloat) rescale_all(lane, o, kShares ? factor_inverse : bfloat_values.inverse());
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -292,18 +312,23 @@ struct Attend {
             if ((threadIdx.x & mates) == 0)
                 parts.state[part * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].reference, sum};
         }
-        float* output = parts.output + (part * BLOCK_ROWS + first_row) * kPartStride;
-        Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-            using Order = Columns<kValueLoads, 64>;
-            float* to = output + row * kPartStride;
-            if constexpr (CacheElement::column(1) == 1) {
-                *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
-            } else {
-                to[Order::of(column)] = x;
-                to[Order::of(column + 1)] = y;
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
+            if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
+                float* output = parts.output + (part * kRowsAtOnce + first_row - first) * kPartStride;
+                Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
+                    using Order = Columns<kValueLoads, 64>;
+                    float* to = output + row * kPartStride;
+                    if constexpr (CacheElement::column(1) == 1) {
+                        *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+                    } else {
+                        to[Order::of(column)] = x;
+                        to[Order::of(column + 1)] = y;
+                    }
+                });
             }
-        });
-        finish(0);
+            finish(first);
+        }
     }
 
 private:
@@ -314,12 +339,10 @@ private:
     template <class Unused>
     struct StepsOf<true, Unused> {
         using Steps = SharedSteps<Layout, RowGroups>;
-        static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float),
-                      "a set's buffers lie where its part will");
     };
 
     // Of each row, for zero points: its product with keys of ones.
-    __device__ __forceinline__ static void sum_queries(const unsigned (&q)[RowTiles][kKeyLoads][4], float (&sum)[RowTiles]) {
+    __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
         float2 x[RowTiles];
         Layout::scores(q, Ones(), x);
 #pragma unroll
@@ -433,7 +456,7 @@ private:
 
     // What does not exist is zero.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
-                                                        unsigned (&q)[RowTiles][kKeyLoads][4]) {
+                                                        OwnQueries& q) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;
 #pragma unroll
@@ -448,7 +471,7 @@ private:
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
                 x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
                 if constexpr (kBfloat) x = halves_of_bfloat(x);
-                q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
+                q.set(mt, j, x);
             }
         }
     }

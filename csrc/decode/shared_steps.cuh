@@ -39,12 +39,16 @@ class SharedSteps {
     int other_;  // from there to the other buffer
     int to_, keys_, values_;  // in either, of this lane: its first load's place; its operands'
     int token_;  // the next step's first
-    uint4 loaded_[kLoads] = {};
+    unsigned loaded_[kLoads][4] = {};
+    BfloatValues own_;  // what this warp's values of bf16 are multiplied with,
+    float factor_ = BfloatValues().factor();  // and all that have been laid down
 
     static constexpr int kNone = -(1 << 30);
+    static constexpr int kFactors = Groups / 2;  // of the warps that load values
+    static constexpr int kStepBytes = kSlots * kSlot + (kBfloat ? (kFactors * 4 + kSlot - 1) / kSlot * kSlot : 0);
 
 public:
-    static constexpr int kBytes = 2 * kSlots * kSlot;  // of a set
+    static constexpr int kBytes = 2 * kStepBytes;  // of a set
     __device__ __forceinline__ SharedSteps(const DecodeParams& p, const Segment& s, int token, void* buffers, int set, int group)
         : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2),
           token_(token) {
@@ -68,41 +72,91 @@ public:
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Lays the step down, loads the next, if there is one, and waits for what the others lay down.
-    __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
+    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. rescale(x): what is accumulated is
+    // to be x times as large.
+    template <class Rescale>
+    __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next, Rescale rescale) {
         buffer_ += other_;
         other_ = -other_;
-        // values of bf16 become fp16 where each warp has them, by its own factor
-        if (kBfloat && !has_values_) {
+        if constexpr (kBfloat) convert();
 #pragma unroll
-            for (uint4& x : loaded_) x = halves_of_bfloat(x);
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; i++) *at(to_ + i * kColumns * kSlot) = loaded_[i];
+        for (int i = 0; i < kLoads; i++)
+            *at(to_ + i * kColumns * kSlot) = make_uint4(loaded_[i][0], loaded_[i][1], loaded_[i][2], loaded_[i][3]);
         if (has_next) {
             token_ += kUnit;
             from_ += kUnit * row_stride_;
             if (pages_.advance(p, s)) enter_page(p);
             load(seqlen_k);
         }
-        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(32 * Groups) : "memory");
+        wait();
+        if constexpr (kBfloat) agree(rescale);
     }
-    template <int Loads>
-    __device__ __forceinline__ void keys(Keys<Loads>& k) const {
-#pragma unroll
-        for (int j = 0; j < Loads; j++) k.set(j, *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot));
-    }
-    template <int Loads>
-    __device__ __forceinline__ void values(Values<Loads>& v) const {
-#pragma unroll
-        for (int j = 0; j < Loads; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) v.token[h].set(j, *at(values_ + (64 * j + 32 * h) * kSlot));
-    }
+    // Operands of the step, as products take them.
+    struct KeyOperands {
+        static constexpr bool kSplit = false;
+        const SharedSteps& steps;
+        __device__ __forceinline__ uint4 unit(int j) const {
+            return *steps.at((steps.keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot);
+        }
+    };
+    struct ValueOperands {
+        const SharedSteps& steps;
+        __device__ __forceinline__ uint4 unit(int j, int h) const { return *steps.at(steps.values_ + (64 * j + 32 * h) * kSlot); }
+    };
+    __device__ __forceinline__ KeyOperands keys() const { return {*this}; }
+    __device__ __forceinline__ ValueOperands values() const { return {*this}; }
+    // What makes outputs of what is accumulated.
+    __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
     // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
     __device__ __forceinline__ bool stands() const { return columns_ != kNone; }
 
 private:
+    __device__ __forceinline__ void wait() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(32 * Groups) : "memory");
+    }
+    __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlot); }
+    // Of bf16, what is to be laid down: values by a factor that the others are told.
+    __device__ __forceinline__ void convert() {
+        if (has_values_) {
+            own_.convert(loaded_, [](float) {});
+            factors()[own_factor()] = own_.factor();
+        } else {
+#pragma unroll
+            for (auto& x : loaded_)
+#pragma unroll
+                for (unsigned& word : x) word = half_of_bfloat(word);
+        }
+    }
+    __device__ __forceinline__ int own_factor() const {
+        const int group = threadIdx.x / 32 % Groups;
+        return group / 4 * 2 + group % 2;
+    }
+    // All that a step has is to have been multiplied with one factor, the least of them: where values grow beyond those of before, the
+    // warps that had others lay down theirs anew.
+    template <class Rescale>
+    __device__ __forceinline__ void agree(Rescale rescale) {
+        float least = factors()[0], largest = factors()[0];
+#pragma unroll
+        for (int i = 1; i < kFactors; i++) least = fminf(least, factors()[i]), largest = fmaxf(largest, factors()[i]);
+        if (least == factor_ && largest == factor_) return;
+        if (has_values_ && own_.factor() != least) {
+            // (0 would make NaN of infinities)
+            const float change = fmaxf(least / own_.factor(), 0x1p-60f);
+            own_.lower(least);
+#pragma unroll 1
+            for (int i = 0; i < kLoads; i++) {
+                uint4 x = *at(to_ + i * kColumns * kSlot);
+                for (unsigned* word : {&x.x, &x.y, &x.z, &x.w}) {
+                    const float2 y = to_float2(*word);
+                    *word = to_half2(y.x * change, y.y * change);
+                }
+                *at(to_ + i * kColumns * kSlot) = x;
+            }
+        }
+        rescale(least / factor_);
+        factor_ = least;
+        wait();
+    }
     __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
     __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
     __device__ __forceinline__ void enter_page(const DecodeParams& p) {
@@ -115,7 +169,9 @@ private:
         int columns = columns_;
         if (token_ + kUnit > seqlen_k) {
 #pragma unroll
-            for (int i = 0; i < kLoads; i++) loaded_[i] = make_uint4(0, 0, 0, 0);
+            for (auto& x : loaded_)
+#pragma unroll
+                for (unsigned& word : x) word = 0;
             if (token_ + mine_ >= seqlen_k) columns = 0;
         }
         load_from<0>(columns);
@@ -123,7 +179,7 @@ private:
     template <int I>
     __device__ __forceinline__ void load_from(int columns) {
         if constexpr (I < kLoads) {
-            load_columns<I * kColumns>(columns, loaded_[I], from_ + I * kColumns);
+            load_columns<I * kColumns, 4>(columns, loaded_[I], from_ + I * kColumns);
             load_from<I + 1>(columns);
         }
     }

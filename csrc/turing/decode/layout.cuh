@@ -36,16 +36,17 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowMates[2] = {1, 2};
 
-    template <int Loads, class Keys>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
+    template <class Queries, class Keys>
+    __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
 #pragma unroll
-        for (int j = 0; j < Loads; j++) {
-            const uint4 k = keys.unit(j);
+        for (int j = 0; j < Queries::kUnits; j++) {
+            const uint4 k = keys.unit(j), first = q.unit(0, j), second = q.unit(RowTiles - 1, j);
             const u32 words[4] = {k.x, k.y, k.z, k.w};
+            const u32 rows[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const u32 a[2] = {q[0][j][i], RowTiles == 2 ? q[RowTiles - 1][j][i] : 0};
+                const u32 a[2] = {rows[0][i], RowTiles == 2 ? rows[1][i] : 0};
                 static_assert(!Keys::kSplit, "products of one scale");
                 mma(c, a, words[i]);
             }
