@@ -124,24 +124,32 @@ private:
     }
 };
 
-#ifndef XS
-#define XS 4
-#endif
-constexpr int kStoredQueries = XS;
 // A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct Attend {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kParts = Warps / RowGroups;
-    // Two beside each other find each other's bytes in the first cache; more share what they load.
-    static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
+    // Two beside each other find each other's bytes in the first cache; four share what they load.
+    static constexpr bool kShares = Layout::kShares && RowGroups == 4 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    // Operands of queries that lie in shared memory, of each row tile.
-    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kStoredQueries : 0;
+    // 16 rows of 256 columns are 128 registers of output and 64 of queries: half of these lie in shared memory.
+    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
-    // All rows where shared memory has room for all parts of them.
-    static constexpr int kRowsAtOnce = kParts * BLOCK_ROWS * kPartStride * 4 > SHARED_BYTES ? BLOCK_ROWS / 2 : BLOCK_ROWS;
-    static constexpr int kWorkBytes = kShares ? kParts * SharedSteps<Layout, kShares ? RowGroups : 4>::kBytes + Warps * OwnQueries::kBytes : 0;
+    static constexpr int kRowsAtOnce =
+        kParts * BLOCK_ROWS * kPartStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
+    template <bool Shares, class = void>
+    struct StepsOf {
+        using Steps = Cursor<Layout>;
+        static constexpr int kBytes = 0;
+    };
+    template <class Unused>
+    struct StepsOf<true, Unused> {
+        using Steps = SharedSteps<Layout>;
+        static constexpr int kBytes = kParts * Steps::kBytes;
+    };
+    using Steps = typename StepsOf<kShares>::Steps;
+    // Steps, then each warp's queries. Both lie where the warps' parts will.
+    static constexpr int kStepBytes = StepsOf<kShares>::kBytes, kWorkBytes = kStepBytes + Warps * OwnQueries::kBytes;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
@@ -154,15 +162,16 @@ struct Attend {
         const ScoreOptions& options = p.score_options;
 
         OwnQueries q;
-        if constexpr (kStored > 0)
-            q.stored = reinterpret_cast<uint4*>(reinterpret_cast<char*>(parts.output) + kParts * StepsOf<kShares>::Steps::kBytes +
-                                                warp * OwnQueries::kBytes) + (threadIdx.x & 31);
+        if constexpr (kStored > 0) {
+            char* stored = reinterpret_cast<char*>(parts.output) + kStepBytes + warp * OwnQueries::kBytes;
+            q.stored = reinterpret_cast<uint4*>(stored) + (threadIdx.x & 31);
+        }
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ValueUnit unit[RowTiles];
         BfloatValues bfloat_values;
-        float factor_inverse = 1.f;
+        float shared_inverse = 1.f;  // of values that warps share
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -177,7 +186,7 @@ struct Attend {
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             const int first = s.first + part * each * kUnit;
-            typename StepsOf<kShares>::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
+            Steps steps(p, s, first, parts.output, part, warp % RowGroups);
             Keys<kKeyLoads> k[kTiles] = {};
             Values<kValueLoads> v[kTiles] = {};
             StepScales next_scales;
@@ -194,18 +203,18 @@ struct Attend {
             }
             for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
                 left--;
-                if constexpr (kShares)
-                    steps.share(p, s, seqlen_k, left > 0, [&](float factor) { rescale_all(lane, o, factor); });
+                if constexpr (kShares) steps.share(p, s, seqlen_k, left > 0, [&](float factor) { rescale_all(lane, o, factor); });
                 float2 x[kTiles][RowTiles];
                 if constexpr (kBfloat && !kShares) {
 #pragma unroll
                     for (int tile = 0; tile < kTiles; tile++) keys_of_bfloat(k[tile]);
                 }
-                if constexpr (kShares) {
-                    Layout::scores(q, steps.keys(), x[0]);
-                } else {
 #pragma unroll
-                    for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
+                for (int tile = 0; tile < kTiles; tile++) {
+                    if constexpr (kShares)
+                        Layout::scores(q, steps.keys(tile), x[tile]);
+                    else
+                        Layout::scores(q, k[tile], x[tile]);
                 }
                 const StepScales scales = next_scales;
                 if constexpr (!kShares) {
@@ -247,8 +256,7 @@ struct Attend {
                     }
                 }
 
-                if constexpr (kBfloat && !kShares)
-                    bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
+                if constexpr (kBfloat && !kShares) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
                 bool exceeds = false;
 #pragma unroll
@@ -284,7 +292,7 @@ struct Attend {
                         for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
                     }
                     if constexpr (kShares)
-                        Layout::add_values(lane, o, packed, steps.values());
+                        Layout::add_values(lane, o, packed, steps.values(tile));
                     else
                         Layout::add_values(lane, o, packed, v[tile]);
                 }
@@ -293,11 +301,11 @@ struct Attend {
                 }
             }
             is_wrong = !steps.stands();
-            if constexpr (kBfloat && kShares) factor_inverse = steps.inverse();
+            if constexpr (kBfloat && kShares) shared_inverse = steps.inverse();
         }
         if constexpr (kShares) __syncthreads();  // parts are written where steps were
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
-        if constexpr (kBfloat) rescale_all(lane, o, kShares ? factor_inverse : bfloat_values.inverse());
+        if constexpr (kBfloat) rescale_all(lane, o, kShares ? shared_inverse : bfloat_values.inverse());
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -332,15 +340,6 @@ struct Attend {
     }
 
 private:
-    template <bool Shares, class = void>
-    struct StepsOf {
-        using Steps = Cursor<Layout>;
-    };
-    template <class Unused>
-    struct StepsOf<true, Unused> {
-        using Steps = SharedSteps<Layout, RowGroups>;
-    };
-
     // Of each row, for zero points: its product with keys of ones.
     __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
         float2 x[RowTiles];
@@ -455,8 +454,7 @@ private:
     }
 
     // What does not exist is zero.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
-                                                        OwnQueries& q) {
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row, OwnQueries& q) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;
 #pragma unroll

@@ -11,6 +11,9 @@ use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
 pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
     let [block_rows, step] = rows;
     let parts = threads / 32 * step / block_rows;
+    // rows of outputs, four floats longer than columns: half of them where all would not fit an SM
+    let outputs = parts * (headdim + 4) * block_rows * 4;
+    let outputs = if outputs > VOLTA.shared_bytes { outputs / 2 } else { outputs };
     Variant {
         name,
         family: VOLTA,
@@ -24,9 +27,8 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         block_rows,
         step,
         threads,
-        // csrc/decode/block.cuh: rows of outputs, four floats longer than columns, two floats of states for each, two of the row; and
-        // where the block is
-        shared_bytes: (parts * (headdim + 4 + 2) + 2) * block_rows * 4 + 256,
+        // csrc/decode/block.cuh: beside outputs two floats of states of each part's rows, two of the row; and where the block is
+        shared_bytes: outputs + (parts * 2 + 2) * block_rows * 4 + 256,
         blocks_per_sm,
         registers,
     }
@@ -45,7 +47,8 @@ const fn of_cache(
     Variant { cache, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
-/// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
+/// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 do where keys, values and half of the queries are in
+/// shared memory. (16 rows of bf16 and headdim 256 are left to the tile of 32, whose warps share what becomes fp16.)
 pub const DECODE: &[Variant] = &[
     decode("volta_decode_64x8", 64, [8, 8], 128, 4, 94),
     decode("volta_decode_64x16", 64, [16, 16], 128, 3, 128),
@@ -58,7 +61,7 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x8", 256, [8, 8], 128, 2, 216),
     decode("volta_decode_256x16", 256, [16, 8], 128, 2, 216),
     decode("volta_decode_256x32", 256, [32, 8], 128, 2, 197),
-    decode("volta_decode_256x64", 256, [64, 8], 256, 1, 189),
+    decode("volta_decode_256x64", 256, [64, 16], 256, 1, 255),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 96),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 139),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 128),
@@ -68,9 +71,8 @@ pub const DECODE: &[Variant] = &[
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 230),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 228),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x16", 256, [16, 8], 128, 2, 255),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 8], 256, 1, 255),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 16], 256, 1, 254),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 110),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 158),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 159),
