@@ -203,7 +203,8 @@ struct Attend {
             }
             for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
                 left--;
-                if constexpr (kShares) steps.share(p, s, seqlen_k, left > 0, [&](float factor) { rescale_all(lane, o, factor); });
+                float change = 1.f;  // of the factor that values have
+                if constexpr (kShares) change = steps.share(p, s, seqlen_k, left > 0);
                 float2 x[kTiles][RowTiles];
                 if constexpr (kBfloat && !kShares) {
 #pragma unroll
@@ -258,7 +259,7 @@ struct Attend {
 
                 if constexpr (kBfloat && !kShares) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
-                bool exceeds = false;
+                bool exceeds = change != 1.f;
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
@@ -271,6 +272,7 @@ struct Attend {
                         for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                         factor[mt] = softmax[mt].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
                         if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
+                        factor[mt] *= change;
                     }
                     Layout::rescale(lane, o, factor);
                 }

@@ -70,10 +70,9 @@ public:
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. rescale(x): what is accumulated
-    // is to be x times as large.
-    template <class Rescale>
-    __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next, Rescale rescale) {
+    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. Returns by what all that has
+    // been accumulated is to be multiplied.
+    __device__ __forceinline__ float share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
         buffer_ += other_;
         other_ = -other_;
         if constexpr (kBfloat) convert();
@@ -87,7 +86,8 @@ public:
             load(seqlen_k);
         }
         wait();
-        if constexpr (kBfloat) agree(rescale);
+        if constexpr (kBfloat) return agree();
+        return 1.f;
     }
     // Operands of the step, as products take them.
     struct KeyOperands {
@@ -115,9 +115,7 @@ public:
 private:
     __device__ __forceinline__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
     // Of the lane's loads, tile by tile.
-    __device__ __forceinline__ static constexpr int own_place(int i) {
-        return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlot;
-    }
+    __device__ __forceinline__ static constexpr int own_place(int i) { return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlot; }
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlot); }
     // Of bf16, what is to be laid down: values by a factor that the others are told.
     __device__ __forceinline__ void convert() {
@@ -133,28 +131,28 @@ private:
     }
     // All that a step has is to have been multiplied with one factor, the least of them: where values grow beyond those of before,
     // the warps that had others lay down theirs anew.
-    template <class Rescale>
-    __device__ __forceinline__ void agree(Rescale rescale) {
+    __device__ __forceinline__ float agree() {
         const float2 both = *reinterpret_cast<const float2*>(factors());
-        if (both.x == factor_ && both.y == factor_) return;
+        if (both.x == factor_ && both.y == factor_) return 1.f;
         const float least = fminf(both.x, both.y);
         if (has_values_ && own_.factor() != least) {
             // (0 would make NaN of infinities)
-            const float change = fmaxf(least / own_.factor(), 0x1p-60f);
+            const float own_change = fmaxf(least / own_.factor(), 0x1p-60f);
             own_.lower(least);
 #pragma unroll 1
             for (int i = 0; i < kTiles * kLoads; i++) {
                 uint4 x = *at(to_ + own_place(i));
                 for (unsigned* word : {&x.x, &x.y, &x.z, &x.w}) {
                     const float2 y = to_float2(*word);
-                    *word = to_half2(y.x * change, y.y * change);
+                    *word = to_half2(y.x * own_change, y.y * own_change);
                 }
                 *at(to_ + own_place(i)) = x;
             }
         }
-        rescale(least / factor_);
-        factor_ = least;
         wait();
+        const float change = least / factor_;
+        factor_ = least;
+        return change;
     }
     __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
     __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
