@@ -26,7 +26,7 @@ class SharedSteps {
     static constexpr int kLoads = HEADDIM / 64;  // of a tile
     static constexpr int kSlot = sizeof(uint4);
     static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kTiles * kTileSlots;  // of a tile: keys, then values
-    static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0 && Layout::kValueTokens == 4, "whole loads");
+    static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0, "whole loads");
 
     PageWalk pages_;
     const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
@@ -55,7 +55,7 @@ public:
         const bool has_values = has_values_ = group & 2;
         const int lane = threadIdx.x & 31, chunk = lane & 7;
         const typename Layout::Lane own;
-        const Operand& x = has_values ? p.cache.v : p.cache.k;
+        const Operand &k = p.cache.k, &v = p.cache.v;
         mine_ = 4 * (group & 1) + (lane >> 3);
         columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 8 * chunk;
         to_ = (has_values ? 64 * kLoads + Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk)) * kSlot;
@@ -63,9 +63,10 @@ public:
         values_ = (64 * kLoads + Layout::value_slot(own)) * kSlot;
         // computed again at each step, these would be half of its instructions
         stay(mine_), stay(columns_), stay(to_), stay(keys_), stay(values_);
-        page_stride_ = x.batch_stride;
-        row_stride_ = x.row_stride;
-        base_ = x.ptr + s.head_k * x.head_stride + 8 * chunk + mine_ * row_stride_;
+        page_stride_ = has_values ? v.batch_stride : k.batch_stride;
+        row_stride_ = has_values ? v.row_stride : k.row_stride;
+        base_ = (has_values ? v.ptr : k.ptr) + s.head_k * (has_values ? v.head_stride : k.head_stride) + 8 * chunk +
+                mine_ * row_stride_;
         enter_page(p);
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);

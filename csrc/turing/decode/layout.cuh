@@ -30,7 +30,18 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    static constexpr bool kShares = false;  // four warps beside each other have eight rows each, which are rarely asked for
+    // The places of decode/shared_steps.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never meet in a
+    // bank, neither those that write the chunks of one token nor neighbours that read their operands.
+    static constexpr bool kShares = true;
+    static constexpr int kKeySlots = 32 ^ 4;
+    __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
+    __device__ __forceinline__ static int key_slot(int token, int chunk) {
+        return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
+    }
+    __device__ __forceinline__ static int value_slot(const Lane& l) { return value_slot(2 * l.quad, l.group); }
+    __device__ __forceinline__ static int value_slot(int token, int chunk) {
+        return ((4 * chunk + (token >> 1)) ^ (chunk >> 1)) + 32 * (token & 1);
+    }
 
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
