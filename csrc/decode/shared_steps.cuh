@@ -63,9 +63,9 @@ public:
         values_ = (64 * kLoads + Layout::value_slot(own)) * kSlot;
         // computed again at each step, these would be half of its instructions
         stay(mine_), stay(columns_), stay(to_), stay(keys_), stay(values_);
-        page_stride_ = has_values ? v.batch_stride : k.batch_stride;
-        row_stride_ = has_values ? v.row_stride : k.row_stride;
-        base_ = (has_values ? v.ptr : k.ptr) + s.head_k * (has_values ? v.head_stride : k.head_stride) + 8 * chunk +
+        page_stride_ = one_of(has_values, k.batch_stride, v.batch_stride);
+        row_stride_ = one_of(has_values, k.row_stride, v.row_stride);
+        base_ = one_of(has_values, k.ptr, v.ptr) + s.head_k * one_of(has_values, k.head_stride, v.head_stride) + 8 * chunk +
                 mine_ * row_stride_;
         enter_page(p);
         from_ += pages_.row * row_stride_;
@@ -154,6 +154,12 @@ private:
         const float change = least / factor_;
         factor_ = least;
         return change;
+    }
+    // By a select: the compiler would index the parameters by a register.
+    template <class T>
+    __device__ __forceinline__ static T one_of(bool second, T first, T other) {
+        asm("" : "+l"(first));
+        return second ? other : first;
     }
     __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
     __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
