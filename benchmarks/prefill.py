@@ -27,8 +27,8 @@ from .shapes import Shape
 
 #: Of the dense kernel's rate.
 BAR = 0.85
-#: Query heads, so many that the blocks of a GPU divide their rows evenly: simulated, it is one SM's share that is timed.
-HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 30, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
+#: Query heads, so many that their blocks of rows are full rounds of a GPU's places: simulated, it is one SM's share that is timed.
+HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Case:
 def cases(heads: dict[int, int]) -> Iterator[Case]:
     """Of each headdim the dense one first."""
     for headdim, nheads in heads.items():
-        nheads_k = 4 if nheads % 4 == 0 else 3
-        yield from (Case(headdim, nheads, page, nheads_k) for page in (0, 16, 64, 256))
+        yield from (Case(headdim, nheads, page) for page in (0, 16, 64, 256))
 
 
 def call(case: Case, device: str) -> Callable[[], object]:

@@ -24,6 +24,7 @@ fn variant(v: &Variant) -> Value {
         "pass": format!("{:?}", v.pass),
         "needs": names(v.needs),
         "requires": names(v.requires),
+        "half_bias_only": v.half_bias_only,
         "source": v.source,
         "cache": v.cache.name(),
         "headdim": v.headdim,

@@ -2,17 +2,18 @@
 //!
 //! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
 
+mod backward;
 mod decode;
 mod shares;
 
-pub use shares::{Dealt, EqualShares, MAX_PIECES};
-
+pub use backward::{backward, backward_among, BackwardMode, BackwardPlan, Tail};
 pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
+pub use shares::{Dealt, EqualShares, MAX_PIECES};
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
 use crate::params;
-use crate::problem::{Attention, MergedStates, Window};
+use crate::problem::{Attention, MergedStates};
 use crate::tuning::{Shape, Tuning};
 use std::cell::Cell;
 use std::fmt;
@@ -113,49 +114,6 @@ impl PlannedKernel {
     }
 }
 
-/// How a backward pass differs from others of the same problem.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BackwardMode {
-    /// gradients equal to the bit, run to run: dq has a kernel of its own and is not summed by atomics
-    pub deterministic: bool,
-    /// dq, dk and dv leave the kernels as bf16 instead of fp16
-    pub bf16_gradients: bool,
-}
-
-/// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackwardPlan {
-    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any
-    pub prepare: PlannedKernel,
-    /// dk and dv, and dq into its accumulators; `rounds` launches of this grid
-    pub main: PlannedKernel,
-    /// dq from its accumulators, or computed without one
-    pub finish: PlannedKernel,
-    /// whether each sum has a fixed order: asked for, or better on this card
-    pub deterministic: bool,
-    /// launches of `main`, each for the next blocks of keys of every head
-    pub rounds: u32,
-    /// the last keys of every head, where they would be a round of their own of large blocks
-    pub tail: Option<Tail>,
-    /// accumulators of dq. 0: it has a kernel of its own
-    pub dq_sums: u32,
-    /// how these three lay out the row statistics
-    pub scratch: Scratch,
-    /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
-    pub scratch_rows: i64,
-    /// columns of dq's accumulators; 0: there are none
-    pub headdim_rounded: i64,
-}
-
-/// A last launch with smaller blocks than those before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tail {
-    /// for all blocks from the first on
-    pub kernel: PlannedKernel,
-    /// number of its first block of keys
-    pub first_block: u32,
-}
-
 /// The largest grid in y and z that CUDA allows.
 const MAX_GRID_Z: i64 = 65535;
 
@@ -219,6 +177,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
+        && !(v.half_bias_only && shape.fp32_bias)
         && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
@@ -467,167 +426,6 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
-/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/backward-kernel.md).
-const TAIL: f64 = 0.67;
-
-/// Blocks of keys of a head that a GPU is done with in one round less than with all, and the smaller variant, where that takes the rest in
-/// one round. Not under a causal mask, whose last blocks are short.
-fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
-    let (rows, heads) = rows_and_heads(main, a);
-    let heads = (heads * a.batch) as u64;
-    let blocks = (rows as u64).div_ceil(main.block_rows.into());
-    let before = ((blocks * heads).div_ceil(places(main, d)) - 1) * places(main, d) / heads;
-    let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
-    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= places(v, d);
-    if before == 0 || a.window.right.is_some() {
-        return None;
-    }
-    of_all_sizes(kernels, main, d).find(|v| fits(v)).map(|v| (before, v))
-}
-
-/// Blocks that run at once.
-fn places(v: &Variant, d: &DeviceLimits) -> u64 {
-    u64::from(d.sms * v.blocks_per_sm)
-}
-
-/// Blocks of keys of a head in each of the main kernel's launches, where a deterministic pass goes by these; and whether that is expected to
-/// be faster than a kernel of its own for dq. `blocks` are a head's, behind which a tail has `tail` more.
-///
-/// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
-/// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
-/// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
-///   rows of dq that it meets. On a V100 (docs/backward-kernel.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
-/// - the other mode has seven products for five, in one launch, and no accumulator.
-fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
-    const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
-    const OTHER_MODE: f64 = 7.0 / 5.0;
-    // fp32, so twice as many times the memory of q
-    const MOST: u64 = 8;
-    let (rows, heads) = rows_and_heads(main, a);
-    let (heads, places) = ((heads * a.batch) as u64, places(main, d));
-    let block_times = |blocks: u64| (blocks * heads).div_ceil(places) as f64;
-    let block_rows = f64::from(main.block_rows);
-    let met = match a.window {
-        Window { left: Some(left), right: Some(right) } => ((left + right) as f64 + block_rows).min(a.seqlen_q as f64),
-        _ => a.seqlen_q as f64,
-    };
-    let of_a_sum = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / places as f64);
-    let of_tail = if tail > 0 { TAIL } else { 0.0 };
-    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * of_a_sum;
-    // a tail begins where a launch ends, and has sums for its blocks
-    let possible = (1..=blocks.min(MOST)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
-    let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
-    let all = (rows as u64).div_ceil(main.block_rows.into());
-    Some((best as u32, cost(best) < OTHER_MODE * block_times(all)))
-}
-
-/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order. Where that has to be
-/// deterministic, it is launched several times, so that one block at a time adds to an accumulator, or a kernel of its own computes S
-/// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
-/// kernel with atomics failed which no other can replace; the other way round it never goes.
-pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    backward_among(COMPILED, a, mode, d)
-}
-
-/// The same with other kernels to choose from.
-pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let (shape, needs) = (Shape::of(a), needs(a, mode));
-    let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
-    let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
-    let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));
-    let sized = |chosen: Chosen<3>| {
-        chosen.map(|(large, reason)| {
-            let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
-            // why it is this set of kernels at all says more than why the blocks are small
-            let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
-            small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
-        })
-    };
-    // What becomes of dq: all blocks of keys add to one accumulator; in launches of so many blocks each has its own; a kernel computes it.
-    enum Dq {
-        Atomics,
-        Rounds(u32),
-        Own,
-    }
-    // large blocks of a head, and a variant with as many small blocks behind them
-    let split = |(main, reason): (&'static Variant, Reason), with_tail: bool| {
-        let (rows, _) = rows_and_heads(main, a);
-        let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(kernels, main, a, d) } else { None };
-        match found {
-            Some((before, v)) => {
-                let rest = rows as u64 - before * u64::from(main.block_rows);
-                (before, Some((v, rest.div_ceil(v.block_rows.into()))))
-            }
-            None => ((rows as u64).div_ceil(main.block_rows.into()), None),
-        }
-    };
-    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
-    let in_rounds = |is_faster: bool| {
-        let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.in_rounds).map(sized)?;
-        let main = chosen[1];
-        let (found, parts) = [true, false].into_iter().find_map(|with_tail| {
-            let parts @ (blocks, tail) = split(main, with_tail);
-            Some((blocks_of_a_round(main.0, blocks, tail.map_or(0, |(_, n)| n), a, d)?, parts))
-        })?;
-        let (blocks, pays) = found;
-        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen, parts))
-    };
-    let whole = |dq, chosen: Chosen<3>| (dq, chosen, split(chosen[1], false));
-    let (dq, chosen, (blocks, tail)) = match (tuned_mode, mode.deterministic) {
-        (Some(chosen), _) => whole(Dq::Own, sized(because(chosen, Reason::TunedMode))),
-        (None, true) => {
-            let own = without();
-            let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPrepare && reason == Reason::Tuned;
-            let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
-            match if forced { None } else { in_rounds(own.is_ok()) } {
-                Some(found) => found,
-                None => whole(Dq::Own, sized(own?)),
-            }
-        }
-        (None, false) => match with_atomics() {
-            Ok(chosen) => {
-                let chosen = sized(chosen);
-                (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.in_rounds))
-            }
-            Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
-                whole(Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
-            }
-            Err(e) => return Err(e),
-        },
-    };
-    let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
-    let (of_a_round, dq_sums) = match dq {
-        Dq::Atomics => (blocks as u32, 1),
-        Dq::Rounds(blocks) => (blocks, blocks),
-        Dq::Own => (blocks as u32, 0),
-    };
-    let (_, heads) = rows_and_heads(main.variant, a);
-    let of_blocks = |kernel: (&'static Variant, Reason), blocks: u32| of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, a);
-    let main = of_blocks((main.variant, main.reason), of_a_round);
-    let tail = tail.map(|(v, n)| Tail {
-        kernel: of_blocks((v, Reason::Tail), n as u32),
-        first_block: (blocks * u64::from(main.variant.block_rows / v.block_rows)) as u32,
-    });
-    let rounds = (blocks as u32).div_ceil(of_a_round);
-    let scratch = scratch(main.variant);
-    let multiple = scratch.row_rounding;
-    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
-    // of them room for its own rounding.
-    let scratch_rows = a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple));
-    Ok(BackwardPlan {
-        prepare,
-        main,
-        finish,
-        scratch,
-        scratch_rows,
-        deterministic: !matches!(dq, Dq::Atomics),
-        rounds,
-        tail,
-        dq_sums,
-        headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
-    })
-}
-
 /// Plan the merge of non-empty states. Its kernel takes any headdim.
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), Needs::NONE, d)?;
@@ -667,6 +465,7 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
         is_causal: None,
         cache,
         rows_before_keys: 0,
+        fp32_bias: false,
     }
 }
 

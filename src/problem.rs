@@ -206,6 +206,8 @@ pub struct Features {
     pub alibi: bool,
     /// `attn_bias` is given, added or a mask
     pub attn_bias: bool,
+    /// ... and reaches kernels as fp32: where it is that, or bf16
+    pub fp32_bias: bool,
     /// `sinks` is given
     pub sinks: bool,
     /// `seqused_k` is given
@@ -625,6 +627,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
             dropout_p: o.dropout_p,
             alibi: o.alibi_slopes.is_some(),
             attn_bias: o.attn_bias.is_some(),
+            fp32_bias: o.attn_bias.as_ref().is_some_and(|d| matches!(d.dtype, DType::Float | DType::BFloat16)),
             sinks: o.sinks.is_some(),
             seqused_k: o.seqused_k.is_some(),
         },

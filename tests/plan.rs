@@ -27,7 +27,7 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 11] {
+fn wishes() -> [(Features, Option<Packed>, Needs); 14] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
     let features = Features::default();
     [
@@ -38,7 +38,10 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 11] {
         (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
         (Features { attn_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
+        (Features { attn_bias: true, fp32_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
         (Features { dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Dropout])),
+        (Features { attn_bias: true, dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Bias, Need::Dropout])),
+        (Features { alibi: true, softcap: 3.0, ..features }, None, Needs::of(&[Need::Alibi, Need::Softcap])),
         (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
         (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
         (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
@@ -60,7 +63,9 @@ fn every_headdim_has_kernels_and_padding_is_least() {
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
                 let asked = asked.intersection(v.pass.facts().needs);
-                let holds = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v && v.needs.covers(asked);
+                let reads_bias = |v: &Variant| !(v.half_bias_only && features.fp32_bias);
+                let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
+                let holds = |v: &Variant| fits(v) && v.needs.covers(asked) && reads_bias(v);
                 assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
                 let less_padded = others().any(|o| o.needs == v.needs && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
@@ -639,6 +644,28 @@ fn the_kernel_with_the_fewest_needs_wins() {
     assert_eq!(name(Features { sinks: true, ..Features::default() }), "two", "as good as ragged, and earlier in the tables");
     for both in [Features { dropout_p: 0.5, ..alibi }, Features { seqused_k: true, ..alibi }] {
         assert_eq!(name(both), "volta_fwd_general_64x64");
+    }
+    let biased = Features { attn_bias: true, ..Features::default() };
+    let capped = Features { softcap: 3.0, ..alibi };
+    assert_eq!(name(capped), "volta_fwd_alibicap_64x64");
+    assert_eq!(name(Features { dropout_p: 0.5, ..biased }), "volta_fwd_bias_dropout_64x64");
+    for other in [Features { attn_bias: true, ..capped }, Features { sinks: true, ..capped }, Features { softcap: 3.0, ..biased }] {
+        assert_eq!(name(other), "volta_fwd_general_64x64");
+    }
+}
+
+/// Kernels of one feature or two have no registers for a bias in fp32.
+#[test]
+fn an_fp32_bias_gets_kernels_that_read_it() {
+    let readers: Vec<_> = kernels::variants().filter(|v| v.half_bias_only).map(|v| (v.name, v.requires)).collect();
+    assert!(readers.len() == 4 && readers.iter().all(|(_, requires)| requires.covers(Needs::of(&[Need::Bias]))), "{readers:?}");
+    for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
+        let name = |fp32_bias| {
+            let features = Features { attn_bias: true, fp32_bias, dropout_p, ..Features::default() };
+            plan::forward(&Attention { features, ..attention(2000, 2000, headdim, headdim) }, &DeviceLimits::V100).unwrap().variant.name
+        };
+        assert!(readers.iter().any(|(reader, _)| *reader == name(false)));
+        assert_eq!(name(true), format!("volta_fwd_general_{headdim}x{headdim}"));
     }
 }
 

@@ -58,6 +58,14 @@ def pairs():
             if {a, b} != {"softcap", "dropout"}:
                 yield changed(BASE, **FEATURES[a], **FEATURES[b], is_causal=True, batch=1)
                 yield changed(PACKED, **FEATURES[a], **FEATURES[b], lengths=LENGTHS[:4])
+    # two that Volta's forward pass has kernels for
+    for d in (64, 128):
+        for two in (("dropout", "bias"), ("alibi", "softcap")):
+            fields = {name: value for feature in two for name, value in FEATURES[feature].items()} | {"headdim": d, "headdim_v": d}
+            yield changed(BASE, **fields, window_left=40, window_right=9, softmax_scale=-0.3)
+            yield changed(BASE, **fields, seqlen_q=200, seqlen_k=33, is_causal=True)
+            yield changed(BASE, **fields | {"headdim": d - 8, "headdim_v": d - 8}, spread=4.0)
+    yield changed(BASE, dropout_p=0.25, bias="bhqk:fp32")
     yield changed(BASE, softcap=5.0, alibi="bh", bias="hqk:fp32", sinks="own", is_causal=True, used=(93, 40))
     yield changed(PACKED, dropout_p=0.2, alibi="h", bias="bqk:own", sinks="fp32", window_left=30)
 
@@ -80,6 +88,7 @@ def biases():
     """Broadcast in each dimension, in each type; row strides that are no multiple of anything."""
     for dims in ("bhqk", "hqk", "bqk", "bhk", "bhq", "qk", "k", "q", "b", "h", "-"):
         yield Case(45, 69, 64, nheads=4, nheads_k=2, bias=f"{dims}:fp32", batch=2)
+        yield Case(45, 69, 64 if dims < "bhr" else 128, nheads=4, nheads_k=2, bias=f"{dims}:own", batch=2)
     for dims in ("bhqk", "bk", "q"):
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:own", is_causal=True)
         yield Case(45, 69, 64, nheads=2, bias=f"{dims}:bool")

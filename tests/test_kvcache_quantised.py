@@ -219,6 +219,23 @@ TILES = [
     Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
 ]
 
+#: int4's warps load several steps ahead: every group and headdim, pages longer and shorter than that, and lengths that end anywhere.
+STAGED = [
+    Cached(
+        tuple((1, n, 0) for n in (900 - 7 * group, 340 + group, 16 + group, 0)),
+        headdim=d,
+        nheads=2 * group,
+        nheads_k=2,
+        page=page,
+        layout="hnd" if group % 2 else "nhd",
+        num_splits=group % 3,
+        window_left=350 if group == 4 else -1,
+        kv_dtype="int4",
+    )
+    for d in (64, 128, 256)
+    for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
+]
+
 
 def of_each_format(cases):
     descales = ("", "one", "h", "bh")
@@ -234,7 +251,7 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-@on_cases((("sim", "cuda"), list(of_each_format(TILES))))
+@on_cases((("sim", "cuda"), [*of_each_format(TILES), *STAGED]))
 def test_tiles(backend, case):
     check(backend, case)
 
@@ -406,6 +423,22 @@ def test_converted_in_one_launch(backend):
 
 
 @on("sim", "cuda")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_page_that_does_not_exist(backend, headdim):
+    """Anywhere among the steps that int4's warps load ahead: its sequence is NaN, and no other."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = Cached(((1, 500, 0), (1, 333, 0)), headdim=headdim, nheads=8, nheads_k=2, window_left=299, num_splits=1, kv_dtype="int4")
+    # tokens from 200 on are seen, which are page 12's
+    for page in (0, 11, 12, 13, 14, 20, 31):
+        problem = case.problem(backend)
+        problem.options["block_table"][0, page] = (10**6, -1)[page % 2]
+        out, lse, *_ = run(backend, problem)
+        assert out[0].isnan().all().item() == lse[0].isnan().all().item() == (page >= 12), page
+        assert torch.isfinite(out[1]).all() and torch.isfinite(lse[1]).all()
+        assert page >= 12 or torch.isfinite(out[0]).all()
+
+
+@on("sim", "cuda")
 def test_pages_that_do_not_exist(backend):
     """Where a query sees them, the sequence is NaN; before its window they may be anything."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
@@ -426,6 +459,29 @@ def test_pages_that_do_not_exist(backend):
 
 
 # ---- PyTorch's contract ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cpu-fp32", "sim", "cuda")
+def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
+    """A row each of one page, as a server's cache update appends: scales are those of pages, or of sequences, and no others."""
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    k, v = backend.randn(5, 1, 2, 32), backend.randn(5, 1, 2, 32)
+    made = [volta_fa.quantize_kv(t[:, 0], kv_dtype, scale=None if kv_dtype.startswith("int") else 0.5) for t in (k, v)]
+    caches = [torch.zeros(1, 16, *m.data.shape[1:], dtype=m.data.dtype, device=backend.device) for m in made]
+    options = {"cache_seqlens": backend.ints(list(range(5))), "block_table": backend.ints([[0]] * 5)}
+    if kv_dtype.startswith("fp8"):
+        options |= {f"{side}_descale": torch.full((5, 2), 0.5, device=backend.device) for side in "kv"}
+    else:
+        names = ("scale", "zero_point") if kv_dtype == "int4" else ("scale",)
+        options |= {f"{side}_{name}": torch.zeros(1, 16, 2, device=backend.device) for side in "kv" for name in names}
+    fwd_kvcache(k.new_empty(5, 0, 2, 32), *caches, k, v, **options)
+    for side, cache, m in zip("kv", caches, made):
+        assert torch.equal(cache[0, :5].view(torch.uint8), m.data.view(torch.uint8))
+        for name, t in (("scale", m.scale), ("zero_point", m.zero_point)):
+            if f"{side}_{name}" in options:
+                assert torch.equal(options[f"{side}_{name}"][0, :5], t)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -32,7 +32,8 @@ from transformers import AttentionMaskInterface, masking_utils
 import volta_fa.transformers
 from volta_fa.transformers import MaskRule
 
-V5 = int(transformers.__version__.split(".")[0]) >= 5
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+V5 = VERSION >= (5, 0)
 FOLDER_4_57 = Path(os.environ.get("VOLTA_FA_TEST_TRANSFORMERS_4_57", Path(sys.prefix) / "transformers-4.57"))
 transformers.logging.set_verbosity_error()
 LAYERS = 2
@@ -453,35 +454,49 @@ def test_compiled_decoding_with_a_static_cache(name, kind):
     assert len(of_steps) >= 7 and all(mask.dtype == torch.int32 and mask.shape == (2, 1, 1, BATCH) for mask in of_steps)
 
 
-@pytest.mark.skipif(not hasattr(transformers.GenerationMixin, "generate_batch"), reason="this transformers has no continuous batching")
-@pytest.mark.skipif(not V5, reason="another way to hand over the cache")
+@pytest.mark.skipif(VERSION < (5, 17), reason="refused")
 @pytest.mark.parametrize("pages", [False, True], ids=["gathered", "pages"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_continuous_batching(name, pages):
+def test_continuous_batching(name, pages, monkeypatch):
     """Requests of different lengths share batches and a paged cache; each gets what it gets alone."""
+    # up to 5.20 transformers takes a CPU for one without memory, unless psutil is there
+    machine = (torch.device("cpu"), 2**28, 0, 0)
+    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", lambda: machine)
     eager, _ = models(name)
     ours = make(*CAUSAL[name](transformers), "volta_fa")
     prompts = [tokens(1, n)[0].tolist() for n in (3, 20, 11, 31)]
     config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = transformers.ContinuousBatchingConfig(max_blocks_per_request=4 if pages else 0, page_size=32, use_cuda_graph=False)
+    page_size = "page_size" if "page_size" in transformers.ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # 5.17
+    batching = transformers.ContinuousBatchingConfig(max_blocks_per_request=4 if pages else 0, use_cuda_graph=False, **{page_size: 32})
     tables = []  # a thread of its own generates, which the profiler does not see
 
     def spy(*args, **kwargs):
-        tables.append(kwargs["block_table"] is not None)
+        tables.append(kwargs.get("block_table") is not None)
         assert args[4] is None or isinstance(args[4], MaskRule), "a mask tensor"
         return volta_fa.transformers.attention(*args, **kwargs)
 
-    transformers.AttentionInterface.register("volta_fa", spy)
+    names = ("volta_fa", "paged|volta_fa")  # up to 5.17 the latter, while it generates
+    for registered in names:
+        transformers.AttentionInterface.register(registered, spy)
     try:
         results = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
     finally:
-        transformers.AttentionInterface.register("volta_fa", volta_fa.transformers.attention)
+        for registered in names:
+            transformers.AttentionInterface.register(registered, volta_fa.transformers.attention)
+    assert ours.config._attn_implementation in names
     # a cache in parts, one for each kind of layer, is gathered
     assert tables and any(tables) == (pages and name in ("llama", "qwen3"))
     by_prompt = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
     for prompt in prompts:
         alone = generate(eager, input_ids=torch.tensor([prompt]))[0, len(prompt) :]
         assert by_prompt[tuple(prompt)] == alone.tolist()
+
+
+def test_continuous_batching_of_others(monkeypatch):
+    """Refused by name, before anything is generated, where transformers' own cache is wrong."""
+    monkeypatch.setattr(volta_fa.transformers, "_VERSION", (5, 13))
+    with pytest.raises(NotImplementedError, match="generate_batch: got transformers .*, expected 5.17 or later"):
+        make(*CAUSAL["llama"](transformers), "volta_fa").get_correct_attn_implementation("paged|volta_fa")
 
 
 @pytest.mark.parametrize("how", ["greedy", "beam"])

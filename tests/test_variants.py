@@ -34,7 +34,10 @@ def features_for(variant):
     found = []
     for ways in ASKED:
         if required <= ways.keys() and (not own or own & ways.keys()):
-            found.append({name: value for need, way in ways.items() if need in own | free for name, value in way.items()})
+            asked = {name: value for need, way in ways.items() if need in own | free for name, value in way.items()}
+            if variant["half_bias_only"] and asked["bias"].endswith(":fp32"):
+                asked["bias"] = asked["bias"].removesuffix(":fp32")
+            found.append(asked)
     return found[0], found[-1]
 
 

@@ -153,7 +153,7 @@ class Matrix:
 
 
 def pin_of_transformers(requirements: Path) -> str:
-    return re.search(r"^transformers==\S+", requirements.read_text(), re.M)[0]
+    return re.search(r"^transformers==[^\s;]+", requirements.read_text(), re.M)[0]
 
 
 def names_of(releases: list[Release]) -> list[str]:

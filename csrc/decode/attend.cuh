@@ -4,6 +4,7 @@
 // each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
 // Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
 // step in flight, and nothing twice.
+// (Otherwise are steps that more than two warps share, shared_steps.cuh, and those of int4, staged_steps.cuh.)
 //
 // A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
 //   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
@@ -18,111 +19,11 @@
 #pragma once
 
 #include "decode/bfloat.cuh"
-#include "decode/cache_registers.cuh"
-#include "decode/page_walk.cuh"
+#include "decode/cursor.cuh"
 #include "decode/shared_steps.cuh"
+#include "decode/staged_steps.cuh"
 
 namespace decode {
-
-// Steps through keys and values in their order, page by page.
-template <class Layout>
-class Cursor {
-    PageWalk pages_;
-    const Stored *k_, *v_;  // of this lane
-    const float* scale_[StepScales::kRegisters];  // of this lane
-    // the same of the first row of page 0: steps of quantised caches often enter a page
-    const Stored *k_base_, *v_base_;
-    bool stands_;
-    int token_;  // the step's first
-
-public:
-    __device__ __forceinline__ Cursor(const DecodeParams& p, const Segment& s, int token, const void* = nullptr, int = 0, int = 0)
-        : pages_(p, s, token), token_(token) {
-        if constexpr (kQuantised) {
-            const typename Layout::Lane lane;
-            k_base_ = bytes_of_page(p.cache.k, 0, Layout::key_token(lane), s.head_k) + stored(key_column());
-            v_base_ = bytes_of_page(p.cache.v, 0, Layout::value_token(lane), s.head_k) + stored(value_column());
-        }
-        enter_page(p, s);
-    }
-    // By tokens that no page ends between.
-    template <int Tokens = kUnit>
-    __device__ __forceinline__ void advance(const DecodeParams& p, const Segment& s) {
-        token_ += Tokens;
-        k_ += Tokens * p.cache.k.row_stride;
-        v_ += Tokens * p.cache.v.row_stride;
-        if constexpr (kTokenScales) {
-#pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++) scale_[i] += Tokens * StepScales::of_lane(p.scales, i).row_stride;
-        }
-        if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
-    }
-    // False: the table names a page that there is not.
-    __device__ __forceinline__ bool stands() const { return stands_; }
-    __device__ __forceinline__ int token() const { return token_; }
-    // Where the lane's columns of its token are.
-    __device__ __forceinline__ const Stored* keys() const { return k_; }
-    __device__ __forceinline__ const Stored* values() const { return v_; }
-    // Tokens and columns that do not exist are not touched.
-    template <int Loads>
-    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kTiles]) const {
-        const typename Layout::Lane lane;
-        const int columns = p.problem.headdim - key_column();
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
-            k[tile].load(token_ + kTile * tile + Layout::key_token(lane) < seqlen_k ? columns : 0,
-                         k_ + kTile * tile * p.cache.k.row_stride);
-    }
-    template <int Loads>
-    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kTiles]) const {
-        const typename Layout::Lane lane;
-        const int columns = p.problem.headdim_v - value_column();
-#pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = kTile * tile + Layout::kValueTokens * h;
-                v[tile].token[h].load(token_ + row + Layout::value_token(lane) < seqlen_k ? columns : 0,
-                                      v_ + row * p.cache.v.row_stride);
-            }
-    }
-    // Of tokens that do not exist 0.
-    __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
-        const int lane = threadIdx.x & 31;
-        const bool exists = lane < StepScales::kLanes && token_ + lane % kUnit < seqlen_k;
-#pragma unroll
-        for (int i = 0; i < StepScales::kRegisters; i++)
-            asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
-                         : "=&f"(scales.own[i])
-                         : "l"(scale_[i]), "r"(static_cast<int>(exists)));
-    }
-
-private:
-    __device__ __forceinline__ static int key_column() {
-        return Keys<HEADDIM / 32>::of(Layout::key_column(typename Layout::Lane()));
-    }
-    __device__ __forceinline__ static int value_column() {
-        return Columns<HEADDIM_V / 64, 64>::of(Layout::value_column(typename Layout::Lane()));
-    }
-    __device__ __forceinline__ void enter_page(const DecodeParams& p, const Segment& s) {
-        const typename Layout::Lane lane;
-        const int page = pages_.number(), row = pages_.row;
-        stands_ = has_page(p.cache, page);
-        if constexpr (kQuantised) {
-            k_ = k_base_ + page * p.cache.k.batch_stride;
-            v_ = v_base_ + page * p.cache.v.batch_stride;
-            if (row > 0) k_ += row * p.cache.k.row_stride, v_ += row * p.cache.v.row_stride;
-        } else {
-            k_ = row_of_page(p.cache.k, page, row + Layout::key_token(lane)) + s.head_k * p.cache.k.head_stride + key_column();
-            v_ = row_of_page(p.cache.v, page, row + Layout::value_token(lane)) + s.head_k * p.cache.v.head_stride + value_column();
-        }
-        if constexpr (kTokenScales) {
-#pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++)
-                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row + threadIdx.x % kUnit, s.head_k);
-        }
-    }
-};
 
 // A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
@@ -137,21 +38,33 @@ struct Attend {
     using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
     static constexpr int kRowsAtOnce =
         kParts * BLOCK_ROWS * kPartStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
-    template <bool Shares, class = void>
-    struct StepsOf {
-        using Steps = Cursor<Layout>;
-        static constexpr int kBytes = 0;
-    };
-    template <class Unused>
-    struct StepsOf<true, Unused> {
-        using Steps = SharedSteps<Layout>;
-        static constexpr int kBytes = kParts * Steps::kBytes;
-    };
-    using Steps = typename StepsOf<kShares>::Steps;
-    // Steps, then each warp's queries. Both lie where the warps' parts will.
-    static constexpr int kStepBytes = StepsOf<kShares>::kBytes, kWorkBytes = kStepBytes + Warps * OwnQueries::kBytes;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
+
+private:
+    enum class How { Registers, Shared, Staged };
+    template <How, class = void>
+    struct StepsOf {
+        using Steps = Cursor<OperandPlaces<Layout>>;
+        using Scales = StepScales;
+        static constexpr int kWorkBytes = 0;
+    };
+    template <class Unused>
+    struct StepsOf<How::Shared, Unused> : StepsOf<How::Registers> {
+        using Steps = SharedSteps<Layout>;
+        static constexpr int kWorkBytes = kParts * Steps::kBytes;
+    };
+    template <class Unused>
+    struct StepsOf<How::Staged, Unused> {
+        using Steps = StagedSteps<Layout, RowGroups>;
+        using Scales = LaidScales;
+        static constexpr int kWorkBytes = Warps * Steps::kBytes;
+    };
+    using OwnSteps = StepsOf<kShares ? How::Shared : kStages ? How::Staged : How::Registers>;
+
+public:
+    // Steps, then each warp's queries. Both lie where the warps' parts will.
+    static constexpr int kWorkBytes = OwnSteps::kWorkBytes + Warps * OwnQueries::kBytes;
 
     template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
@@ -163,7 +76,7 @@ struct Attend {
 
         OwnQueries q;
         if constexpr (kStored > 0) {
-            char* stored = reinterpret_cast<char*>(parts.output) + kStepBytes + warp * OwnQueries::kBytes;
+            char* stored = reinterpret_cast<char*>(parts.output) + OwnSteps::kWorkBytes + warp * OwnQueries::kBytes;
             q.stored = reinterpret_cast<uint4*>(stored) + (threadIdx.x & 31);
         }
         load_queries(p, s, first_row, q);
@@ -186,25 +99,32 @@ struct Attend {
             const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
             const int first = s.first + part * each * kUnit;
-            Steps steps(p, s, first, parts.output, part, warp % RowGroups);
+            typename OwnSteps::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
             Keys<kKeyLoads> k[kTiles] = {};
             Values<kValueLoads> v[kTiles] = {};
-            StepScales next_scales;
+            [[maybe_unused]] StepScales next_scales;
             const float key_scale =
                 kQuantised && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
             float query_sum[RowTiles] = {};
             if constexpr (kZeroPoints) sum_queries(q, query_sum);
-            if constexpr (!kShares) {
+            if constexpr (kStages) {
+                steps.begin(p, s, seqlen_k, left);
+            } else if constexpr (!kShares) {
                 if (steps.stands()) {
                     steps.load_keys(p, seqlen_k, k);
                     steps.load_values(p, seqlen_k, v);
                     if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
                 }
             }
-            for (int token = first; left > 0 && (kShares || steps.stands()); token += kUnit) {
+            for (int token = first; left > 0 && (kShares || kStages || steps.stands()); token += kUnit) {
                 left--;
                 float change = 1.f;  // of the factor that values have
-                if constexpr (kShares) change = steps.share(p, s, seqlen_k, left > 0);
+                if constexpr (kShares) {
+                    change = steps.share(p, s, seqlen_k, left > 0);
+                } else if constexpr (kStages) {
+                    steps.take(p, s, seqlen_k, left);
+                    steps.keys(k);
+                }
                 float2 x[kTiles][RowTiles];
                 if constexpr (kBfloat && !kShares) {
 #pragma unroll
@@ -217,8 +137,14 @@ struct Attend {
                     else
                         Layout::scores(q, k[tile], x[tile]);
                 }
-                const StepScales scales = next_scales;
-                if constexpr (!kShares) {
+                typename OwnSteps::Scales scales;
+                if constexpr (kStages)
+                    scales = steps.scales();
+                else
+                    scales = next_scales;
+                if constexpr (kStages) {
+                    steps.values(v);
+                } else if constexpr (!kShares) {
                     if (left > 0) {
                         steps.advance(p, s);
                         if (steps.stands()) {
@@ -248,7 +174,7 @@ struct Attend {
                             if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
                             if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
                         }
-                        if constexpr (kShares) continue;
+                        if constexpr (kShares || kStages) continue;
                         // of tokens that do not exist registers hold what was there before
 #pragma unroll
                         for (int h = 0; h < 2; h++)
@@ -298,14 +224,14 @@ struct Attend {
                     else
                         Layout::add_values(lane, o, packed, v[tile]);
                 }
-                if constexpr (!kShares) {
+                if constexpr (!kShares && !kStages) {
                     if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
                 }
             }
             is_wrong = !steps.stands();
             if constexpr (kBfloat && kShares) shared_inverse = steps.inverse();
         }
-        if constexpr (kShares) __syncthreads();  // parts are written where steps were
+        if constexpr (kShares || kStages) __syncthreads();  // parts are written where steps were
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
         if constexpr (kBfloat) rescale_all(lane, o, kShares ? shared_inverse : bfloat_values.inverse());
 
@@ -358,7 +284,7 @@ private:
     }
 
     // From products with codes to products with keys.
-    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const StepScales& scales,
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnSteps::Scales& scales,
                                                         float key_scale, const float (&query_sum)[RowTiles],
                                                         float2 (&x)[kTiles][RowTiles]) {
 #pragma unroll
@@ -382,9 +308,10 @@ private:
     }
 
     // From probabilities to what is packed; `moved`: whether references have.
-    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane, const StepScales& scales,
-                                                               bool moved, float2 (&p)[kTiles][RowTiles],
-                                                               SoftmaxRow (&softmax)[RowTiles], ValueUnit (&unit)[RowTiles],
+    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
+                                                               const typename OwnSteps::Scales& scales, bool moved,
+                                                               float2 (&p)[kTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               ValueUnit (&unit)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
         float2 scale[kTiles], product[kTiles][RowTiles];
         bool exceeds = moved;

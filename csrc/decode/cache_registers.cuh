@@ -80,6 +80,19 @@ struct Columns {
         decode::load_columns<Column, kTogether * kWords>(columns, words + Column / Spread * kWords, from + stored(Column));
         load<Column / (Spread * kTogether) + 1>(columns, from);
     }
+    // The same of a row in shared memory, which has all columns.
+    template <int J = 0>
+    __device__ __forceinline__ void take(const char* from) {
+        if constexpr (J < Units / kTogether) {
+            struct alignas(4 * kTogether * kWords) Load {
+                unsigned words[kTogether * kWords];
+            };
+            const Load x = *reinterpret_cast<const Load*>(from + stored(J * Spread * kTogether) * sizeof(Stored));
+#pragma unroll
+            for (int i = 0; i < kTogether * kWords; i++) words[J * kTogether * kWords + i] = x.words[i];
+            take<J + 1>(from);
+        }
+    }
     __device__ __forceinline__ uint4 unit(int j) const { return CacheElement::eight(words + j * kWords); }
     __device__ __forceinline__ void clear() {
 #pragma unroll

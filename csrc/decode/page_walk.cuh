@@ -34,6 +34,8 @@ class PageWalk {
         const int mine = page_ + (threadIdx.x & 31);
         const bool exists = !p.cache.block_table || mine * static_cast<long long>(p.cache.rows) < s.seqlen_k;
         numbers_ = exists ? page_of(p.cache, s.batch, mine) : -1;
+        // Waits for them here: a scoreboard has many loads, and whoever asks for a number would wait for all that are on their way.
+        if constexpr (kStages) numbers_ = __shfl_sync(~0u, numbers_, threadIdx.x & 31);
     }
 
 public:

@@ -30,6 +30,9 @@ constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kTiles = (kQuantised && kFewBytes) || (kBfloat && kFewColumns) ? 2 : 1;
 constexpr int kUnit = kTile * kTiles;
+// Units of int4 are still less: a warp has more of them on its way than it computes with (staged_steps.cuh). Not 16 rows at headdim
+// 64, of whose loop the instruction cache has the larger part as it is.
+constexpr bool kStages = kZeroPoints && (HEADDIM > 64 || STEP == kTile);
 // A block that had less would cost more than it saves: it takes a merge of partial results longer.
 constexpr int kLeastUnits = 16;
 

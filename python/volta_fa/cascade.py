@@ -27,6 +27,10 @@ def cascade_attention(
     is_causal: bool = True,
     softcap: float = 0.0,
     num_splits: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -44,6 +48,7 @@ def cascade_attention(
         cache_seqlens: int32 (batch): own tokens in them, without the shared ones, before this call appends.
         k, v: appended behind those, in place, as `volta_fa::fwd_kvcache` does it.
         sinks, softmax_scale, softcap, num_splits: as in `volta_fa::fwd_kvcache`.
+        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k), as there.
         k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k), as there.
         is_causal: the last query of a sequence sees its last token, the one before all but that, and so on. The queries are the last of
             a sequence's own tokens, so all of them see all shared ones.
@@ -61,7 +66,17 @@ def cascade_attention(
         raise ValueError(f"volta_fa: {missing}: got None, expected a tensor: {there} is given")
     if isinstance(shared_seqlen, int):
         shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits, "k_descale": k_descale, "v_descale": v_descale}
+    options = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "num_splits": num_splits,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "k_zero_point": k_zero_point,
+        "v_zero_point": v_zero_point,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
     own, own_lse = torch.ops.volta_fa.fwd_kvcache(
         q,
         k_cache,

@@ -41,6 +41,11 @@ __all__ = ["NAME", "MaskRule", "QuantizedCache", "attention", "context_parallel"
 
 #: The value of `attn_implementation`.
 NAME = "volta_fa"
+#: What continuous batching makes of it up to transformers 5.17, while it generates.
+_PAGED = f"paged|{NAME}"
+#: The first transformers whose continuous batching runs on it. In 5.13 its own cache of sliding layers gives wrong tokens, with its own
+#: attention too; what lies between was not looked at.
+_BATCHES = (5, 17)
 _VERSION = tuple(int(part) for part in transformers_version.split(".")[:2])
 
 
@@ -595,12 +600,17 @@ def _continuous_batch(
             f"volta_fa: cache: {type(module).__name__} uses a {type(cache).__name__}, expected the cache of transformers' "
             "continuous batching"
         )
-    if "kwargs" not in inspect.signature(cache.update).parameters:
+    _refuse_older_batches()
+    parameters = inspect.signature(cache.update).parameters
+    if "kwargs" in parameters:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    elif {"read_index", "write_index"} <= set(parameters):
+        key, value = _older_cache(module, key, value, cache, options["window_left"] >= 0, kwargs)
+    else:
         raise NotImplementedError(
-            f"volta_fa: cache: continuous batching of transformers {transformers_version} hands over its cache in another way than 5.23 "
-            "does, which volta_fa follows: expected transformers>=5.23"
+            f"volta_fa: cache: continuous batching of transformers {transformers_version} hands over its cache in another way than 5.17 "
+            "and 5.23 do, which volta_fa follows: expected one of these"
         )
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     cu_seqlens_k = kwargs["cu_seq_lens_k"]
     if kwargs.get("block_table") is not None:
         q, k, v = (t.squeeze(0).transpose(0, 1).unsqueeze(1) for t in (query, key, value))
@@ -614,6 +624,34 @@ def _continuous_batch(
     sequences = _sequences(kwargs["cu_seq_lens_q"], cu_seqlens_k, kwargs["max_length_q"], kwargs["max_length_k"])
     out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, **options)
     return out.unsqueeze(0)
+
+
+def _refuse_older_batches() -> None:
+    if _VERSION < _BATCHES:
+        raise NotImplementedError(
+            f"volta_fa: generate_batch: got transformers {transformers_version}, expected 5.17 or later, whose continuous batching "
+            "volta_fa follows"
+        )
+
+
+def _older_cache(
+    module: torch.nn.Module, key: Tensor, value: Tensor, cache: Any, has_window: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What `cache.update(kwargs=...)` does, with the cache of transformers 5.17: it takes indices, and all layers of a kind share
+    a group, whose block table is one of several."""
+    for name in ("cu_seq_lens_k", "max_seqlen_k"):
+        if isinstance(kwargs[name], dict):
+            kwargs[name] = kwargs[name]["sliding_attention" if has_window else "full_attention"]
+    kwargs |= {"max_length_q": kwargs["max_seqlen_q"], "max_length_k": kwargs["max_seqlen_k"]}
+    if kwargs.get("block_table") is None:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
+        return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    kwargs["block_table"] = kwargs["block_table"][group]
+    kwargs |= {"k_cache": cache.key_cache[layer].view(shape), "v_cache": cache.value_cache[layer].view(shape)}
+    return key, value
 
 
 def _is_old_gpt2(module: torch.nn.Module) -> bool:
@@ -709,8 +747,9 @@ def _register() -> None:
         warnings.warn(
             f"volta_fa {__version__} is tested with transformers 4.57 and 5.x, and {transformers_version} is installed", stacklevel=3
         )
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    for name in (NAME, _PAGED):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
 
     # transformers takes any registered name for any model, and one that does not use the interface would then go on
     # with an attention of its own.
@@ -733,7 +772,9 @@ def _register() -> None:
 
     @functools.wraps(accept)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested_attention == NAME and not self._can_set_attn_implementation():
+        if requested_attention == _PAGED:
+            _refuse_older_batches()
+        if requested_attention in (NAME, _PAGED) and not self._can_set_attn_implementation():
             raise ValueError(
                 f"attn_implementation: got {NAME!r}, and {type(self).__name__} of transformers {transformers_version} does not use the "
                 "attention interface: expected 'sdpa', which volta_fa.enable_sdpa() also runs, or 'eager'"
@@ -756,7 +797,7 @@ def _join_continuous_batching() -> None:
         @functools.wraps(ask)
         def asked(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
             name = requested_attention_implementation if config is None else config._attn_implementation
-            return name == NAME or ask(config, requested_attention_implementation, **kwargs)
+            return name in (NAME, _PAGED) or ask(config, requested_attention_implementation, **kwargs)
 
         return asked
 
@@ -771,10 +812,16 @@ def _join_continuous_batching() -> None:
 
         @functools.wraps(ensure)
         def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
-            if config._attn_implementation != NAME:
+            if config._attn_implementation not in (NAME, _PAGED):
                 return ensure(config, cb_config, *args, **kwargs)
-            allocators = theirs.ATTN_TYPE_TO_ALLOCATOR
-            if not all(allocators[kind].supports_block_table for kind in theirs.group_layers_by_attn_type(config)):
+            if hasattr(theirs, "ATTN_TYPE_TO_ALLOCATOR"):
+                kinds = theirs.group_layers_by_attn_type(config)
+                have_tables = all(theirs.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
+            else:  # up to 5.17
+                kinds = getattr(config, "layer_types", None)
+                windows = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+                have_tables = not windows
+            if not have_tables:
                 cb_config.max_blocks_per_request = 0
 
         theirs.ensure_decode_fast_path_is_available = ensured

@@ -336,6 +336,8 @@ pub struct Variant {
     pub needs: Needs,
     /// what of that a problem has to ask for: such a kernel does it unasked
     pub requires: Needs,
+    /// whether it reads no bias but one in fp16
+    pub half_bias_only: bool,
     /// the one kind of cache that it reads; Float too where it reads none
     pub cache: CacheFormat,
     /// source below `csrc/`

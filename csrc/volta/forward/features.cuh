@@ -1,4 +1,4 @@
-// Kernels of one feature (kOneFeature): what they do to scores and probabilities, at the price of its arithmetic. What general
+// Kernels of one feature or of two: what they do to scores and probabilities, at the price of its arithmetic. What general
 // kernels ask at every step is known here, terms that are added to scores are what the first product begins with, and lanes carry
 // along the keys what they would derive again.
 #pragma once
@@ -7,23 +7,35 @@
 
 namespace volta {
 
-// The need of such a kernel; 0 in others.
-constexpr unsigned kFeature = kOneFeature ? NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout) : 0;
+// The needs of such a kernel, which requires all of them and does them unasked; 0 in others.
+constexpr unsigned kFeature = kRagged ? 0 : NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedDropout);
+constexpr bool kTwoFeatures = (kFeature & (kFeature - 1)) != 0;
 // Other kernels' scores leave the first product unscaled, and get what the parameters ask for behind it.
-constexpr bool kModified = kGeneral && !kOneFeature;
+constexpr bool kModified = kGeneral && !kFeature;
 // Whether first keys are rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
 constexpr bool kRoundedKeys = kPaged || kModified || kFeature & (kNeedBias | kNeedDropout);
+
+// Shared memory for what a lane would have no registers for: chunks of its own, so many bytes from one to the next.
+struct LaneMemory {
+    u32 first = 0;
+    int between = 0;
+    __device__ __forceinline__ void store(int i, const uint4& x) const { store_shared(first + i * between, x); }
+    __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
+};
 
 // What a kernel's main loop calls, in this order; where a feature has nothing to do. `row` and `key` are the first of the warp's.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class FeatureOf {
+    static_assert(Feature == 0, "what kernels of these features do is not written");
+
 public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
     using Unmasked = UnmaskedKeys<16 * KeyTiles>;
     struct Numbers {};
+    static constexpr int kLaneChunks = 0;  // of LaneMemory
 
     // It may shorten the interval of tiles that need no mask.
-    __device__ __forceinline__ FeatureOf(const FwdParams&, const Grid&, const Mask&, Unmasked&, int, int) {}
+    __device__ __forceinline__ FeatureOf(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneMemory&, int, int) {}
     // What the softmax multiplies scores by.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kModified ? 1.f : p.problem.scale_log2; }
     // Where references begin. `q` and `k` are the sequences' first rows.
@@ -33,7 +45,7 @@ public:
     __device__ __forceinline__ void load(const FwdParams&, int, int) {}
     // What the products of a tile begin with, and then what is still to be added to them.
     __device__ __forceinline__ void start(const FwdParams&, Tile& s, int, int) { s.clear(); }
-    __device__ __forceinline__ void add_to(const FwdParams&, Tile&) const {}
+    __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
     // For a tile that needs a mask, before it.
     __device__ __forceinline__ void correct(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&, int, int) {}
     template <class Rescale>
@@ -45,9 +57,9 @@ public:
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
     // What the softmax takes for a score.
     __device__ __forceinline__ float score(float x) const { return x; }
-    // Random numbers of the 16 keys from `key` on, and what they leave of words x and y of packed probabilities, elements 4u .. 4u
+    // Random numbers of 16 keys, and what they leave of words x and y of packed probabilities, elements 4u .. 4u
     // + 3 of row tile mt.
-    __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int) const {}
+    __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
     // References are those of true scores from here on.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
@@ -67,9 +79,9 @@ public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row,
-                                         int key)
-        : Base(p, grid, mask, unmasked, row, key), softcap_(p.problem, p.score_options) {}
+    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked,
+                                         const LaneMemory& memory, int row, int key)
+        : Base(p, grid, mask, unmasked, memory, row, key), softcap_(p.problem, p.score_options) {}
     __device__ __forceinline__ float scale(const FwdParams&) const { return -2.f * softcap_.cap; }
     __device__ __forceinline__ float score(float x) const {
         return reciprocal_approx(exp2_approx(x * softcap_.to_exponent) + one_);
@@ -107,19 +119,22 @@ public:
 // With r the warp's first row and o = seqlen_k - seqlen_q, -slope * |i + o - j| is slope * (j - r - o) up to the diagonal and
 // slope * (r + o - j) behind it, but for -+slope * (i - r): a constant of the row, which any reference absorbs. So products begin
 // with a number of the key alone, only tiles on the diagonal need a correction, and the sign changes once.
-template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedAlibi, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+//
+// What a softcap bounds are the products alone: with one, they begin with nothing, and that number is added to what it makes of
+// them, in units of log2.
+template <int RowTiles, int KeyTiles, bool Capped, class Grid>
+class AlibiOf : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
 
     const Grid& grid_;
-    float slope_;     // in units of products q.k; of the other sign behind the diagonal
-    float distance_;  // j - r - o of the lane's first key in the tile whose product begins next
+    float slope_;     // in the scores' units; of the other sign behind the diagonal
+    float distance_;  // j - r - o of the lane's first key in the tile whose scores are made next
 
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const ScoreOptions& o = p.score_options;
         const int head = grid_.head_here(p.problem), batch = grid_.batch_here(p.problem);
-        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * __fdividef(1.f, p.problem.scale);
+        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * (Capped ? kLog2e : __fdividef(1.f, p.problem.scale));
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 
@@ -135,16 +150,24 @@ class FeatureOf<RowTiles, KeyTiles, kNeedAlibi, Grid> : public FeatureOf<RowTile
         unmasked.span = none ? 0 : end - kKeys - first;
     }
 
+    // What the scores of a lane's four keys of key tile nt have besides products, more or less.
+    __device__ __forceinline__ void terms(float (&of)[ForwardLayout::kKeys], int nt, float more) const {
+        of[0] = Capped ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
+#pragma unroll
+        for (int j = 1; j < ForwardLayout::kKeys; j++) of[j] = of[j - 1] + slope_;
+    }
+
 public:
     using typename Base::Tile;
     using typename Base::Unmasked;
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked, int row,
-                                         int key)
-        : Base(p, grid, mask, unmasked, row, key), grid_(grid), slope_(slope_of(p)),
+    __device__ __forceinline__ AlibiOf(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked,
+                                       const LaneMemory& memory, int row, int key)
+        : Base(p, grid, mask, unmasked, memory, row, key), grid_(grid), slope_(slope_of(p)),
           distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
         set_interval(unmasked, mask, row, false);
     }
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return Capped ? 1.f : p.problem.scale_log2; }
 
     // At the score of each row's nearest visible key. Where slopes are steep a row's maximum lies there or close to it, and would
     // be reached in steps of more than the slack, each of which rescales the output.
@@ -169,6 +192,7 @@ public:
                     dot = fmaf(left.x, right.x, fmaf(left.y, right.y, dot));
                 }
             }
+            if (Capped) dot = Softcap(problem, p.score_options)(dot);
             // a NaN is for the product to find
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
@@ -178,22 +202,37 @@ public:
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 const float of_row = __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
-                softmax.row[mt][r].template move_reference<MovedRows::kAll>(of_row, problem.scale_log2,
-                                                                            __fdividef(1.f, problem.scale_log2));
+                softmax.row[mt][r].template move_reference<MovedRows::kAll>(of_row, scale(p), __fdividef(1.f, scale(p)));
             }
     }
 
     __device__ __forceinline__ void start(const FwdParams&, Tile& s, int, int) {
+        if (Capped) return s.clear();
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
-            float first[ForwardLayout::kKeys];
-            first[0] = slope_ * (distance_ + 16 * nt);
-#pragma unroll
-            for (int j = 1; j < ForwardLayout::kKeys; j++) first[j] = first[j - 1] + slope_;
+            float of[ForwardLayout::kKeys];
+            terms(of, nt, 0.f);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = first[ForwardLayout::key_slot(v)];
+                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = of[ForwardLayout::key_slot(v)];
+        }
+        distance_ += kKeys;
+    }
+    __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) {
+        if (!Capped) return;
+        const Softcap softcap(p.problem, p.score_options);
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            float of[ForwardLayout::kKeys];
+            terms(of, nt, softcap.cap);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int v = 0; v < ForwardLayout::kElements; v++) {
+                    float& x = s.tile[mt][nt][v];
+                    x = fmaf(-2.f * softcap.cap, softcap.logistic(x), of[ForwardLayout::key_slot(v)]);
+                }
         }
         distance_ += kKeys;
     }
@@ -217,7 +256,7 @@ public:
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
                 softmax.row[mt][r].limit -= by;
-                softmax.row[mt][r].reference -= by * p.problem.scale_log2;
+                softmax.row[mt][r].reference -= by * scale(p);
             }
         slope_ = -slope_;
         set_interval(unmasked, mask, row, true);
@@ -234,16 +273,33 @@ public:
     }
 };
 
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedAlibi, Grid> : public AlibiOf<RowTiles, KeyTiles, false, Grid> {
+public:
+    using AlibiOf<RowTiles, KeyTiles, false, Grid>::AlibiOf;
+};
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedAlibi | kNeedSoftcap, Grid> : public AlibiOf<RowTiles, KeyTiles, true, Grid> {
+public:
+    using AlibiOf<RowTiles, KeyTiles, true, Grid>::AlibiOf;
+};
+
 // ---- bias -----------------------------------------------------------------------------------------
 
-// Loaded a product ahead. With one tile of keys it is what products begin with; with more it would take too many registers during
-// the product, and is added behind it.
+// In fp16, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
+// it lies; with more it would take too many registers during the product, and is added behind it.
 template <int RowTiles, int KeyTiles, class Grid>
 class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     static_assert(Grid::kIndexed, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
-    const unsigned short* base_;  // of the lane's first row; with one tile of keys made anew, for want of registers
+
+    struct Place {
+        const unsigned short* base;  // of the lane's first row
+        int rows_left, first_key;  // rows behind that one; the lane's first key
+    };
+    Place place_;  // with one tile of keys in memory_
+    LaneMemory memory_;
     uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];
 
     template <class F>
@@ -271,6 +327,9 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles
     __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
         return __fdividef(1.f, __int_as_float(pinned(__float_as_int(p.problem.scale))));
     }
+    __device__ __forceinline__ static int rows_left(const FwdParams& p, const ForwardLane& lane, int row) {
+        return max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
+    }
 
     __device__ __forceinline__ void add(const FwdParams& p, typename Base::Tile& s) const {
         const float factor = inverse_scale(p);
@@ -279,24 +338,40 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles
 
 public:
     using typename Base::Tile;
+    static constexpr int kLaneChunks = kStarts ? 1 : 0;
 
     __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked,
-                                         int row, int key)
-        : Base(p, grid, mask, unmasked, row, key), base_(base_of(p, ForwardLane(), row)) {}
+                                         const LaneMemory& memory, int row, int key)
+        : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
+        const ForwardLane lane(thread_index_here() & 31);  // so that the epilogue's is none of this, held until then
+        place_.base = base_of(p, lane, row);
+        if (!kStarts) return;
+        const unsigned long long base = reinterpret_cast<unsigned long long>(place_.base);
+        memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
+                                   ForwardLayout::first_key(lane)));
+    }
     // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
-        const ForwardLane lane(thread_index_here() & 31);
-        const int rows_left = max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
+        Place place = place_;
+        if (kStarts) {
+            const uint4 x = memory_.load(0);
+            place.base = reinterpret_cast<const unsigned short*>(x.x | static_cast<unsigned long long>(x.y) << 32);
+            place.rows_left = x.z;
+            place.first_key = x.w;
+        } else {
+            const ForwardLane lane(thread_index_here() & 31);
+            place.rows_left = rows_left(p, lane, row);
+            place.first_key = ForwardLayout::first_key(lane);
+        }
         const unsigned row_stride = p.score_options.bias_row_stride;
-        const unsigned short* base = kStarts ? base_of(p, lane, row) : base_;
 #pragma unroll
         for (int nt = 0; nt < KeyTiles; nt++) {
-            const unsigned short* from = base + min(key + 16 * nt + ForwardLayout::first_key(lane), (p.problem.seqlen_k - 1) & ~3);
+            const unsigned short* from = place.base + min(key + 16 * nt + place.first_key, (p.problem.seqlen_k - 1) & ~3);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
                 for (int r = 0; r < ForwardLayout::kRows; r++) {
-                    const int rows = min(16 * mt + ForwardLayout::row_slot(r), rows_left);
+                    const int rows = min(16 * mt + ForwardLayout::row_slot(r), place.rows_left);
                     const unsigned short* at = rows_after(from, rows, row_stride);
                     // not .nc: ptxas leaves this load before the next barrier
                     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
@@ -305,72 +380,111 @@ public:
                 }
         }
     }
-    // An fp32 bias, for which there are no registers ahead, is loaded into these.
-    __device__ __forceinline__ void start(const FwdParams& p, Tile& s, int row, int key) const {
+    __device__ __forceinline__ void start(const FwdParams& p, Tile& s, int, int) const {
         s.clear();
-        if (p.score_options.bias_is_fp32) {
-            ScoreBias<ForwardLayout, RowTiles, KeyTiles> bias;
-            bias.load(p, row, key);
-            bias.add_to(s, p.score_options, inverse_scale(p));
-        } else if (kStarts) {
-            add(p, s);
-        }
+        if (kStarts) add(p, s);
     }
     __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) const {
-        if (!kStarts && !p.score_options.bias_is_fp32) add(p, s);
+        if (!kStarts) add(p, s);
     }
 };
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// Of what the numbers of all steps have in common, a lane keeps the seed and what round 0 of Philox makes of head and row. The rest
-// is made again, for want of registers.
-template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedDropout, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
-    using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
-    static_assert(Grid::kIndexed, "batch entry and head are the grid's");
-    u32 key_[2], row_key_;
+// What of rounds 0 and 1 of Philox the numbers of all steps have in common is in the lane's own memory, with the seed. Where there
+// is none it is made again at each, of the seed and of what round 0 makes of head and row; and for want of registers those too.
+enum class DropoutKeeps { kAll, kSeed, kNothing };
+
+template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
+class DropoutOf {
+    static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
+    static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
+
+    struct Seed {
+        u32 key[2], row;  // of the lane's first row
+    };
+    Seed seed_;  // with kSeed
+    LaneMemory memory_;
 
     __device__ __forceinline__ static u32 head_here(const FwdParams& p) {
         return (p.lengths.first_batch + block_batch_here()) * p.problem.nheads +
                ::head_here<ForwardLayout::kEitherOrder>(p.problem);
     }
+    __device__ __forceinline__ static Seed seed(const Philox& philox, int row) {
+        return {
+            {philox.key[0], philox.key[1]},
+            philox_second(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
+    }
+    // The state again, by loads that stay where they are.
     __device__ __forceinline__ static u32 offset_here(const FwdParams& p) {
         u32 offset;
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
         return offset;
     }
+    __device__ __forceinline__ static Seed seed_here(const FwdParams& p, const ForwardLane& lane, int row) {
+        Seed x;
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.key[0]), "=r"(x.key[1]) : "l"(p.score_options.rng_state));
+        x.row = philox_second(head_here(p)).high ^ x.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(lane));
+        return x;
+    }
+    __device__ __forceinline__ static PhiloxWide of_row(const Seed& x, int mt) { return philox_first(x.row ^ 16 * mt); }
 
 public:
+    static constexpr int kLaneChunks = kInMemory ? 2 : 0;
     struct Numbers {
         uint4 of[RowTiles];
     };
 
-    __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked,
-                                         int row, int key)
-        : Base(p, grid, mask, unmasked, row, key) {
+    __device__ __forceinline__ DropoutOf(const FwdParams& p, const LaneMemory& memory, int row) : memory_(memory) {
+        if constexpr (Keeps == DropoutKeeps::kNothing) return;
         const Philox philox(p.score_options.rng_state, head_here(p));
-        key_[0] = philox.key[0], key_[1] = philox.key[1];
-        row_key_ = philox_second(philox.head).high ^ key_[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()));
-    }
-    __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int key) const {
-        const u32 k0 = key_[0] + kPhiloxSteps[0], k1 = key_[1] + kPhiloxSteps[1];  // round 1's
-        const u32 column = key + ForwardLayout::first_key(ForwardLane(thread_index_here() & 31));
-        const PhiloxWide of_column = philox_first(column / 4), of_both = philox_second(of_column.high ^ offset_here(p) ^ key_[1]);
-        const u32 of_head = philox_second(head_here(p)).low;
-#pragma unroll
-        for (int mt = 0; mt < RowTiles; mt++) {
-            static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
-            const PhiloxWide of_row = philox_first(row_key_ ^ 16 * mt);
-            numbers.of[mt] = make_uint4(of_both.high ^ of_head ^ k0, of_both.low, of_row.high ^ of_column.low ^ k1, of_row.low);
+        seed_ = seed(philox, row);
+        if constexpr (kInMemory) {
+            static_assert(RowTiles == 2, "two chunks");
+            const PhiloxWide a = of_row(seed_, 0), b = of_row(seed_, 1);
+            const u32 k0 = seed_.key[0] + kPhiloxSteps[0], k1 = seed_.key[1] + kPhiloxSteps[1];  // round 1's
+            memory.store(0,
+                         make_uint4(seed_.key[0], seed_.key[1], philox.offset ^ seed_.key[1], philox_second(philox.head).low ^ k0));
+            memory.store(1, make_uint4(a.high ^ k1, b.high ^ k1, a.low, b.low));
         }
+    }
+    __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
+        u32 keys[2];
+        if constexpr (kInMemory) {
+            __syncwarp();  // ptxas would load these beside what is loaded before
+            const ForwardLane lane(thread_index_here() & 31);
+            const uint4 x = memory_.load(0), of_rows = memory_.load(1);
+            const u32 column = key + ForwardLayout::first_key(lane);
+            const PhiloxWide of_column = philox_first(column / 4), of_both = philox_second(of_column.high ^ x.z);
+            keys[0] = x.x, keys[1] = x.y;
 #pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+                numbers.of[mt] = make_uint4(of_both.high ^ x.w, of_both.low, (mt ? of_rows.y : of_rows.x) ^ of_column.low,
+                                            mt ? of_rows.w : of_rows.z);
+        } else {
+            const ForwardLane lane(thread_index_here() & 31);
+            const Seed x = Keeps == DropoutKeeps::kSeed ? seed_ : seed_here(p, lane, row);
+            const u32 k0 = x.key[0] + kPhiloxSteps[0], k1 = x.key[1] + kPhiloxSteps[1];
+            const u32 column = key + ForwardLayout::first_key(lane);
+            const PhiloxWide of_column = philox_first(column / 4),
+                             of_both = philox_second(of_column.high ^ offset_here(p) ^ x.key[1]);
+            const u32 of_head = philox_second(head_here(p)).low;
+            keys[0] = x.key[0], keys[1] = x.key[1];
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                const PhiloxWide row_here = of_row(x, mt);
+                numbers.of[mt] =
+                    make_uint4(of_both.high ^ of_head ^ k0, of_both.low, row_here.high ^ of_column.low ^ k1, row_here.low);
+            }
+        }
+        constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // for the instruction cache
+#pragma unroll kUnroll
         for (int round = 2; round < kPhiloxRounds; round++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
-                philox_round(numbers.of[mt], key_[0] + round * kPhiloxSteps[0], key_[1] + round * kPhiloxSteps[1]);
+                philox_round(numbers.of[mt], keys[0] + round * kPhiloxSteps[0], keys[1] + round * kPhiloxSteps[1]);
     }
-    __device__ __forceinline__ void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) const {
+    __device__ __forceinline__ static void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) {
         static_assert(ForwardLayout::key_slot(1) == 2 && ForwardLayout::key_slot(4) == 1 && ForwardLayout::row_of(2) == 1,
                       "the words of Philox::numbers");
         const DropoutRule rule(p.score_options);
@@ -378,6 +492,48 @@ public:
         x &= rule.kept_halves(u ? n.y : n.x);
         y &= rule.kept_halves(u ? n.w : n.z);
     }
+};
+
+// A feature that drops probabilities beside what Other does.
+template <int RowTiles, int KeyTiles, class Grid, class Other, DropoutKeeps Keeps, bool Rolled = false>
+class WithDropout : public Other {
+    static_assert(Grid::kIndexed, "batch entry and head are the grid's");
+    using Dropout = DropoutOf<RowTiles, Keeps, Rolled>;
+    Dropout dropout_;
+
+public:
+    using Numbers = typename Dropout::Numbers;
+    static constexpr int kLaneChunks = Other::kLaneChunks + Dropout::kLaneChunks;
+
+    __device__ __forceinline__ WithDropout(const FwdParams& p, const Grid& grid, const Mask& mask,
+                                           typename Other::Unmasked& unmasked, const LaneMemory& memory, int row, int key)
+        : Other(p, grid, mask, unmasked, memory, row, key),
+          dropout_(p, LaneMemory{memory.first + Other::kLaneChunks * memory.between, memory.between}, row) {}
+    __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
+        dropout_.draw(numbers, p, row, key);
+    }
+    __device__ __forceinline__ void drop(u32& x, u32& y, const Numbers& numbers, const FwdParams& p, int mt, int u) const {
+        dropout_.drop(x, y, numbers, p, mt, u);
+    }
+};
+
+template <int RowTiles, int KeyTiles, class Grid>
+using Dropout = WithDropout<RowTiles, KeyTiles, Grid, FeatureOf<RowTiles, KeyTiles, 0, Grid>,
+                            KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kSeed>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedDropout, Grid> : public Dropout<RowTiles, KeyTiles, Grid> {
+public:
+    using Dropout<RowTiles, KeyTiles, Grid>::Dropout;
+};
+
+// With more than one tile of keys the path through a step is as long as the instruction cache.
+template <int RowTiles, int KeyTiles, class Grid>
+using BiasAndDropout = WithDropout<RowTiles, KeyTiles, Grid, FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid>,
+                                   KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kNothing, (KeyTiles > 1)>;
+template <int RowTiles, int KeyTiles, class Grid>
+class FeatureOf<RowTiles, KeyTiles, kNeedBias | kNeedDropout, Grid> : public BiasAndDropout<RowTiles, KeyTiles, Grid> {
+public:
+    using BiasAndDropout<RowTiles, KeyTiles, Grid>::BiasAndDropout;
 };
 
 template <int RowTiles, int KeyTiles, class Grid>

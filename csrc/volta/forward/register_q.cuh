@@ -29,7 +29,9 @@ struct ForwardRegisterQ {
     static constexpr int kPitchV = (kChunksV + 1) * kChunkBytes;
     static constexpr int kOffsetV = kStep * kPitch;
     static constexpr int kSlotBytes = kStep * (kPitch + kPitchV);
-    static constexpr int kSharedBytes = kSlots * kSlotBytes;
+    static constexpr int kRingBytes = kSlots * kSlotBytes;
+    using FeaturesHere = Features<kRowTiles, 1, Grid>;
+    static constexpr int kSharedBytes = kRingBytes + FeaturesHere::kLaneChunks * kStep * kPitch;
 
     // Three blocks an SM leave ragged kernels no registers for the mask, which is made again in masked tiles.
     static constexpr bool kMaskKept = !(kRagged && Headdim == 32);
@@ -163,7 +165,9 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        Features<kRowTiles, 1, Grid> features(p, grid, mask, unmasked, row, key);
+        // each as a tile of K behind the ring: a lane's chunk lies there where it stores K's
+        const LaneMemory memory{loader.k_store + kRingBytes, kStep * kPitch};
+        FeaturesHere features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
@@ -203,6 +207,7 @@ struct ForwardRegisterQ {
                 mma_row_col(s.tile[mt][0], q[mt][c].z, q[mt][c].w, k.z, k.w);
             }
         }
+        features.add_to(p, s);
         uint4 k_ahead[kAhead];
 #pragma unroll
         for (int c = 0; c < kAhead; c++) k_ahead[c] = load_shared(k_lane + kSlotBytes + c * kChunkBytes);
@@ -211,7 +216,7 @@ struct ForwardRegisterQ {
         u32 slot = 0;  // of this step: its number in the ring times kSlotBytes
         const auto slot_after = [&](int steps) {
             const u32 x = slot + steps * kSlotBytes;
-            return x >= kSharedBytes ? x - kSharedBytes : x;
+            return x >= kRingBytes ? x - kRingBytes : x;
         };
 #pragma unroll 1
         for (; key < key_end; key += kStep) {
@@ -237,8 +242,8 @@ struct ForwardRegisterQ {
             uint4 k[kChunks];
             features.start(p, even, row, key + kStep);
             odd.clear();
-            typename Features<kRowTiles, 1, Grid>::Numbers numbers;
-            features.draw(numbers, p, key);
+            typename FeaturesHere::Numbers numbers;
+            features.draw(numbers, p, row, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
             constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores that a lane holds
@@ -266,7 +271,7 @@ struct ForwardRegisterQ {
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
             }
-            if (kFeature == kNeedBias) {  // behind the product, before the barrier: ptxas would move it
+            if (kFeature & kNeedBias) {  // behind the product, before the barrier: ptxas would move it
                 __syncwarp();
                 features.load(p, row, key + 2 * kStep);
                 __syncwarp();
@@ -290,6 +295,7 @@ struct ForwardRegisterQ {
             for (int mt = 0; mt < kRowTiles; mt++)
 #pragma unroll
                 for (int w = 0; w < 8; w++) s.tile[mt][0][w] = even.tile[mt][0][w] + odd.tile[mt][0][w];
+            features.add_to(p, s);
             probabilities.exchange();
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {

@@ -38,8 +38,8 @@ struct ForwardSharedQ {
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache
-    // otherwise.
-    static constexpr bool kColumnsRolled = kFeature == kNeedBias;
+    // otherwise, and with two features.
+    static constexpr bool kColumnsRolled = kFeature & kNeedBias || kTwoFeatures;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
     static constexpr bool kBiasAhead = kModified && kHasBias && BlocksPerSm == 1;
 
@@ -197,8 +197,8 @@ struct ForwardSharedQ {
         // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kFeature || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
-        Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, row, key);
-        if (kFeature != kNeedBias) {  // for which there are no registers there
+        Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneMemory(), row, key);
+        if (!(kFeature & kNeedBias)) {  // for which there are no registers there
             unmasked.first = pinned(unmasked.first);
             unmasked.span = pinned(unmasked.span);
         }
@@ -255,7 +255,7 @@ struct ForwardSharedQ {
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
                 if (kModified && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
                 typename Features<RowTiles, kKeyTiles, Grid>::Numbers numbers;
-                features.draw(numbers, p, key + group_key + 16 * tile);
+                features.draw(numbers, p, row, key + group_key + 16 * tile);
 #pragma unroll
                 for (int u = 0; u < 2; u++)
 #pragma unroll

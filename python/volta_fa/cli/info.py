@@ -54,7 +54,7 @@ def _print_tables(facts: dict[str, Any]) -> None:
     for title, rows in (
         ("Devices", facts["devices"]),
         ("Kernel families", facts["families"]),
-        ("Kernel variants (tile: rows of a block x of a step; blocks of an SM; shared KiB)", [_variant_row(v) for v in facts["variants"]]),
+        ("Kernel variants (tile: rows of a block x step; blocks an SM; KiB shared)", [_variant_row(v) for v in facts["variants"]]),
     ):
         if rows:
             console.print(_table(title, rows))
@@ -76,19 +76,19 @@ def _variant_row(variant: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": variant["name"],
         "headdim": headdim if headdim == headdim_v else f"{headdim}/{headdim_v}",
-        "tile": f"{variant['block_rows']} x {variant['step']}" if variant["step"] else variant["block_rows"],
-        "threads": variant["threads"],
+        "tile": f"{variant['block_rows']}x{variant['step']}" if variant["step"] else variant["block_rows"],
+        "warps": variant["threads"] // 32,
         "blocks": variant["blocks_per_sm"],
         "regs": variant["registers"],
-        "spills": variant["spill_bytes"],
-        "shared": f"{variant['shared_bytes'] / 1024:g}",
+        "spill": variant["spill_bytes"],
+        "KiB": f"{variant['shared_bytes'] / 1024:.4g}",
     }
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    # no frame: eight columns fit into a terminal of 80
+    # no frame, short titles: eight columns, of the longest names too, fit into a terminal of 80
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

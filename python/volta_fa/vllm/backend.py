@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, check_cache_dtype, descales, split_cache, write
+from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, bytes_of_a_token, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -136,8 +136,14 @@ class VoltaBackend(AttentionBackend):
         """(0.19) A layer's cache, as `paged.split_cache` takes it."""
         if block_size % PAGE_GROUP:
             raise ValueError(f"volta_fa: block_size: got {block_size}, expected a multiple of {PAGE_GROUP}")
-        check_cache_dtype(cache_dtype_str)
+        check_cache_dtype(cache_dtype_str, beside_codes=False)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """(0.33) The layer's cache as vLLM lays it out, with room for int8's scales."""
+        size = bytes_of_a_token(spec.dtype, spec.head_size + spec.head_size_v)
+        return spec if size is None else dataclasses.replace(spec, state_content_bytes=size)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -244,12 +250,12 @@ class VoltaAttentionImpl(AttentionImpl):
             assert key is not None and value is not None
             attention.attend_without_cache(query, key, value, attn_metadata, output)
         else:
-            caches = split_cache(kv_cache, self.head_size, self.kv_cache_dtype)
-            attention.attend(query, *caches, attn_metadata, output, **descales(self.kv_cache_dtype, layer))
+            k_cache, v_cache, scales = split_cache(kv_cache, self.head_size, self.kv_cache_dtype, layer)
+            attention.attend(query, k_cache, v_cache, attn_metadata, output, **scales)
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write a step's keys and values: `paged.write`."""
         if not self._without_cache:
-            caches = split_cache(kv_cache, self.head_size, self.kv_cache_dtype)
-            write(key, value, *caches, slot_mapping, **descales(self.kv_cache_dtype, layer))
+            k_cache, v_cache, scales = split_cache(kv_cache, self.head_size, self.kv_cache_dtype, layer)
+            write(key, value, k_cache, v_cache, slot_mapping, **scales)

@@ -13,7 +13,7 @@ it, the backend says no when vLLM asks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +56,6 @@ class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
 class VoltaMLABackend(VoltaBackend):
     """What vLLM asks before it builds a model."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = paged.LATENT_CACHE_DTYPES
-
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
         """A layer's attention."""
@@ -73,7 +71,6 @@ class VoltaMLABackend(VoltaBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """(0.19) A layer's cache: latents, of one head."""
-        paged.check_cache_dtype(cache_dtype_str, paged.LATENT_CACHE_DTYPES)
         blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
@@ -148,7 +145,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"volta_fa: {name}: got {value}, expected None in latent attention")
-        paged.check_cache_dtype(kv_cache_dtype, paged.LATENT_CACHE_DTYPES)
+        paged.check_cache_dtype(kv_cache_dtype)
         paged.check_latents(head_size, kv_lora_rank)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
@@ -165,11 +162,14 @@ class VoltaMLAImpl(MLAAttentionImpl):
 
         Args:
             q: (tokens, num_heads, kv_lora_rank + rotary), or both parts.
-            kv_c_and_k_pe_cache: (blocks, block_size, kv_lora_rank + rotary).
+            kv_c_and_k_pe_cache: as `paged.split_latents` takes it; vLLM's layer has viewed a quantised one as e4m3, whatever it is.
+            layer: which has the scale of an fp8 cache.
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        return paged.attend_to_latents(q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata), None
+        scale = None if layer is None else layer._k_scale
+        out = paged.attend_to_latents(q, kv_c_and_k_pe_cache, self.kv_lora_rank, self.scale, attn_metadata, self.kv_cache_dtype, scale)
+        return out, None
 
     def do_kv_cache_update(
         self,
@@ -183,4 +183,4 @@ class VoltaMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write a step's latents: `paged.write_latents`."""
         if kv_cache.numel():
-            paged.write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten())
+            paged.write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten(), self.kv_cache_dtype, k_scale)

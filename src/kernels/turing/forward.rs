@@ -20,6 +20,7 @@ const fn pipelined(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "turing/forward/pipelined.cu",
         headdim,

@@ -26,6 +26,7 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         pass: Pass::Decode,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/decode/decode.cu",
         headdim,
@@ -50,6 +51,18 @@ const fn of_cache(
     registers: u32,
 ) -> Variant {
     Variant { cache, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
+}
+
+/// int4. The steps that its warps lay down (csrc/decode/staged_steps.cuh) lie where outputs will, and may be longer.
+const fn int4(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    let v = of_cache(CacheFormat::Int4, name, headdim, rows, threads, blocks_per_sm, registers);
+    let warps = threads / 32;
+    let outputs = warps * rows[1] * (headdim + 4) * 4;
+    // of a token its keys and its values, each a row, and four numbers
+    let pitch = if headdim == 256 { 160 } else { headdim / 2 };
+    let tokens = if headdim == 64 { 32 } else { 16 };
+    let steps = warps * tokens * (2 * pitch + 16);
+    Variant { shared_bytes: if steps > outputs { v.shared_bytes + steps - outputs } else { v.shared_bytes }, ..v }
 }
 
 /// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 do where keys, values and half of the queries are in
@@ -87,15 +100,15 @@ pub const DECODE: &[Variant] = &[
     of_cache(CacheFormat::Int8, "volta_decode_int8_256x8", 256, [8, 8], 128, 2, 193),
     of_cache(CacheFormat::Int8, "volta_decode_int8_256x16", 256, [16, 8], 128, 2, 194),
     of_cache(CacheFormat::Int8, "volta_decode_int8_256x32", 256, [32, 8], 128, 2, 194),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x8", 64, [8, 8], 128, 4, 115),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x16", 64, [16, 16], 128, 2, 172),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_64x32", 64, [32, 16], 128, 2, 173),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x8", 128, [8, 8], 128, 3, 148),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x16", 128, [16, 16], 128, 2, 227),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_128x32", 128, [32, 16], 128, 2, 228),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x8", 256, [8, 8], 128, 2, 180),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x16", 256, [16, 8], 128, 2, 182),
-    of_cache(CacheFormat::Int4, "volta_decode_int4_256x32", 256, [32, 8], 128, 2, 182),
+    int4("volta_decode_int4_64x8", 64, [8, 8], 128, 4, 122),
+    int4("volta_decode_int4_64x16", 64, [16, 16], 128, 2, 172),
+    int4("volta_decode_int4_64x32", 64, [32, 16], 128, 2, 173),
+    int4("volta_decode_int4_128x8", 128, [8, 8], 128, 3, 156),
+    int4("volta_decode_int4_128x16", 128, [16, 16], 128, 2, 242),
+    int4("volta_decode_int4_128x32", 128, [32, 16], 128, 2, 244),
+    int4("volta_decode_int4_256x8", 256, [8, 8], 128, 2, 208),
+    int4("volta_decode_int4_256x16", 256, [16, 8], 128, 2, 210),
+    int4("volta_decode_int4_256x32", 256, [32, 8], 128, 2, 210),
     of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x8", 64, [8, 8], 128, 4, 108),
     of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x16", 64, [16, 16], 128, 3, 153),
     of_cache(CacheFormat::E5m2, "volta_decode_e5m2_64x32", 64, [32, 16], 128, 3, 155),

@@ -13,6 +13,7 @@ const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/forward/register_q.cu",
         headdim,
@@ -41,6 +42,7 @@ const fn shared_q(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
+        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/forward/shared_q.cu",
         headdim,
@@ -70,11 +72,16 @@ const fn general(plain: Variant, name: &'static str, registers: u32) -> Variant 
     shared_q(name, headdims, tile, 256, blocks_per_sm, registers).covering(Needs::GENERAL, name, registers)
 }
 
-/// The plain kernel and one thing that it does to scores, which a problem has to ask for (`volta/forward/features.cuh`). No registers are left
-/// for lengths from memory besides: with them, the general kernel.
-const fn with(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
-    let requires = Needs::of(&[need]);
-    Variant { requires, ..plain }.covering(requires, name, registers)
+/// The plain kernel and one thing or two that it does to scores, which a problem has to ask for (`volta/forward/features.cuh`). No registers
+/// are left for lengths from memory besides, nor for a bias in fp32: with them, the general kernel.
+const fn with(asked: &[Need], name: &'static str, plain: Variant, registers: u32) -> Variant {
+    let requires = Needs::of(asked);
+    let has_bias = requires.covers(Needs::of(&[Need::Bias]));
+    let has_dropout = requires.covers(Needs::of(&[Need::Dropout]));
+    // with Q in registers, 16 bytes of a lane's own for the bias and 32 for dropout, in rows of K
+    let chunks = if plain.headdim > 64 { 0 } else { has_bias as u32 + 2 * has_dropout as u32 };
+    let shared_bytes = plain.shared_bytes + chunks * plain.step * 2 * (plain.headdim + 8);
+    Variant { requires, half_bias_only: has_bias, shared_bytes, ..plain }.covering(requires, name, registers)
 }
 
 const PLAIN_LARGE: [Variant; 7] = [
@@ -113,14 +120,18 @@ pub const FORWARD: &[Variant] = &[
     PLAIN_LARGE[4].covering(Needs::RAGGED, "volta_fwd_ragged_192x128", 163),
     PLAIN_LARGE[5].covering(Needs::RAGGED, "volta_fwd_ragged_192x192", 186),
     PLAIN_LARGE[6].covering(Needs::RAGGED, "volta_fwd_ragged_256x256", 224),
-    with(Need::Softcap, "volta_fwd_softcap_64x64", PLAIN_LARGE[1], 255),
-    with(Need::Softcap, "volta_fwd_softcap_128x128", PLAIN_LARGE[3], 250),
-    with(Need::Alibi, "volta_fwd_alibi_64x64", PLAIN_LARGE[1], 254),
-    with(Need::Alibi, "volta_fwd_alibi_128x128", PLAIN_LARGE[3], 255),
-    with(Need::Bias, "volta_fwd_bias_64x64", PLAIN_LARGE[1], 255),
-    with(Need::Bias, "volta_fwd_bias_128x128", PLAIN_LARGE[3], 255),
-    with(Need::Dropout, "volta_fwd_dropout_64x64", PLAIN_LARGE[1], 255),
-    with(Need::Dropout, "volta_fwd_dropout_128x128", PLAIN_LARGE[3], 254),
+    with(&[Need::Softcap], "volta_fwd_softcap_64x64", PLAIN_LARGE[1], 255),
+    with(&[Need::Softcap], "volta_fwd_softcap_128x128", PLAIN_LARGE[3], 250),
+    with(&[Need::Alibi], "volta_fwd_alibi_64x64", PLAIN_LARGE[1], 254),
+    with(&[Need::Alibi], "volta_fwd_alibi_128x128", PLAIN_LARGE[3], 255),
+    with(&[Need::Bias], "volta_fwd_bias_64x64", PLAIN_LARGE[1], 255),
+    with(&[Need::Bias], "volta_fwd_bias_128x128", PLAIN_LARGE[3], 255),
+    with(&[Need::Dropout], "volta_fwd_dropout_64x64", PLAIN_LARGE[1], 255),
+    with(&[Need::Dropout], "volta_fwd_dropout_128x128", PLAIN_LARGE[3], 254),
+    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibicap_64x64", PLAIN_LARGE[1], 246),
+    with(&[Need::Softcap, Need::Alibi], "volta_fwd_alibicap_128x128", PLAIN_LARGE[3], 255),
+    with(&[Need::Bias, Need::Dropout], "volta_fwd_bias_dropout_64x64", PLAIN_LARGE[1], 255),
+    with(&[Need::Bias, Need::Dropout], "volta_fwd_bias_dropout_128x128", PLAIN_LARGE[3], 255),
     general(PLAIN_LARGE[1], "volta_fwd_general_64x64", 120),
     general(PLAIN_LARGE[2], "volta_fwd_general_96x96", 200),
     general(PLAIN_LARGE[3], "volta_fwd_general_128x128", 174),
@@ -144,10 +155,12 @@ pub const FORWARD_SHARES: &[Variant] = &[
     shares(PLAIN_LARGE[4], SHARED_Q_SHARES, "volta_fwd_shares_192x128", 162),
     shares(PLAIN_LARGE[5], SHARED_Q_SHARES, "volta_fwd_shares_192x192", 214),
     shares(PLAIN_LARGE[6], SHARED_Q_SHARES, "volta_fwd_shares_256x256", 254),
-    shares(with(Need::Softcap, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_softcap_64x64", 254),
-    shares(with(Need::Softcap, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_softcap_128x128", 254),
-    shares(with(Need::Alibi, "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_64x64", 253),
-    shares(with(Need::Alibi, "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_128x128", 255),
+    shares(with(&[Need::Softcap], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_softcap_64x64", 254),
+    shares(with(&[Need::Softcap], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_softcap_128x128", 254),
+    shares(with(&[Need::Alibi], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibi_64x64", 253),
+    shares(with(&[Need::Alibi], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibi_128x128", 255),
+    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[1], 0), REGISTER_Q_SHARES, "volta_fwd_shares_alibicap_64x64", 247),
+    shares(with(&[Need::Softcap, Need::Alibi], "", PLAIN_LARGE[3], 0), SHARED_Q_SHARES, "volta_fwd_shares_alibicap_128x128", 255),
 ];
 
 /// Kernels of a KV cache: the tiles of the plain ones, whose rows come through a table of pages.

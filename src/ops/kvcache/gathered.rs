@@ -203,9 +203,9 @@ fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
     }
     let any_head = any.f_squeeze_dim(-1)?;
     for (cache, new) in Quantised::caches(call, a.format)?.into_iter().zip([&k, &v]) {
-        // fp8's scale is the sequence's
+        // fp8's scale is the sequence's, where it is not that of all; others' are what is written
         let scale = match &cache.scale {
-            Some(scale) if scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
+            Some(scale) if !a.format.has_scales() && scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
             other => other.as_ref().map(Tensor::shallow_clone),
         };
         let values = Quantised::of(new, a.format, scale.as_ref())?;

@@ -22,7 +22,15 @@ pub fn attention(a: &CachedAttention) -> Attention {
         softmax_scale: a.softmax_scale,
         window: a.window,
         packed: a.total_q.map(|total_q| Packed { total_q, total_k: a.seqlen_k }),
-        features: Features { softcap: a.softcap, dropout_p: 0.0, alibi: a.alibi, attn_bias: false, sinks: a.sinks, seqused_k: true },
+        features: Features {
+            softcap: a.softcap,
+            dropout_p: 0.0,
+            alibi: a.alibi,
+            attn_bias: false,
+            fp32_bias: false,
+            sinks: a.sinks,
+            seqused_k: true,
+        },
     }
 }
 
