@@ -121,7 +121,7 @@ fn the_smallest_tile_that_has_room() {
         assert_eq!((v.block_rows, v.family.name), (rows, "volta"), "{headdim} {group} {seqlen_q}: {}", v.name);
         assert!(i64::from(v.headdim) >= headdim);
     }
-    assert_eq!(plan(&cached(128, 8, 8), false, &T4).kernel.variant.name, "turing_decode_128x32");
+    assert_eq!(plan(&cached(128, 8, 8), false, &T4).kernel.variant.name, "turing_decode_128x64");
 }
 
 #[test]

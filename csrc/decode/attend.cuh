@@ -30,10 +30,14 @@ template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct Attend {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kParts = Warps / RowGroups;
-    // Two beside each other find each other's bytes in the first cache; more share what they load.
-    static constexpr bool kShares = Layout::kShares && RowGroups > 2 && !kQuantised;
+    // Two beside each other find each other's bytes in the first cache; four share what they load.
+    static constexpr bool kShares = Layout::kShares && RowGroups == 4 && !kQuantised;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    static constexpr int kRowsAtOnce = BLOCK_ROWS;
+    // 16 rows of 256 columns are 128 registers of output and 64 of queries: half of these lie in shared memory.
+    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
+    using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
+    static constexpr int kRowsAtOnce =
+        kParts * BLOCK_ROWS * kPartStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
@@ -47,9 +51,8 @@ private:
     };
     template <class Unused>
     struct StepsOf<How::Shared, Unused> : StepsOf<How::Registers> {
-        using Steps = SharedSteps<Layout, RowGroups>;
-        static_assert(kParts * Steps::kBytes <= kParts * BLOCK_ROWS * kPartStride * sizeof(float),
-                      "a set's buffers lie where its part will");
+        using Steps = SharedSteps<Layout>;
+        static constexpr int kWorkBytes = kParts * Steps::kBytes;
     };
     template <class Unused>
     struct StepsOf<How::Staged, Unused> {
@@ -60,22 +63,28 @@ private:
     using OwnSteps = StepsOf<kShares ? How::Shared : kStages ? How::Staged : How::Registers>;
 
 public:
-    static constexpr int kWorkBytes = OwnSteps::kWorkBytes;
+    // Steps, then each warp's queries. Both lie where the warps' parts will.
+    static constexpr int kWorkBytes = OwnSteps::kWorkBytes + Warps * OwnQueries::kBytes;
 
     template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const Segment& s, const RowInfo* row_info,
-                                                  const BlockParts<kParts>& parts, Finish finish) {
+                                                  const BlockParts<kParts, kRowsAtOnce>& parts, Finish finish) {
         const typename Layout::Lane lane;
         const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
-        unsigned q[RowTiles][kKeyLoads][4];
+        OwnQueries q;
+        if constexpr (kStored > 0) {
+            char* stored = reinterpret_cast<char*>(parts.output) + OwnSteps::kWorkBytes + warp * OwnQueries::kBytes;
+            q.stored = reinterpret_cast<uint4*>(stored) + (threadIdx.x & 31);
+        }
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
         ValueUnit unit[RowTiles];
         BfloatValues bfloat_values;
+        float shared_inverse = 1.f;  // of values that warps share
 
         // the warps' pieces are contiguous too, and whole steps
         const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
@@ -109,9 +118,9 @@ public:
             }
             for (int token = first; left > 0 && (kShares || kStages || steps.stands()); token += kUnit) {
                 left--;
+                float change = 1.f;  // of the factor that values have
                 if constexpr (kShares) {
-                    steps.share(p, s, seqlen_k, left > 0);
-                    steps.keys(k[0]);
+                    change = steps.share(p, s, seqlen_k, left > 0);
                 } else if constexpr (kStages) {
                     steps.take(p, s, seqlen_k, left);
                     steps.keys(k);
@@ -122,21 +131,26 @@ public:
                     for (int tile = 0; tile < kTiles; tile++) keys_of_bfloat(k[tile]);
                 }
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) Layout::scores(q, k[tile], x[tile]);
+                for (int tile = 0; tile < kTiles; tile++) {
+                    if constexpr (kShares)
+                        Layout::scores(q, steps.keys(tile), x[tile]);
+                    else
+                        Layout::scores(q, k[tile], x[tile]);
+                }
                 typename OwnSteps::Scales scales;
                 if constexpr (kStages)
                     scales = steps.scales();
                 else
                     scales = next_scales;
-                if constexpr (kShares) {
-                    steps.values(v[0]);
-                } else if constexpr (kStages) {
+                if constexpr (kStages) {
                     steps.values(v);
-                } else if (left > 0) {
-                    steps.advance(p, s);
-                    if (steps.stands()) {
-                        steps.load_keys(p, seqlen_k, k);
-                        if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                } else if constexpr (!kShares) {
+                    if (left > 0) {
+                        steps.advance(p, s);
+                        if (steps.stands()) {
+                            steps.load_keys(p, seqlen_k, k);
+                            if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                        }
                     }
                 }
                 if constexpr (kQuantised) scale_scores(lane, scales, key_scale, query_sum, x);
@@ -169,9 +183,9 @@ public:
                     }
                 }
 
-                if constexpr (kBfloat) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
+                if constexpr (kBfloat && !kShares) bfloat_values.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
-                bool exceeds = false;
+                bool exceeds = change != 1.f;
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
@@ -184,6 +198,7 @@ public:
                         for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                         factor[mt] = softmax[mt].template move_reference<MovedRows::kAll>(m, scale_log2, inverse_scale_log2);
                         if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
+                        factor[mt] *= change;
                     }
                     Layout::rescale(lane, o, factor);
                 }
@@ -204,17 +219,21 @@ public:
 #pragma unroll
                         for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
                     }
-                    Layout::add_values(lane, o, packed, v[tile]);
+                    if constexpr (kShares)
+                        Layout::add_values(lane, o, packed, steps.values(tile));
+                    else
+                        Layout::add_values(lane, o, packed, v[tile]);
                 }
                 if constexpr (!kShares && !kStages) {
                     if (left > 0 && steps.stands()) steps.load_values(p, seqlen_k, v);
                 }
             }
             is_wrong = !steps.stands();
+            if constexpr (kBfloat && kShares) shared_inverse = steps.inverse();
         }
         if constexpr (kShares || kStages) __syncthreads();  // parts are written where steps were
         if constexpr (kQuantised) finish_values(p, s, lane, unit, o);
-        if constexpr (kBfloat) rescale_all(lane, o, bfloat_values.inverse());
+        if constexpr (kBfloat) rescale_all(lane, o, kShares ? shared_inverse : bfloat_values.inverse());
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -229,23 +248,28 @@ public:
             if ((threadIdx.x & mates) == 0)
                 parts.state[part * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].reference, sum};
         }
-        float* output = parts.output + (part * BLOCK_ROWS + first_row) * kPartStride;
-        Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-            using Order = Columns<kValueLoads, 64>;
-            float* to = output + row * kPartStride;
-            if constexpr (CacheElement::column(1) == 1) {
-                *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
-            } else {
-                to[Order::of(column)] = x;
-                to[Order::of(column + 1)] = y;
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
+            if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
+                float* output = parts.output + (part * kRowsAtOnce + first_row - first) * kPartStride;
+                Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
+                    using Order = Columns<kValueLoads, 64>;
+                    float* to = output + row * kPartStride;
+                    if constexpr (CacheElement::column(1) == 1) {
+                        *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+                    } else {
+                        to[Order::of(column)] = x;
+                        to[Order::of(column + 1)] = y;
+                    }
+                });
             }
-        });
-        finish(0);
+            finish(first);
+        }
     }
 
 private:
     // Of each row, for zero points: its product with keys of ones.
-    __device__ __forceinline__ static void sum_queries(const unsigned (&q)[RowTiles][kKeyLoads][4], float (&sum)[RowTiles]) {
+    __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
         float2 x[RowTiles];
         Layout::scores(q, Ones(), x);
 #pragma unroll
@@ -359,8 +383,7 @@ private:
     }
 
     // What does not exist is zero.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row,
-                                                        unsigned (&q)[RowTiles][kKeyLoads][4]) {
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const Segment& s, int first_row, OwnQueries& q) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;
 #pragma unroll
@@ -375,7 +398,7 @@ private:
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
                 x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
                 if constexpr (kBfloat) x = halves_of_bfloat(x);
-                q[mt][j][0] = x.x, q[mt][j][1] = x.y, q[mt][j][2] = x.z, q[mt][j][3] = x.w;
+                q.set(mt, j, x);
             }
         }
     }

@@ -42,8 +42,8 @@ class BfloatValues {
 
 public:
     // Of a step: in place. rescale(x): what is accumulated is to be x times as large. All lanes of the warp together.
-    template <int Units, class Rescale>
-    __device__ __forceinline__ void convert(Values<Units> (&v)[kTiles], Rescale rescale) {
+    template <class Words, class Rescale>
+    __device__ __forceinline__ void convert(Words& v, Rescale rescale) {
         // the lower half of a word is not worth removing here: it can make a number larger by less than its last bit
         float largest = 0.f;
         each_word(v, [&](unsigned& word) {
@@ -73,6 +73,9 @@ public:
             word = saturated_half2(x.x * factor_, x.y * factor_);
         });
     }
+    __device__ __forceinline__ float factor() const { return factor_; }
+    // A smaller factor.
+    __device__ __forceinline__ void lower(float factor) { factor_ = factor; }
     // What makes outputs of what is accumulated.
     __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
 
@@ -83,9 +86,17 @@ private:
 #pragma unroll
         for (auto& tile : v)
 #pragma unroll
-            for (auto& token : tile.token)
+            for (auto& token : tile.token) each_word(token.words, f);
+    }
+    template <int Loads, class F>
+    __device__ __forceinline__ static void each_word(unsigned (&v)[Loads][4], F f) {
 #pragma unroll
-                for (unsigned& word : token.words) f(word);
+        for (auto& load : v) each_word(load, f);
+    }
+    template <int Words, class F>
+    __device__ __forceinline__ static void each_word(unsigned (&words)[Words], F f) {
+#pragma unroll
+        for (unsigned& word : words) f(word);
     }
 };
 

@@ -13,7 +13,7 @@ struct RowInfo {
 
 // Family has
 //   kParts        groups of warps that share a segment's tokens
-//   kRowsAtOnce   rows whose output shared memory has room for: all, or, with one part, some
+//   kRowsAtOnce   rows whose output shared memory has room for
 //   kWorkBytes    it needs there before
 //   attend(p, segment, row_info, parts, finish)
 // which leaves the part of each group in shared memory, states of all rows and the output of so many, and calls finish(first),
@@ -23,7 +23,7 @@ struct Block {
     static constexpr int kParts = Family::kParts;
 
     static constexpr int kRowsAtOnce = Family::kRowsAtOnce;
-    static_assert(kRowsAtOnce == BLOCK_ROWS || (kParts == 1 && BLOCK_ROWS % kRowsAtOnce == 0), "a part's rows");
+    static_assert(BLOCK_ROWS % kRowsAtOnce == 0, "a part's rows");
     static constexpr int kOutputFloats = kParts * kRowsAtOnce * kPartStride, kWorkFloats = Family::kWorkBytes / sizeof(float);
 
     // What is in shared memory.
@@ -44,7 +44,7 @@ struct Block {
         Schedule& schedule = shared.schedule;
         const Segment& segment = shared.segment;
         const RowInfo* row_info = shared.row_info;
-        const BlockParts<kParts> parts = {shared.output, shared.state};
+        const BlockParts<kParts, kRowsAtOnce> parts = {shared.output, shared.state};
 
         const bool has_queries = schedule.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);

@@ -22,6 +22,29 @@ using Stored = CacheUnit<kQuantised>::Type;
 // Columns before `column`, in units of Stored.
 __device__ __forceinline__ constexpr int stored(int column) { return kFormat == CacheFormat::Int4 ? column / 2 : column; }
 
+// A warp's operands of queries, Units of each tile of rows. As many as registers have no room for, the first Stored, lie in shared
+// memory, where their lane alone finds them.
+template <int RowTiles, int Units, int Stored>
+struct Queries {
+    static constexpr int kUnits = Units, kBytes = Stored * RowTiles * 32 * sizeof(uint4);  // of a warp
+    unsigned held[RowTiles][Units - Stored][4];
+    uint4* stored;  // of this lane
+
+    __device__ __forceinline__ uint4 unit(int mt, int j) const {
+        if (j < Stored) return stored[(j * RowTiles + mt) * 32];
+        const unsigned* x = held[mt][j - Stored];
+        return make_uint4(x[0], x[1], x[2], x[3]);
+    }
+    __device__ __forceinline__ void set(int mt, int j, const uint4& x) {
+        if (j < Stored) {
+            stored[(j * RowTiles + mt) * 32] = x;
+        } else {
+            unsigned* to = held[mt][j - Stored];
+            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+        }
+    }
+};
+
 // Keys whose product with a query is the sum of its columns.
 struct Ones {
     static constexpr bool kSplit = false;
@@ -71,11 +94,6 @@ struct Columns {
         }
     }
     __device__ __forceinline__ uint4 unit(int j) const { return CacheElement::eight(words + j * kWords); }
-    // Of fp16, what was not loaded by load().
-    __device__ __forceinline__ void set(int j, const uint4& x) {
-        static_assert(kWords == 4, "fp16");
-        words[4 * j] = x.x, words[4 * j + 1] = x.y, words[4 * j + 2] = x.z, words[4 * j + 3] = x.w;
-    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < Units * kWords; i++) words[i] = 0;

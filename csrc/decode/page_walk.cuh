@@ -22,12 +22,6 @@ __device__ __forceinline__ void load_columns(int columns, unsigned* x, const voi
                      : "+r"(x[0])
                      : "l"(from), "r"(columns), "n"(Column));
 }
-template <int Column>
-__device__ __forceinline__ void load_columns(int columns, uint4& x, const void* from) {
-    unsigned words[4] = {x.x, x.y, x.z, x.w};
-    load_columns<Column, 4>(columns, words, from);
-    x = make_uint4(words[0], words[1], words[2], words[3]);
-}
 
 class PageWalk {
     int page_;     // number of the page in the sequence

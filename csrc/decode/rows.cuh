@@ -18,9 +18,9 @@ struct RowState {
 };
 
 // Parts in shared memory, one for each group of warps that shares tokens.
-template <int Parts>
+template <int Parts, int Rows>
 struct BlockParts {
-    float* output;  // [Parts][BLOCK_ROWS][kPartStride]; of one part perhaps some of the rows
+    float* output;  // [Parts][Rows][kPartStride]: of so many rows at a time
     RowState* state;  // [Parts][BLOCK_ROWS]
 
     // Where outputs begin with row `first`.
@@ -28,7 +28,7 @@ struct BlockParts {
 
     __device__ __forceinline__ RowState state_of(int part, int row) const { return state[part * BLOCK_ROWS + row]; }
     __device__ __forceinline__ float4 load(int part, int row, int column) const {
-        return *reinterpret_cast<const float4*>(output + (part * BLOCK_ROWS + row) * kPartStride + column);
+        return *reinterpret_cast<const float4*>(output + (part * Rows + row) * kPartStride + column);
     }
 };
 

@@ -24,7 +24,11 @@ constexpr int kTile = 8;
 // Tokens of a unit: those of one step of a warp. It divides every page. An SM needs some 24 KB in flight where memory takes 3000
 // clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps: where a tile has no more, a unit is two.
 constexpr int kTileBytes = kTile * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
-constexpr int kTiles = kQuantised && kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints) ? 2 : 1;
+constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
+// And where warps share steps of few columns, which have to become fp16 first: then instructions are what counts, of which two
+// tiles have in common what is not done for each score.
+constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
+constexpr int kTiles = (kQuantised && kFewBytes) || (kBfloat && kFewColumns) ? 2 : 1;
 constexpr int kUnit = kTile * kTiles;
 // Units of int4 are still less: a warp has more of them on its way than it computes with (staged_steps.cuh). Not 16 rows at headdim
 // 64, of whose loop the instruction cache has the larger part as it is.

@@ -1,10 +1,12 @@
-// Steps of rows so many that several warps need them: each loads a part of a step, and lays it down in shared memory for all.
+// Steps of rows so many that four warps need them: each loads a part of a step, and lays it down in shared memory for all.
 //
 // The bytes that a neighbour has read are in the first cache, but there operands are dear: eight lanes have 16 bytes each of four
 // tokens, and the cache gives one line a clock. A warp here loads lines, four tokens of 128 bytes at a time, and from shared memory
 // eight lanes have their 16 bytes in a clock. The operands' registers are not needed for what is on its way.
 //
 // There are two buffers: what a warp lays down before a barrier, all have read before the barrier before.
+//
+// What is laid down is fp16: of a cache of bf16 it is converted once, by the warp that has loaded it.
 //
 // Of a Layout whose kShares is true
 //   key_slot(token, chunk)    where, of a block of 64 slots, the chunk of eight of 64 columns lies
@@ -18,15 +20,13 @@
 
 namespace decode {
 
-// Of `Groups` warps, of which this is number `group`; `set` is theirs.
-template <class Layout, int Groups>
+// Of a warp, number `group` of the four of a set: it loads keys or values of four tokens of each tile, 64 columns at a time.
+template <class Layout>
 class SharedSteps {
-    static constexpr int kBlocks = HEADDIM / 64;  // of 64 columns
-    static constexpr int kColumns = 16 * Groups;  // from one of a warp's loads to its next
-    static constexpr int kLoads = HEADDIM / kColumns;  // keys or values of four tokens
+    static constexpr int kLoads = HEADDIM / 64;  // of a tile
     static constexpr int kSlot = sizeof(uint4);
-    static constexpr int kSlots = 2 * 64 * kBlocks;  // of 16 bytes, of a step: keys, then values
-    static_assert(HEADDIM == HEADDIM_V && Groups % 4 == 0 && HEADDIM % kColumns == 0 && Layout::kValueTokens == 4, "whole loads");
+    static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kTiles * kTileSlots;  // of a tile: keys, then values
+    static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0, "whole loads");
 
     PageWalk pages_;
     const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
@@ -39,70 +39,128 @@ class SharedSteps {
     int other_;  // from there to the other buffer
     int to_, keys_, values_;  // in either, of this lane: its first load's place; its operands'
     int token_;  // the next step's first
-    uint4 loaded_[kLoads] = {};
+    unsigned loaded_[kTiles * kLoads][4] = {};
+    BfloatValues own_;  // what this warp's values of bf16 are multiplied with,
+    float factor_ = BfloatValues().factor();  // and all that have been laid down
 
     static constexpr int kNone = -(1 << 30);
+    // Behind the slots the two warps that load values say what these have been multiplied with.
+    static constexpr int kStepBytes = (kSlots + kBfloat) * kSlot;
 
 public:
-    static constexpr int kBytes = 2 * kSlots * kSlot;  // of a set
+    static constexpr int kBytes = 2 * kStepBytes;  // of a set
     __device__ __forceinline__ SharedSteps(const DecodeParams& p, const Segment& s, int token, void* buffers, int set, int group)
         : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2),
           token_(token) {
         const bool has_values = has_values_ = group & 2;
-        const int lane = threadIdx.x & 31, chunk = lane & 7, block = group >> 2;
+        const int lane = threadIdx.x & 31, chunk = lane & 7;
         const typename Layout::Lane own;
-        const Operand& x = has_values ? p.cache.v : p.cache.k;
+        const Operand &k = p.cache.k, &v = p.cache.v;
         mine_ = 4 * (group & 1) + (lane >> 3);
-        columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 64 * block - 8 * chunk;
-        to_ =
-            64 * (block + has_values * kBlocks) + (has_values ? Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk));
-        to_ *= kSlot;
+        columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 8 * chunk;
+        to_ = (has_values ? 64 * kLoads + Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk)) * kSlot;
         keys_ = Layout::key_slot(own) * kSlot;
-        values_ = (64 * kBlocks + Layout::value_slot(own)) * kSlot;
+        values_ = (64 * kLoads + Layout::value_slot(own)) * kSlot;
         // computed again at each step, these would be half of its instructions
         stay(mine_), stay(columns_), stay(to_), stay(keys_), stay(values_);
-        page_stride_ = x.batch_stride;
-        row_stride_ = x.row_stride;
-        base_ = x.ptr + s.head_k * x.head_stride + 64 * block + 8 * chunk + mine_ * row_stride_;
+        page_stride_ = one_of(has_values, k.batch_stride, v.batch_stride);
+        row_stride_ = one_of(has_values, k.row_stride, v.row_stride);
+        base_ = one_of(has_values, k.ptr, v.ptr) + s.head_k * one_of(has_values, k.head_stride, v.head_stride) + 8 * chunk +
+                mine_ * row_stride_;
         enter_page(p);
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Lays the step down, loads the next, if there is one, and waits for what the others lay down.
-    __device__ __forceinline__ void share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
+    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. Returns by what all that has
+    // been accumulated is to be multiplied.
+    __device__ __forceinline__ float share(const DecodeParams& p, const Segment& s, int seqlen_k, bool has_next) {
         buffer_ += other_;
         other_ = -other_;
-        // values of bf16 become fp16 where each warp has them, by its own factor
-        if (kBfloat && !has_values_) {
+        if constexpr (kBfloat) convert();
 #pragma unroll
-            for (uint4& x : loaded_) x = halves_of_bfloat(x);
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; i++) *at(to_ + i * kColumns * kSlot) = loaded_[i];
+        for (int i = 0; i < kTiles * kLoads; i++)
+            *at(to_ + own_place(i)) = make_uint4(loaded_[i][0], loaded_[i][1], loaded_[i][2], loaded_[i][3]);
         if (has_next) {
             token_ += kUnit;
             from_ += kUnit * row_stride_;
             if (pages_.advance(p, s)) enter_page(p);
             load(seqlen_k);
         }
-        asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(32 * Groups) : "memory");
+        wait();
+        if constexpr (kBfloat) return agree();
+        return 1.f;
     }
-    template <int Loads>
-    __device__ __forceinline__ void keys(Keys<Loads>& k) const {
-#pragma unroll
-        for (int j = 0; j < Loads; j++) k.set(j, *at((keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + 64 * (j / 2) * kSlot));
-    }
-    template <int Loads>
-    __device__ __forceinline__ void values(Values<Loads>& v) const {
-#pragma unroll
-        for (int j = 0; j < Loads; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) v.token[h].set(j, *at(values_ + (64 * j + 32 * h) * kSlot));
-    }
+    // Operands of the step, as products take them.
+    struct KeyOperands {
+        static constexpr bool kSplit = false;
+        const SharedSteps& steps;
+        int tile;
+        __device__ __forceinline__ uint4 unit(int j) const {
+            return *steps.at((steps.keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + (tile * kTileSlots + 64 * (j / 2)) * kSlot);
+        }
+    };
+    struct ValueOperands {
+        const SharedSteps& steps;
+        int tile;
+        __device__ __forceinline__ uint4 unit(int j, int h) const {
+            return *steps.at(steps.values_ + (tile * kTileSlots + 64 * j + 32 * h) * kSlot);
+        }
+    };
+    __device__ __forceinline__ KeyOperands keys(int tile) const { return {*this, tile}; }
+    __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
+    // What makes outputs of what is accumulated.
+    __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
     // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
     __device__ __forceinline__ bool stands() const { return columns_ != kNone; }
 
 private:
+    __device__ __forceinline__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
+    // Of the lane's loads, tile by tile.
+    __device__ __forceinline__ static constexpr int own_place(int i) { return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlot; }
+    __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlot); }
+    // Of bf16, what is to be laid down: values by a factor that the others are told.
+    __device__ __forceinline__ void convert() {
+        if (has_values_) {
+            own_.convert(loaded_, [](float) {});
+            factors()[threadIdx.x / 32 % 2] = own_.factor();
+        } else {
+#pragma unroll
+            for (auto& x : loaded_)
+#pragma unroll
+                for (unsigned& word : x) word = half_of_bfloat(word);
+        }
+    }
+    // All that a step has is to have been multiplied with one factor, the least of them: where values grow beyond those of before,
+    // the warps that had others lay down theirs anew.
+    __device__ __forceinline__ float agree() {
+        const float2 both = *reinterpret_cast<const float2*>(factors());
+        if (both.x == factor_ && both.y == factor_) return 1.f;
+        const float least = fminf(both.x, both.y);
+        if (has_values_ && own_.factor() != least) {
+            // (0 would make NaN of infinities)
+            const float own_change = fmaxf(least / own_.factor(), 0x1p-60f);
+            own_.lower(least);
+#pragma unroll 1
+            for (int i = 0; i < kTiles * kLoads; i++) {
+                uint4 x = *at(to_ + own_place(i));
+                for (unsigned* word : {&x.x, &x.y, &x.z, &x.w}) {
+                    const float2 y = to_float2(*word);
+                    *word = to_half2(y.x * own_change, y.y * own_change);
+                }
+                *at(to_ + own_place(i)) = x;
+            }
+        }
+        wait();
+        const float change = least / factor_;
+        factor_ = least;
+        return change;
+    }
+    // By a select: the compiler would index the parameters by a register.
+    template <class T>
+    __device__ __forceinline__ static T one_of(bool second, T first, T other) {
+        asm("" : "+l"(first));
+        return second ? other : first;
+    }
     __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
     __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
     __device__ __forceinline__ void enter_page(const DecodeParams& p) {
@@ -115,16 +173,19 @@ private:
         int columns = columns_;
         if (token_ + kUnit > seqlen_k) {
 #pragma unroll
-            for (int i = 0; i < kLoads; i++) loaded_[i] = make_uint4(0, 0, 0, 0);
-            if (token_ + mine_ >= seqlen_k) columns = 0;
+            for (auto& x : loaded_)
+#pragma unroll
+                for (unsigned& word : x) word = 0;
         }
-        load_from<0>(columns);
+        load_from<0>(columns, seqlen_k);
     }
     template <int I>
-    __device__ __forceinline__ void load_from(int columns) {
-        if constexpr (I < kLoads) {
-            load_columns<I * kColumns>(columns, loaded_[I], from_ + I * kColumns);
-            load_from<I + 1>(columns);
+    __device__ __forceinline__ void load_from(int columns, int seqlen_k) {
+        if constexpr (I < kTiles * kLoads) {
+            constexpr int kTileToken = I / kLoads * kTile, kColumn = I % kLoads * 64;
+            if (I % kLoads == 0 && token_ + kTileToken + mine_ >= seqlen_k) columns = 0;
+            load_columns<kColumn, 4>(columns, loaded_[I], from_ + kTileToken * row_stride_ + kColumn);
+            load_from<I + 1>(columns, seqlen_k);
         }
     }
 };

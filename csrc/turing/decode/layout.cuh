@@ -30,22 +30,34 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    static constexpr bool kShares = false;  // four warps beside each other have eight rows each, which are rarely asked for
+    // The places of decode/shared_steps.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never meet in a
+    // bank, neither those that write the chunks of one token nor neighbours that read their operands.
+    static constexpr bool kShares = true;
+    static constexpr int kKeySlots = 32 ^ 4;
+    __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
+    __device__ __forceinline__ static int key_slot(int token, int chunk) {
+        return (4 * token + (chunk & 3)) ^ (chunk & 4 ? kKeySlots : 0);
+    }
+    __device__ __forceinline__ static int value_slot(const Lane& l) { return value_slot(2 * l.quad, l.group); }
+    __device__ __forceinline__ static int value_slot(int token, int chunk) {
+        return ((4 * chunk + (token >> 1)) ^ (chunk >> 1)) + 32 * (token & 1);
+    }
 
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
     static constexpr int kRowMates[2] = {1, 2};
 
-    template <int Loads, class Keys>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
+    template <class Queries, class Keys>
+    __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
 #pragma unroll
-        for (int j = 0; j < Loads; j++) {
-            const uint4 k = keys.unit(j);
+        for (int j = 0; j < Queries::kUnits; j++) {
+            const uint4 k = keys.unit(j), first = q.unit(0, j), second = q.unit(RowTiles - 1, j);
             const u32 words[4] = {k.x, k.y, k.z, k.w};
+            const u32 rows[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const u32 a[2] = {q[0][j][i], RowTiles == 2 ? q[RowTiles - 1][j][i] : 0};
+                const u32 a[2] = {rows[0][i], RowTiles == 2 ? rows[1][i] : 0};
                 static_assert(!Keys::kSplit, "products of one scale");
                 mma(c, a, words[i]);
             }

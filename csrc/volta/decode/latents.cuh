@@ -231,7 +231,7 @@ public:
 
     template <class Finish>
     __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::Segment& s, const decode::RowInfo* row_info,
-                                                  const decode::BlockParts<kParts>& parts, Finish finish) {
+                                                  const decode::BlockParts<kParts, kRowsAtOnce>& parts, Finish finish) {
         const Place lane;
         Shared& shared = *reinterpret_cast<Shared*>(parts.output);
         const float scale_log2 = p.problem.scale_log2;

@@ -47,8 +47,8 @@ struct DecodeLayout {
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowMates[2] = {2, 8};
 
-    template <int Loads, class Keys>
-    __device__ __forceinline__ static void scores(const u32 (&q)[RowTiles][Loads][4], const Keys& keys, float2 (&x)[RowTiles]) {
+    template <class Queries, class Keys>
+    __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles], split[RowTiles];
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
@@ -56,12 +56,13 @@ struct DecodeLayout {
             if constexpr (Keys::kSplit) clear(split[mt]);
         }
 #pragma unroll
-        for (int j = 0; j < Loads; j++) {
+        for (int j = 0; j < Queries::kUnits; j++) {
             const uint4 k = keys.unit(j);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                mma_row_col(c[mt], q[mt][j][0], q[mt][j][1], k.x, k.y);
-                mma_row_col(Keys::kSplit ? split[mt] : c[mt], q[mt][j][2], q[mt][j][3], k.z, k.w);
+                const uint4 a = q.unit(mt, j);
+                mma_row_col(c[mt], a.x, a.y, k.x, k.y);
+                mma_row_col(Keys::kSplit ? split[mt] : c[mt], a.z, a.w, k.z, k.w);
             }
         }
         if constexpr (Keys::kSplit) {

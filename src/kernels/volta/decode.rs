@@ -1,16 +1,25 @@
 //! The decode kernels: few queries a sequence over a KV cache. docs/decode-kernels.md has what was tried.
 //!
 //! `block_rows` are queries of all heads of a key head, `step` those of a warp; warps beside each other take the same tokens for other
-//! rows: of two the second finds the bytes in the first cache, more of them share what each loads (csrc/decode/shared_steps.cuh). What decides is how many bytes an SM has in flight, and so registers:
-//! a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what warps with other tokens found out, in fp32, for the
-//! merge behind the loop.
+//! rows: of two the second finds the bytes in the first cache, four share what each loads (csrc/decode/shared_steps.cuh). What decides is
+//! how many bytes an SM has in flight, and so registers: a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what
+//! warps with other tokens found out, in fp32, for the merge behind the loop.
 
-use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Family, Needs, Pass, Variant, VOLTA};
+
+/// What csrc/decode/block.cuh has in shared memory: outputs, whose rows are four floats longer than columns, half of them at a time where
+/// an SM has no room for all; two floats of states of each part's rows, two of the row; and where the block is.
+pub const fn shared_bytes(family: &Family, headdim: u32, rows: [u32; 2], threads: u32) -> u32 {
+    let [block_rows, step] = rows;
+    let parts = threads / 32 * step / block_rows;
+    let outputs = parts * (headdim + 4) * block_rows * 4;
+    let at_once = if outputs > family.shared_bytes { outputs / 2 } else { outputs };
+    at_once + (parts * 2 + 2) * block_rows * 4 + 256
+}
 
 /// Of `rows` the first are `block_rows`, the second `step`.
 pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
     let [block_rows, step] = rows;
-    let parts = threads / 32 * step / block_rows;
     Variant {
         name,
         family: VOLTA,
@@ -25,9 +34,7 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         block_rows,
         step,
         threads,
-        // csrc/decode/block.cuh: rows of outputs, four floats longer than columns, two floats of states for each, two of the row; and
-        // where the block is
-        shared_bytes: (parts * (headdim + 4 + 2) + 2) * block_rows * 4 + 256,
+        shared_bytes: shared_bytes(&VOLTA, headdim, rows, threads),
         blocks_per_sm,
         registers,
     }
@@ -58,32 +65,32 @@ const fn int4(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, bl
     Variant { shared_bytes: if steps > outputs { v.shared_bytes + steps - outputs } else { v.shared_bytes }, ..v }
 }
 
-/// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 would not.
+/// Rows up to 16 are a warp's, where they leave it registers: 16 of headdim 256 do where keys, values and half of the queries are in
+/// shared memory. (16 rows of bf16 and headdim 256 are left to the tile of 32, whose warps share what becomes fp16.)
 pub const DECODE: &[Variant] = &[
     decode("volta_decode_64x8", 64, [8, 8], 128, 4, 94),
     decode("volta_decode_64x16", 64, [16, 16], 128, 3, 128),
     decode("volta_decode_64x32", 64, [32, 16], 128, 3, 128),
-    decode("volta_decode_64x64", 64, [64, 16], 384, 1, 126),
+    decode("volta_decode_64x64", 64, [64, 16], 384, 1, 122),
     decode("volta_decode_128x8", 128, [8, 8], 128, 3, 132),
     decode("volta_decode_128x16", 128, [16, 16], 128, 2, 194),
     decode("volta_decode_128x32", 128, [32, 16], 128, 2, 194),
-    decode("volta_decode_128x64", 128, [64, 16], 256, 1, 188),
+    decode("volta_decode_128x64", 128, [64, 16], 256, 1, 183),
     decode("volta_decode_256x8", 256, [8, 8], 128, 2, 216),
     decode("volta_decode_256x16", 256, [16, 8], 128, 2, 216),
-    decode("volta_decode_256x32", 256, [32, 8], 128, 2, 197),
-    decode("volta_decode_256x64", 256, [64, 8], 256, 1, 189),
+    decode("volta_decode_256x32", 256, [32, 8], 128, 2, 186),
+    decode("volta_decode_256x64", 256, [64, 16], 256, 1, 255),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 96),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 139),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 128),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 127),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 146),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x8", 128, [8, 8], 128, 3, 167),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x16", 128, [16, 16], 128, 2, 230),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 230),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 228),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 195),
     of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x16", 256, [16, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 8], 256, 1, 255),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 223),
+    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 16], 256, 1, 255),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 110),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 158),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 159),

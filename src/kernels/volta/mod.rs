@@ -10,7 +10,7 @@ mod merge;
 pub use append::APPEND;
 pub use backward::BACKWARD;
 pub use convert::CONVERT;
-pub use decode::{decode, DECODE, LATENTS};
+pub use decode::{decode, shared_bytes, DECODE, LATENTS};
 pub use forward::{FORWARD, FORWARD_SHARES, PREFILL};
 pub use merge::MERGE;
 
