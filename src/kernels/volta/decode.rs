@@ -155,14 +155,14 @@ const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads
 
 /// With 16 rows memory decides, and what is in flight; with more the time goes into products and shared memory.
 pub const LATENTS: &[Variant] = &[
-    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 214),
-    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 200),
-    latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 254),
+    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 216),
+    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 202),
+    latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 255),
     latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 8], 128, 3, 168),
-    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 192),
-    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 249),
+    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 196),
+    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 251),
     latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 8], 128, 3, 168),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 194),
     latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 247),
     latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 8], 128, 3, 168),
     latents(CacheFormat::E4m3, "volta_latents_e4m3_32", [32, 32], 256, 1, 192),

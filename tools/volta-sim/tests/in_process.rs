@@ -227,6 +227,7 @@ fn prefetched_sectors_arrive_when_dram_is_done() {
     let saved = |operations| cycles("loaded", operations) - cycles("prefetched", operations);
     let m = Machine::default();
     let most = (m.dram_latency - m.l2_latency) as i64;
-    assert!((-40..=20).contains(&saved(0)), "at once: {}", saved(0));
+    // there is a barrier between
+    assert!((0..=60).contains(&saved(0)), "at once: {}", saved(0));
     assert!((most - 40..=most).contains(&saved(400)), "behind a wait: {}", saved(400));
 }
