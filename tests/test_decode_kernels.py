@@ -88,10 +88,10 @@ def test_bfloat_values_of_any_magnitude(backend, queries, headdim, exponent):
     problem.v_cache *= 2.0**exponent
     scaled, same, *_ = run(backend, problem)
     expected = out * 2.0**exponent
-    # but for what bf16 has fewer bits of: there each is as near as these allow
+    # but for subnormal numbers, whose expectation is rounded twice: next to each other
     normal = expected.abs() >= 2.0**-126
     assert_same_bits("out", scaled[normal], expected[normal])
-    assert (scaled[~normal].double() - expected[~normal].double()).abs().sum() <= 2.0**-133 * (~normal).sum()
+    assert bool(((scaled - expected)[~normal].double().abs() <= 2.0**-133).all())
     assert_same_bits("softmax_lse", same, lse)
 
 

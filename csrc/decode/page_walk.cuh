@@ -66,26 +66,4 @@ public:
     }
 };
 
-// Where the step behind the one lies that a walk stands at.
-template <int Tokens>
-struct NextStep {
-    int page, row;  // of its first token
-    bool has_page;
-
-    __device__ __forceinline__ NextStep(const DecodeParams& p, const PageWalk& pages) {
-        const int own = pages.number(), following = pages.next_number();
-        const bool enters = pages.row + Tokens >= p.cache.rows;
-        page = enters ? following : own;
-        row = enters ? 0 : pages.row + Tokens;
-        has_page = ::has_page(p.cache, page);
-    }
-};
-
-// Brings a sector to the second cache: a word of it is loaded, into no register. So slow memory has more on its way than registers
-// have room for.
-__device__ __forceinline__ void touch(bool exists, const void* sector) {
-    asm volatile("{.reg .pred p; .reg .b32 x; setp.ne.s32 p, %1, 0; @p ld.global.b32 x, [%0];}" ::"l"(sector),
-                 "r"(static_cast<int>(exists)));
-}
-
 }  // namespace decode
