@@ -174,7 +174,9 @@ def losses(*differences):
 
 def judge(control, candidate, gradient=1e-7):
     reference = losses(*[0.0] * len(control))
-    return agreement.compare(reference, losses(*control), losses(*candidate), gradient_control=1e-7, gradient_candidate=gradient)
+    return agreement.compare(
+        reference, [reference, losses(*control)], losses(*candidate), gradient_controls=[0.0, 1e-7], gradient_candidate=gradient
+    )
 
 
 def test_the_band_is_as_wide_as_the_control_strays():
@@ -194,6 +196,6 @@ def test_gradients_are_judged_too():
 def test_what_is_not_a_number_disagrees():
     assert judge([0, 0], [0, math.nan]).first_disagreement == 1
     assert not judge([0], [0], gradient=math.nan).agree
-    assert not agreement.compare([math.nan], [3.0], [3.0], gradient_control=0.0, gradient_candidate=0.0).agree
+    assert not agreement.compare([math.nan], [[3.0]], [3.0], gradient_controls=[0.0], gradient_candidate=0.0).agree
     # a control that fails widens nothing
     assert not judge([0, math.nan], [0, 1.0]).agree

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from . import data, report, train
-from .agreement import Comparison, compare
+from .agreement import CONTROLS, Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Run, Settings
 
@@ -39,18 +39,16 @@ def run_demo(
     """Train, print, write the plot into `output`, and judge. `attention` is what is put to the test, in a run of this kind."""
     text, files = data.read_corpus()
     tokens = data.encode(text)
-    runs = reference, candidate, control = train.make_runs(
-        settings,
-        device,
-        {report.REFERENCE: torch_attention, report.CANDIDATE: attention, report.CONTROL: RoundedAttention(settings.seed)},
-        {report.CANDIDATE: kind},
-    )
+    rounded: dict[str, Attention] = {f"{report.CONTROL} {i}": RoundedAttention(settings.seed + i) for i in range(CONTROLS)}
+    attentions: dict[str, Attention] = {report.REFERENCE: torch_attention, report.CANDIDATE: attention, **rounded}
+    runs = reference, candidate, *controls = train.make_runs(settings, device, attentions, {report.CANDIDATE: kind})
     report.introduce(settings, device, len(tokens), files, runs)
     with report.Progress(settings.steps, runs) as progress:
         train.train(settings, runs, tokens, device, progress.on_step)
     peaks = train.measure_memory(settings, (reference, candidate), tokens, device)
-    of_control, of_candidate = train.gradient_distances(settings, reference, (control, candidate), tokens, device)
-    comparison = compare(reference.losses, control.losses, candidate.losses, gradient_control=of_control, gradient_candidate=of_candidate)
+    of_candidate, *of_controls = train.gradient_distances(settings, reference, (candidate, *controls), tokens, device)
+    losses = (run.losses for run in controls)
+    comparison = compare(reference.losses, list(losses), candidate.losses, gradient_controls=of_controls, gradient_candidate=of_candidate)
     report.summarise((reference, candidate), peaks, comparison)
     report.announce_plot(report.plot(output, reference, candidate, comparison))
     report.judge(comparison)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..inspection import families, kernel_family
 from ..version import __version__
-from .agreement import Comparison
+from .agreement import CONTROLS, Comparison
 from .train import Run, Settings
 
 REFERENCE, CANDIDATE, CONTROL = "PyTorch", "volta_fa", "PyTorch, rounded differently"
@@ -59,7 +59,7 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
         f"{settings.headdim}, {settings.seqlen} characters; {precision}",
         "text": f"{tokens / 1e6:.1f} million characters of Python's standard library ({files} files)",
         "runs": f"{settings.steps} steps of {settings.batch} windows, from the same weights on the same batches: {REFERENCE}'s attention; "
-        f"{CANDIDATE}; and {REFERENCE}'s with every output rounded differently, which shows what rounding alone does",
+        f"{CANDIDATE}; and {REFERENCE}'s with every output rounded differently, {CONTROLS} times, which shows what rounding alone does",
     }
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -91,7 +91,8 @@ class Progress:
     def on_step(self, step: int) -> None:
         self._bar.advance(self._task)
         if step == 0 or (step + 1) % self._interval == 0 or step + 1 == self._steps:
-            reference, candidate, control = (run.losses[-1] for run in self._runs)
+            reference, candidate, *controls = (run.losses[-1] for run in self._runs)
+            control = max(controls, key=lambda loss: abs(loss - reference))
             self._bar.console.print(
                 self._FORMAT.format(
                     step + 1, f"{reference:.4f}", f"{candidate:.4f}", f"{candidate - reference:+.1e}", f"{control - reference:+.1e}"
