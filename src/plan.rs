@@ -402,27 +402,21 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     }
     let [(variant, reason)] = choose(kernels, kernels::FORWARD_SHARES, &shape, needs(a, BackwardMode::default()), d).ok()?;
     let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let is_tuned = reason == Reason::Tuned;
+    if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
+        return None;
+    }
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
     let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
     type Asked = (u64, u32, u32, u32, u32);
-    type Found = Option<(EqualShares, bool)>;
-    // the layers of a model ask the same again and again
-    thread_local!(static LAST: Cell<Option<(Asked, Found)>> = const { Cell::new(None) });
-    let (shares, pays) = LAST.get().filter(|(same, _)| *same == asked).map_or_else(
-        || {
-            let (row_blocks, keys, step, sms, places_per_sm) = asked;
-            let found = EqualShares::of(row_blocks, keys, step, sms, places_per_sm);
-            LAST.set(Some((asked, found)));
-            found
-        },
-        |(_, found)| found,
-    )?;
-    let reason = match reason {
-        Reason::Tuned => reason,
-        _ if pays && shape.is_causal == Some(false) && of(variant) == of(usual.0) => Reason::EqualShares,
-        _ => return None,
-    };
+    thread_local!(static LAST: Remembered<Asked, Option<(EqualShares, bool)>> = const { Cell::new(None) });
+    let (row_blocks, keys, step, sms, places_per_sm) = asked;
+    let (shares, pays) = remembered(&LAST, asked, d, || Ok(EqualShares::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
+    if !is_tuned && !pays {
+        return None;
+    }
+    let reason = if is_tuned { reason } else { Reason::EqualShares };
     Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
