@@ -386,7 +386,7 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Needs, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    let shares = equal_shares(kernels, large, a, d);
+    let shares = if pass == kernels::FORWARD { equal_shares(kernels, large, a, d) } else { None };
     Ok(match (small, shares) {
         (Some(small), None | Some(PlannedKernel { reason: Reason::EqualShares, .. })) => planned(small, a),
         (_, shares) => shares.unwrap_or_else(|| planned(large, a)),

@@ -1000,6 +1000,15 @@ fn choices_that_a_device_can_never_take_are_named() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
+/// Such grids are the forward pass' own: what reads pages is asked for by the same shape.
+#[test]
+fn a_choice_of_equal_shares_is_not_of_pages() {
+    let d = tuned(&[], &[r#""pass": "ForwardShares", "variant": "volta_fwd_shares_64x64""#]);
+    let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
+    assert_eq!(forward_of(&a, &d), ("volta_fwd_shares_64x64", Reason::Tuned));
+    assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
+}
+
 /// Pieces have every step of every block of rows that is cut once, know which they are, and places have equally long.
 #[test]
 fn equal_shares_cover_all_steps_once() {
