@@ -268,14 +268,26 @@ def largest_row(t: Tensor) -> float:
     return t.double().norm(dim=-1).max().item() if t.numel() else 0.0
 
 
+#: Standard deviations of a rounding error that "hardly more" means, here and below.
+_DEVIATIONS = 4
+
+
+def score_error(ref: Exact, q: Tensor) -> float:
+    """What rounded sums put on a score, and so, relative to it, on its probability.
+
+    A unit in the last place of the largest, where fp64 judges. An fp64 result is judged by one that is as much a sum of headdim rounded
+    products, which one BLAS adds in another order than the next. In such a sum each step rounds the sum so far, which grows to the
+    score: the square of the error has headdim / 3 times the score's, times 1/12 of a unit's.
+    """
+    units = 1.0
+    if q.dtype == torch.float64:
+        units = max(units, _DEVIATIONS * math.sqrt(q.shape[-1] / 3 / 12))
+    return accumulation_eps(q.dtype) * (1 + units * ref.largest_score)
+
+
 def forward_sums(ref: Exact, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
     """What rounded sums alone may put on out."""
-    # An error e of a score is a relative error e of its probability; scores are sums of rounded products.
-    return accumulation_eps(q.dtype) * (1 + ref.largest_score) * largest(v) / kept_share(dropout_p)
-
-
-#: Standard deviations of a rounding error that "hardly more" means, here and in `delta_noise`.
-_DEVIATIONS = 4
+    return score_error(ref, q) * largest(v) / kept_share(dropout_p)
 
 
 def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
@@ -301,7 +313,7 @@ def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **o
     scale = options.get("softmax_scale")
     scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
     factor = 1 / kept_share(options.get("dropout_p", 0.0))
-    eps = accumulation_eps(q.dtype) * (1 + ref.largest_score)
+    eps = score_error(ref, q)
     # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
     dp = largest_row(dout) * largest_row(v) * factor
     rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
