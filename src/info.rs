@@ -254,9 +254,9 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {
-            "prepare": described(backward.prepare),
+            "prepare": backward.prepare.map(described),
             "main": described(backward.main),
-            "finish": described(backward.finish),
+            "finish": backward.finish.map(described),
             "deterministic": backward.deterministic,
             "rounds": backward.rounds,
             "tail": backward.tail.map(|tail| described(tail.kernel)),

@@ -61,16 +61,16 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
-/// The three kernels of a backward pass, in one line.
+/// The kernels of a backward pass, in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     if enabled()? {
         let atomics = match planned {
+            BackwardPlan { prepare: None, .. } => "backward in one kernel".into(),
             BackwardPlan { dq_sums: 0, .. } => "backward without atomics".to_string(),
             BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
             _ => "backward".into(),
         };
-        let in_order = [Some(planned.prepare), Some(planned.main), planned.tail.map(|tail| tail.kernel), Some(planned.finish)];
-        let kernels = in_order.iter().flatten().map(|k| kernel(k, a.batch)).collect::<Vec<_>>().join(", ");
+        let kernels = planned.kernels().map(|k| kernel(&k, a.batch)).collect::<Vec<_>>().join(", ");
         once(format!("{atomics}, {}: {kernels}", problem(a, mode)));
     }
     Ok(())

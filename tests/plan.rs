@@ -3,7 +3,7 @@
 use volta_fa::error::ErrorKind;
 use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
 use volta_fa::params::SharePiece;
-use volta_fa::plan::{self, BackwardMode, DeviceLimits, Reason};
+use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
 use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, MergedStates, Options, Packed, TensorDesc, Window};
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
@@ -48,6 +48,11 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 14] {
     ]
 }
 
+/// The kernels of a pass in parts.
+fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
+    [plan.prepare.unwrap(), plan.main, plan.finish.unwrap()]
+}
+
 /// A GPU that a family is made for.
 fn own_device(family: &Family) -> DeviceLimits {
     let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
@@ -61,7 +66,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
             let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
-            for v in [forward, backward.main.variant, deterministic.main.variant, deterministic.finish.variant] {
+            for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.facts().needs);
                 let reads_bias = |v: &Variant| !(v.half_bias_only && features.fp32_bias);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
@@ -89,7 +94,7 @@ fn every_variant_is_chosen_for_some_problem() {
     unused.retain(|name| *name != merge.variant.name);
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
-            for (seqlen, nheads) in [(64, 2), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
+            for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
                 for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
                     let a =
                         Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
@@ -97,7 +102,7 @@ fn every_variant_is_chosen_for_some_problem() {
                     let forward = plan::forward(&a, &device).into_iter();
                     let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
                     let used: Vec<_> =
-                        forward.chain(backward.flat_map(|b| [b.prepare, b.main, b.finish])).map(|k| k.variant.name).collect();
+                        forward.chain(backward.flat_map(|b| b.kernels().collect::<Vec<_>>())).map(|k| k.variant.name).collect();
                     unused.retain(|name| !used.contains(name));
                 }
             }
@@ -123,7 +128,11 @@ fn the_order_of_a_grid() {
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
-        assert_eq!((plan.prepare.blocks[1], plan.main.blocks, plan.finish.blocks[1]), (6, expected, 6), "dq's kernels keep their order");
+        assert_eq!(
+            (plan.prepare.unwrap().blocks[1], plan.main.blocks, plan.finish.unwrap().blocks[1]),
+            (6, expected, 6),
+            "dq's kernels keep their order"
+        );
     }
 }
 
@@ -176,7 +185,7 @@ fn small_backward_grids_get_small_blocks() {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
-        assert_eq!((plan.prepare.reason, plan.finish.reason), (Reason::Cheapest, Reason::Cheapest));
+        assert_eq!((plan.prepare.unwrap().reason, plan.finish.unwrap().reason), (Reason::Cheapest, Reason::Cheapest));
         assert_eq!(
             plan.main.blocks.iter().product::<u32>() as i64,
             (seqlen as u64).div_ceil(plan.main.variant.block_rows.into()) as i64 * nheads_k
@@ -249,7 +258,8 @@ fn grids_cover_every_row() {
         assert_eq!(b.main.blocks[1], 2, "the grid of the backward pass has the key heads");
         assert!((b.main.blocks[0] * b.main.variant.block_rows) as i64 >= seqlen + 5);
         assert!(b.scratch_rows >= seqlen && b.scratch_rows % b.main.variant.step as i64 == 0);
-        assert!((b.prepare.blocks[0] * b.prepare.variant.block_rows) as i64 >= b.scratch_rows);
+        assert_eq!(b.prepare.is_none(), seqlen + 5 <= 64);
+        assert!(b.prepare.is_none_or(|k| i64::from(k.blocks[0] * k.variant.block_rows) >= b.scratch_rows));
     }
 }
 
@@ -260,15 +270,66 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
         // enough heads for large blocks
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
-        assert_eq!((p.main.variant.pass, p.finish.variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
+        assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
         assert_eq!((p.headdim_rounded, p.dq_sums, p.rounds), (0, 0, 1));
-        assert_eq!((p.main.blocks[1], p.finish.blocks[1]), (20, 40), "heads of keys, heads of queries");
-        assert!((p.finish.blocks[0] * p.finish.variant.block_rows) as i64 >= 1000);
+        assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
+        assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
         let default = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main;
         assert_eq!(p.main.blocks, default.blocks);
         assert_eq!(p.main.variant.shared_bytes, default.variant.shared_bytes);
     }
+}
+
+/// Where all keys of a head are one block, and it pays, nothing else is launched.
+#[test]
+fn few_keys_take_one_kernel() {
+    let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
+        batch: 1,
+        nheads,
+        nheads_k: nheads,
+        ..attention(seqlen_q, seqlen_k, headdim, headdim)
+    };
+    let name = |a: &Attention, d: &DeviceLimits| {
+        let plan = plan::backward(a, DEFAULT, d).unwrap();
+        assert_eq!((plan.prepare, plan.finish.is_none()), (None, true), "{a:?}");
+        assert_eq!((plan.deterministic, plan.rounds, plan.dq_sums, plan.headdim_rounded), (true, 1, 0, 0));
+        assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
+        assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
+        assert_eq!(plan, plan::backward(a, DETERMINISTIC, d).unwrap(), "one block adds in one order");
+        plan.main.variant.name
+    };
+    let v100 = &DeviceLimits::V100;
+    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_whole_64_small");
+    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_whole_64_small");
+    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_whole_128");
+    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_whole_128_small");
+    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_whole_64_small");
+    assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_whole_64");
+    let packed = Some(Packed { total_q: 100, total_k: 100 });
+    assert_eq!(name(&Attention { packed, ..with(3, (60, 60), 64) }, v100), "volta_bwd_ragged_whole_64_small");
+    // many rows for few blocks; but these are others' work for a GPU full of them
+    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_whole_64_small");
+    let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
+    assert!(in_parts(with(8, (4096, 64), 64), v100));
+    assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
+    // a key too many; blocks of as many keys as there are, where smaller ones fill the GPU; half of the columns padding
+    assert!(in_parts(with(4, (64, 65), 64), v100) && in_parts(with(4, (64, 129), 64), &T4));
+    assert!(in_parts(with(4, (128, 128), 128), v100));
+    assert!(in_parts(with(4, (64, 64), 32), v100) && in_parts(with(4, (64, 64), 96), v100));
+    // scores are modified
+    let features = Features { dropout_p: 0.1, ..Features::default() };
+    assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
+    // what a card's tuning says goes first, of either, and of what failed
+    let a = || with(4, (64, 64), 64);
+    assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
+    assert!(in_parts(a(), &tuned(&["volta_bwd_whole_64_small"], &[])));
+    assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
+    assert_eq!(
+        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardWhole", "variant": "volta_bwd_whole_64_small""#])),
+        "volta_bwd_whole_64_small"
+    );
+    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardWhole", "variant": "volta_bwd_whole_64_small""#])));
 }
 
 /// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
@@ -286,7 +347,7 @@ fn the_deterministic_backward_goes_in_rounds() {
         (40, 2048, 128, 8, 2),
         (20, 2048, 128, 4, 4),
         // a head's only block, and all blocks of a few heads
-        (4, 60, 64, 1, 1),
+        (4, 60, 32, 1, 1),
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
@@ -297,7 +358,7 @@ fn the_deterministic_backward_goes_in_rounds() {
         let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
         assert_eq!(p.tail.map(|tail| tail.first_block), default.tail.map(|tail| tail.first_block));
         assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
-        let kernels = |p: &plan::BackwardPlan| [p.prepare, p.main, p.finish].map(|k| k.variant.name);
+        let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
         assert_eq!((p.headdim_rounded, default.rounds, default.dq_sums), (default.headdim_rounded, 1, 1));
         let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
@@ -361,7 +422,7 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
             for (features, packed, asked) in wishes() {
                 let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
-                for v in [plan.main.variant, plan.finish.variant] {
+                for v in [plan.main.variant, plan.finish.unwrap().variant] {
                     assert!(v.needs.covers(Needs::of(&[Need::Bf16Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
@@ -427,7 +488,7 @@ fn max_seqlen_does_not_make_the_grid() {
     let forward = plan::forward(&a, &DeviceLimits::V100).unwrap();
     assert_eq!(forward.blocks[0], 300_u32.div_ceil(forward.variant.block_rows));
     let backward = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
-    for (step, rows) in [(backward.prepare, 320), (backward.main, 500), (backward.finish, 300_u32)] {
+    for (step, rows) in parts(&backward).into_iter().zip([320, 500, 300_u32]) {
         assert_eq!(step.blocks[0], rows.div_ceil(step.variant.block_rows), "{}", step.variant.name);
     }
 }
@@ -574,7 +635,7 @@ fn forward_is_chosen_alone() {
     for (device, expected) in [(T4, TURING.name), (H200, TURING.name), (DeviceLimits::V100, VOLTA.name)] {
         assert_eq!(family(&a, &device), expected);
         let backward = plan::backward_among(kernels, &a, DEFAULT, &device).unwrap();
-        for kernel in [backward.prepare, backward.main, backward.finish] {
+        for kernel in parts(&backward) {
             assert_eq!(kernel.variant.family.name, "volta");
         }
         assert_eq!(backward.scratch, VOLTA.scratch.unwrap());
@@ -594,10 +655,10 @@ fn backward_is_chosen_as_a_set() {
     let a = attention(1000, 1000, 64, 64);
     let of = |rows: &[Variant], a: &Attention, mode| {
         let plan = plan::backward_among(volta_and(&[rows]), a, mode, &T4).unwrap();
-        let names = [plan.prepare, plan.main, plan.finish].map(|k| k.variant.family.name);
+        let names = parts(&plan).map(|k| k.variant.family.name);
         assert!(names.iter().all(|n| *n == names[0]), "{names:?}");
         assert_eq!(plan.scratch, plan.main.variant.family.scratch.unwrap());
-        (names[0], plan.scratch_rows, plan.prepare.blocks[0])
+        (names[0], plan.scratch_rows, plan.prepare.unwrap().blocks[0])
     };
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16));
     rows.push(like("volta_bwd_prepare", turing));
@@ -740,7 +801,7 @@ fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'stati
     assert_eq!(plan.headdim_rounded == 0, plan.dq_sums == 0, "an accumulator where there are sums");
     assert_eq!(plan.dq_sums == 0, plan.main.variant.pass == Pass::BackwardKeys);
     assert!(plan.deterministic || !mode.deterministic, "what is asked for is kept");
-    ([plan.prepare, plan.main, plan.finish].map(|k| k.variant.name), plan.deterministic)
+    (parts(&plan).map(|k| k.variant.name), plan.deterministic)
 }
 
 /// Every problem that the tests above plan.
@@ -842,7 +903,7 @@ fn a_tuned_kernel_brings_its_family() {
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
     let backward = |d: &DeviceLimits| {
         let plan = plan::backward_among(kernels, &a, DEFAULT, d).unwrap();
-        [plan.prepare, plan.main, plan.finish].map(|k| k.variant.name)
+        parts(&plan).map(|k| k.variant.name)
     };
     assert_eq!(backward(&T4), ["prepare", "main", "finish"]);
     let d = tuned_with(
@@ -900,7 +961,7 @@ fn failed_kernels_are_never_planned() {
             }
             for mode in [DEFAULT, DETERMINISTIC] {
                 match plan::backward(a, mode, &d) {
-                    Ok(p) => assert!([p.prepare, p.main, p.finish].iter().all(|k| k.variant.name != failed.name)),
+                    Ok(p) => assert!(p.kernels().all(|k| k.variant.name != failed.name)),
                     Err(e) => named(e),
                 }
             }

@@ -11,8 +11,11 @@ struct QueryRange {
     int end;  // behind the last row that sees one of the keys
     UnmaskedRows<Step> unmasked;
 
-    __device__ __forceinline__ QueryRange(const Mask& mask, int first_key)
-        : end(pinned(kRagged && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys))),
+    // all_rows: whether the walk has rows that see none of the keys too.
+    __device__ __forceinline__ QueryRange(const Mask& mask, int first_key, bool all_rows = false)
+        : end(pinned(all_rows                                  ? mask.seqlen_q
+                     : kRagged && first_key >= mask.seqlen_k ? 0
+                                                               : mask.row_end(first_key, Keys))),
           unmasked(mask, first_key, min(Keys, mask.seqlen_k - first_key)) {
         unmasked.first = pinned(unmasked.first);
         unmasked.span = pinned(unmasked.span);

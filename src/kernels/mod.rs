@@ -4,7 +4,7 @@ mod tables;
 
 pub use tables::variants::{
     CacheFormat, Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD,
-    FORWARD_SHARES, PASSES, PASS_SETS,
+    FORWARD_SHARES, PASSES, PASS_SETS, WHOLE_BACKWARD,
 };
 pub use tables::volta::VOLTA;
 

@@ -129,6 +129,8 @@ pub enum Pass {
     BackwardQueries,
     /// dq's accumulator to fp16 or bf16
     BackwardFinish,
+    /// all of a backward pass, where one block has all keys of its heads
+    BackwardWhole,
     /// attention over two sets of keys from that over each
     Merge,
     /// out and softmax_lse of few queries a sequence, over a KV cache
@@ -210,7 +212,7 @@ pub struct PassFacts {
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 13] = {
+pub const PASSES: [PassFacts; 14] = {
     use {ParamBlock as P, Rows::*};
     const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
         PassFacts { pass, params, rows, needs }
@@ -228,6 +230,7 @@ pub const PASSES: [PassFacts; 13] = {
         row(Pass::BackwardKeys, P::Backward, Keys, gradients),
         row(Pass::BackwardQueries, P::Backward, Queries, gradients),
         row(Pass::BackwardFinish, P::Backward, Queries, finish),
+        row(Pass::BackwardWhole, P::Backward, Keys, gradients),
         row(Pass::Merge, P::Merge, Queries, Needs::NONE),
         row(Pass::Decode, P::Decode, PackedQueries, Needs::NONE),
         row(Pass::Prefill, P::Forward, Queries, Needs::PAGED.union(Needs::of(&[Need::Softcap, Need::Alibi]))),
@@ -260,6 +263,8 @@ pub const FORWARD: [Pass; 1] = [Pass::Forward];
 pub const FORWARD_SHARES: [Pass; 1] = [Pass::ForwardShares];
 /// The set of `volta_fa::bwd`, where dq is summed by atomics, in any order.
 pub const BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::Backward, Pass::BackwardFinish];
+/// The set of `volta_fa::bwd` where there are few keys.
+pub const WHOLE_BACKWARD: [Pass; 1] = [Pass::BackwardWhole];
 /// The set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator to finish.
 pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::BackwardKeys, Pass::BackwardQueries];
 /// All of attention, without the merge: `Kernels::serve` asks a family for each of them.

@@ -143,7 +143,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             // what this launch does not write, rows between packed sequences and those of launches before: no probability
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
-        run(launcher, &plan.prepare, batches, bytes_of(&params), &ranges)?;
+        if let Some(prepare) = &plan.prepare {
+            run(launcher, prepare, batches, bytes_of(&params), &ranges)?;
+        }
         for round in 0..plan.rounds {
             params.first_key_block = (round * plan.dq_sums) as i32;
             run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
@@ -152,7 +154,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             params.first_key_block = tail.first_block as i32;
             run(launcher, &tail.kernel, batches, bytes_of(&params), &ranges)?;
         }
-        run(launcher, &plan.finish, batches, bytes_of(&params), &ranges)?;
+        if let Some(finish) = &plan.finish {
+            run(launcher, finish, batches, bytes_of(&params), &ranges)?;
+        }
         if let (Some(sums), Some(sinks)) = (&mut dsinks, sinks) {
             add_sink_gradient(sums, sinks, &row_stats, &plan.scratch, params.problem.scale)?;
         }

@@ -20,19 +20,19 @@ pub struct BackwardMode {
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
-    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any
-    pub prepare: PlannedKernel,
+    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any. None: `main` does all
+    pub prepare: Option<PlannedKernel>,
     /// dk and dv, and dq into its accumulators; `rounds` launches of this grid
     pub main: PlannedKernel,
-    /// dq from its accumulators, or computed without one
-    pub finish: PlannedKernel,
+    /// dq from its accumulators, or computed without one. None: `main` does all
+    pub finish: Option<PlannedKernel>,
     /// whether each sum has a fixed order: asked for, or better on this card
     pub deterministic: bool,
     /// launches of `main`, each for the next blocks of keys of every head
     pub rounds: u32,
     /// the last keys of every head, where they would be a round of their own of large blocks
     pub tail: Option<Tail>,
-    /// accumulators of dq. 0: it has a kernel of its own
+    /// accumulators of dq. 0: it has a kernel of its own, or `main` does all
     pub dq_sums: u32,
     /// how these three lay out the row statistics
     pub scratch: Scratch,
@@ -40,6 +40,13 @@ pub struct BackwardPlan {
     pub scratch_rows: i64,
     /// columns of dq's accumulators; 0: there are none
     pub headdim_rounded: i64,
+}
+
+impl BackwardPlan {
+    /// All kernels, in the order of their launches.
+    pub fn kernels(&self) -> impl Iterator<Item = PlannedKernel> {
+        [self.prepare, Some(self.main), self.tail.map(|tail| tail.kernel), self.finish].into_iter().flatten()
+    }
 }
 
 /// A last launch with smaller blocks than those before.
@@ -115,6 +122,58 @@ pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<B
 
 /// The same with other kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
+    let Some(main) = whole(kernels, a, mode, d) else { return in_parts(kernels, a, mode, d) };
+    if d.tuning.is_some() && main.reason != Reason::Tuned {
+        let parts = in_parts(kernels, a, mode, d)?;
+        let of_tuning = |k: &PlannedKernel| matches!(k.reason, Reason::Tuned | Reason::TunedMode);
+        if parts.kernels().any(|k| of_tuning(&k)) {
+            return Ok(parts);
+        }
+    }
+    Ok(BackwardPlan {
+        prepare: None,
+        main,
+        finish: None,
+        scratch: scratch(main.variant),
+        scratch_rows: scratch_rows(main.variant, a),
+        deterministic: true,
+        rounds: 1,
+        tail: None,
+        dq_sums: 0,
+        headdim_rounded: 0,
+    })
+}
+
+/// One kernel for all of it, where all keys of a head are one block, which then has its dq to itself.
+///
+/// That saves two launches, and dq's accumulator the way to memory and back. But rows then have their statistics from the one block,
+/// 0.01 us a row, where a few microseconds of launches are saved: so not of many rows, unless there are blocks enough to
+/// fill the GPU with other work meanwhile.
+fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
+    const FEW_ROWS: i64 = 512;
+    const ENOUGH_ROUNDS: u64 = 2;
+    let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
+    // before anything is looked up, since most problems are larger
+    if !kernels.variants().any(|v| v.pass == Pass::BackwardWhole && holds_all(v)) {
+        return None;
+    }
+    let [large] = choose(kernels, kernels::WHOLE_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
+    let is_tuned = large.1 == Reason::Tuned;
+    let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
+    // tiles that waste less on padding
+    let is_narrower =
+        |v: &Variant| v.needs == kernel.0.needs && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
+    if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
+        return None;
+    }
+    let rows = a.nheads / a.nheads_k * a.seqlen_q;
+    let blocks = (a.nheads_k * a.batch) as u64;
+    let pays = rows <= FEW_ROWS || blocks >= ENOUGH_ROUNDS * places(kernel.0, d);
+    (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
+}
+
+/// In kernels for what comes before the products, for these, and for dq.
+fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     let (shape, needs) = (Shape::of(a), needs(a, mode));
     let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
     let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
@@ -193,21 +252,24 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         first_block: (blocks * u64::from(main.variant.block_rows / v.block_rows)) as u32,
     });
     let rounds = (blocks as u32).div_ceil(of_a_round);
-    let scratch = scratch(main.variant);
-    let multiple = scratch.row_rounding;
-    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
-    // of them room for its own rounding.
-    let scratch_rows = a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple));
     Ok(BackwardPlan {
-        prepare,
+        prepare: Some(prepare),
         main,
-        finish,
-        scratch,
-        scratch_rows,
+        finish: Some(finish),
+        scratch: scratch(main.variant),
+        scratch_rows: scratch_rows(main.variant, a),
         deterministic: !matches!(dq, Dq::Atomics),
         rounds,
         tail,
         dq_sums,
         headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
     })
+}
+
+/// Query rows of an entry in the scratch memory, or of all entries.
+fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
+    let multiple = scratch(v).row_rounding;
+    // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
+    // of them room for its own rounding.
+    a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple))
 }

@@ -1,4 +1,4 @@
-// dQ += dS K, added to the accumulator in global memory by atomics: the product that all warps of a main kernel share.
+// dQ += dS K, the product that all warps of a main kernel share: added to the accumulator in global memory by atomics, or stored.
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"
@@ -37,10 +37,9 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Adds pair number j of the warp to the accumulator in global memory, at `accum`. (Several pairs together would save loads of
-    // dS, for registers that the kernels with several pairs do not have.)
-    static __device__ __forceinline__ void multiply_and_add(u32 a_address, u32 b_address, float* accum, int j) {
-        Accumulator c[1][2];
+    // Pair number j of the warp. (Several pairs together would save loads of dS, for registers that the kernels with several pairs do
+    // not have.)
+    static __device__ __forceinline__ void multiply(Accumulator (&c)[1][2], u32 a_address, u32 b_address, int j) {
         clear(c);
         b_address = pair_after<S>(b_address, kColumnWarps * j);
 #pragma unroll
@@ -56,12 +55,28 @@ struct DqProduct {
                     mma(c[0][i], queries, b[2 * i + k]);
                 }
         }
+    }
+
+    static __device__ __forceinline__ void add(const Accumulator (&c)[1][2], float* accum, int j) {
         accum += 2 * kColumnWarps * j * DqAccumulator::kTileFloats;
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int v = 0; v < 4; v++)
                 add_global(accum + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[0][i][v]);
+    }
+
+    // As dq of the step from this row on; the sequence has so many rows.
+    static __device__ __forceinline__ void store(const Accumulator (&c)[1][2], const BwdParams& p, int head, int row, int rows,
+                                                 u32 warp, int j) {
+        static_assert(kKeyParts == 1, "a warp has the sums over all keys");
+        const int batch = block_batch_here();
+        const BlockSequence sequence(p.problem, p.lengths, batch);  // again: it takes no registers in the loop
+        const auto row_of_lane = [](const Lane& lane, int, int h) {
+            return (kOwnCalls ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
+        };
+        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.first_q()), p.problem.scale, row + query_tile(warp) * 16, rows,
+                       p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
     }
 };
 

@@ -13,6 +13,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/walk.cuh"
+#include "backward/whole.cuh"
 #include "turing/backward/dq_product.cuh"
 #include "turing/backward/fragments.cuh"
 
@@ -55,7 +56,8 @@ __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, in
 // As the common range, but with the mask at every step of a block some of whose keys do not exist: their P has to be 0.
 template <class S>
 struct Queries : QueryRange<S::kRows, S::kStep> {
-    __device__ __forceinline__ Queries(const Mask& mask, int first_key) : QueryRange<S::kRows, S::kStep>(mask, first_key) {
+    __device__ __forceinline__ Queries(const Mask& mask, int first_key, bool all_rows = false)
+        : QueryRange<S::kRows, S::kStep>(mask, first_key, all_rows) {
         if (first_key + S::kRows > mask.seqlen_k) this->unmasked.first = 0x7fffffff, this->unmasked.span = 0;
     }
 };
@@ -79,6 +81,16 @@ struct HeadRows {
         return static_cast<unsigned long long>(scratch + row) * floats;
     }
 };
+
+// The statistics of all rows that a block meets, where no other kernel writes them: before anything else, since between the heads there
+// are no registers for it.
+template <class S>
+__device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSequence& sequence) {
+    const int group = p.problem.nheads / p.problem.nheads_k;
+#pragma unroll 1
+    for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++)
+        write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
+}
 
 // The lane's part of the statistics of a step: in lanes 0 to 15 something of -lse/scale of a query each, in the others -delta.
 template <class S>

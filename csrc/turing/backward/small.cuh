@@ -10,18 +10,18 @@
 
 namespace turing {
 
-// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
-template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq>
+template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
 struct BackwardSmall {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
     static constexpr int kSharedBytes = S::kSharedBytes;
+    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneral || kOneFeature, "scores pass through here as they are, but for one thing");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
-    static_assert(Dq::kPairs == 1, "see add_dq");
+    static_assert(Dq::kPairs == 1, "see put_dq");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -29,8 +29,8 @@ struct BackwardSmall {
         const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (kRagged && first_key >= sequence.stored_k()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+        if (kRagged && !kWhole && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
 
         load_own_keys<S, Layout>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
@@ -42,18 +42,24 @@ struct BackwardSmall {
         clear(dv);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        if (kWhole) write_all_statistics<S>(p, sequence);
+        if (kWhole) __syncthreads();  // the statistics are there
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
+            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
                 const u32 thread = thread_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
-                Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
-                                     Dq::b_operand(shared + S::kOwn, lane, warp),
-                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
+                Accumulator c[1][2];
+                Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                             Dq::b_operand(shared + S::kOwn, lane, warp), pair);
+                if constexpr (kWhole)
+                    Dq::store(c, p, rows.head, row, range.end, warp, pair);
+                else
+                    Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
             TilesOfStep<S> tiles;
@@ -70,7 +76,7 @@ struct BackwardSmall {
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             // dS of the step before the first, which adds nothing
-            if (WithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+            if (kWithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
@@ -78,7 +84,7 @@ struct BackwardSmall {
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
-                if (WithDq) add_dq(max(row - S::kStep, first), slot ^ 1, 0);
+                if (kWithDq) put_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
                 if (kHasAlibi)
@@ -159,7 +165,7 @@ struct BackwardSmall {
                                 }
                                 ds[n][m][h] = to_half2(score_gradient(x, x_dp, delta.x) * x_slope,
                                                        score_gradient(y, y_dp, delta.y) * y_slope);
-                                if (WithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
+                                if (kWithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
                             }
                     }
                 }
@@ -190,10 +196,10 @@ struct BackwardSmall {
                     }
                 }
             }
-            if (WithDq) {
+            if (kWithDq) {
                 __syncthreads();
                 const int last = pinned(range.end) - 1;
-                add_dq(last & -S::kStep, S::slot(last), 0);
+                put_dq(last & -S::kStep, S::slot(last), 0);
             }
         }
 

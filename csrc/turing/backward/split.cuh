@@ -14,8 +14,7 @@
 
 namespace turing {
 
-// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
-template <int Headdim, int BlockRows, int Step, int Threads, int Slots, bool WithDq>
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, QueryGradients DqGoes>
 struct BackwardSplit {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
     // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
@@ -23,6 +22,7 @@ struct BackwardSplit {
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
     static constexpr int kPartners = S::kWarps / 2;           // warps of a role
     static constexpr int kKeys = S::kRows / kPartners;        // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
@@ -283,10 +283,10 @@ struct BackwardSplit {
         const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (kRagged && first_key >= sequence.stored_k()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key);
+        if (kRagged && !kWhole && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
 
-        if (WithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
+        if (kWithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         if (kSharedPairs > 0) load_values(p, shared, sequence.first_k(), first_key, sequence.seqlen_k());
         OperandA own[kKeyTiles][2 * kOwnPairs];  // of K or of V
         {
@@ -300,18 +300,24 @@ struct BackwardSplit {
         clear(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        if (kWhole) write_all_statistics<S>(p, sequence);
+        if (kWhole) __syncthreads();  // the statistics are there
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries<S>::first(mask_of(p.problem, sequence));
+            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto add_dq = [&](int row, u32 slot, int pair) {  // to the rows from this one on, from the dS of this slot
+            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
                 const u32 thread = thread_here(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
-                Dq::multiply_and_add(Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
-                                     Dq::b_operand(shared + S::kOwn, lane, warp),
-                                     p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
+                Accumulator c[1][2];
+                Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                             Dq::b_operand(shared + S::kOwn, lane, warp), pair);
+                if constexpr (kWhole)
+                    Dq::store(c, p, rows.head, row, range.end, warp, pair);
+                else
+                    Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
             TilesOfStep<S> tiles;
@@ -325,7 +331,7 @@ struct BackwardSplit {
             if (S::kSlots == 2)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
             // dS of the step before the first, which adds nothing
-            if (WithDq && S::kSlots == 2)
+            if (kWithDq && S::kSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
@@ -334,9 +340,9 @@ struct BackwardSplit {
                 __syncthreads();  // this step's tiles are there, and the last one's dS
                 // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
                 if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
-                if (WithDq && S::kSlots == 2) {
+                if (kWithDq && S::kSlots == 2) {
 #pragma unroll
-                    for (int j = 0; j < Dq::kPairs; j++) add_dq(max(row - S::kStep, first), slot ^ 1, j);
+                    for (int j = 0; j < Dq::kPairs; j++) put_dq(max(row - S::kStep, first), slot ^ 1, j);
                 }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 if (kInitial && __any_sync(~0u, is_first_role())) {
@@ -405,7 +411,7 @@ struct BackwardSplit {
                     stats.scale(p.problem.scale_log2);
                     receive(parcels, packed);
                     score_gradients(packed, s, stats, p, head, warp_key_here(), row, slopes_of(parcels, slot));
-                    if (WithDq) {
+                    if (kWithDq) {
                         const u32 own = warp_row_here() + thread_here() % 32 / 4;
                         const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
                                        thread_here() % 4 * 4;
@@ -441,16 +447,16 @@ struct BackwardSplit {
                         typename TilesOfStep<S>::Part part;
                         TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
                                              range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
-                        if (WithDq) add_dq(row, 0, i);
+                        if (kWithDq) put_dq(row, 0, i);
                         TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
                 }
             }
-            if (WithDq && S::kSlots == 2) {
+            if (kWithDq && S::kSlots == 2) {
                 __syncthreads();
                 const int last = pinned(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++) add_dq(last & -S::kStep, S::slot(last), j);
+                for (int j = 0; j < Dq::kPairs; j++) put_dq(last & -S::kStep, S::slot(last), j);
             }
         }
 

@@ -1,6 +1,7 @@
-// dQ += dS K, added to the accumulator in global memory by atomics: the product that all warps of a main kernel share.
+// dQ += dS K, the product that all warps of a main kernel share: added to the accumulator in global memory by atomics, or stored.
 #pragma once
 
+#include "backward/gradient_type.cuh"
 #include "volta/backward/dq_accumulator.cuh"
 #include "volta/backward/fragments.cuh"
 
@@ -75,10 +76,46 @@ struct DqProduct {
             if (!has_unit(u)) continue;
 #pragma unroll
             for (int v = 0; v < 8; v++)
-                add_global(accum + S::kWarps * u * DqAccumulator::kTileFloats + v * DqAccumulator::kLineFloats,
-                           c[0][u][v] + __shfl_xor_sync(~0u, c[1][u][v], 8));
+                add_global(accum + S::kWarps * u * DqAccumulator::kTileFloats + v * DqAccumulator::kLineFloats, sum(u, v));
         }
     }
+
+    // As dq of the step from this row on; the sequence has so many rows.
+    //
+    // Of a tile of eight columns two lanes have two rows of four columns each (dq_accumulator.cuh says which): each gives the other
+    // what that has the rest of, and stores one row.
+    __device__ __forceinline__ void store(const BwdParams& p, int head, int row, int rows) {
+        static_assert(!kShortSteps, "a unit is eight columns");
+        const int thread = thread_index_here(), batch = block_batch_here();
+        const Lane lane(thread % 32);
+        const bool is_second = lane.quad / 2;
+        row += lane.quad + 4 * lane.qn + 8 * lane.half + 16 * lane.qm;
+        const BlockSequence sequence(p.problem, p.lengths, batch);
+        unsigned short* to = rows_of(p.dq, batch, head, sequence.first_q() + row);
+#pragma unroll
+        for (int u = 0; u < kUnits; u++) {
+            if (!has_unit(u)) continue;
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                unsigned of_row[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float x = sum(u, 4 * i + 2 * r) * p.problem.scale, y = sum(u, 4 * i + 2 * r + 1) * p.problem.scale;
+                    of_row[r] = gradients_are_bf16(p) ? to_bfloat2(x, y) : to_half2(x, y);
+                }
+                const unsigned mine = is_second ? of_row[1] : of_row[0];
+                const unsigned others = __shfl_xor_sync(~0u, is_second ? of_row[0] : of_row[1], 2);
+                words[2 * i] = is_second ? others : mine, words[2 * i + 1] = is_second ? mine : others;
+            }
+            const int column = (thread / 32 + S::kWarps * u) * kChunk;
+            if (row < rows && column < p.problem.headdim)
+                *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+
+private:
+    __device__ __forceinline__ float sum(int u, int v) { return c[0][u][v] + __shfl_xor_sync(~0u, c[1][u][v], 8); }
 };
 
 }  // namespace volta

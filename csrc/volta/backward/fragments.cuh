@@ -144,7 +144,8 @@ static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators a
 // Initial accumulators of S^T or dP^T from the row statistics: `stats` is those of the lane's group of
 // four queries in tile 0. The two tiles of keys begin with the same values. They are loaded twice, by two
 // different instructions: else ptxas would load once and spend a move on every element of the second tile.
-template <int M, int N>
+// Fresh: this kernel itself has written them, which the second instruction may not find.
+template <bool Fresh = false, int M, int N>
 __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
     static_assert(M <= 2, "there are two instructions");
 #pragma unroll
@@ -154,7 +155,7 @@ __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* 
 #pragma unroll
             for (int v = 0; v < 8; v += 4) {
                 const float* from = stats + n * KeysLayout::kTileQueries * RowStats::kRowFloats + v;
-                const float4 x = m ? load_global4_constant(from) : load_global4(from);
+                const float4 x = !m ? load_global4(from) : Fresh ? load_global4_l2(from) : load_global4_constant(from);
                 c[m][n][v] = x.x, c[m][n][v + 1] = x.y, c[m][n][v + 2] = x.z, c[m][n][v + 3] = x.w;
             }
 }

@@ -8,6 +8,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "backward/whole.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/joint_scores.cuh"
@@ -15,11 +16,12 @@
 
 namespace volta {
 
-// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
-template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq>
+template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
 struct BackwardSmall {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
     static constexpr int kSharedBytes = S::kSharedBytes;
+    static constexpr bool kWithDq = DqGoes == QueryGradients::kAdded;
+    static_assert(DqGoes != QueryGradients::kStored, "that takes registers which there are not");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
     static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
@@ -134,10 +136,10 @@ struct BackwardSmall {
 
                 tiles.store(query_addresses.second());
                 Dq product;
-                if (WithDq) product.multiply(dq_operands.first(), dq_operands.second());
+                if (kWithDq) product.multiply(dq_operands.first(), dq_operands.second());
                 const int next = range.next_step(p, row);
                 Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
-                if (WithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
+                if (kWithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 __syncthreads();  // the next tile is there, and dS is free
             }
         }

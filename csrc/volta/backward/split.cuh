@@ -13,6 +13,7 @@
 #include "backward/score_place.cuh"
 #include "backward/tiles.cuh"
 #include "backward/walk.cuh"
+#include "backward/whole.cuh"
 #include "volta/backward/bias_gradient.cuh"
 #include "volta/backward/block.cuh"
 #include "volta/backward/dq_product.cuh"
@@ -21,12 +22,12 @@
 
 namespace volta {
 
-// WithDq: dq is added to the accumulator; without it another kernel computes dq (queries.cuh).
 // HeaddimV: fewer columns of V and dO may be computed with than tiles have.
-template <int Headdim, int BlockRows, int Step, int Threads, bool WithDq, int HeaddimV = Headdim>
+template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes, int HeaddimV = Headdim>
 struct BackwardSplit {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
+    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
@@ -155,8 +156,8 @@ struct BackwardSplit {
         const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
         const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
         const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);
-        if (first_key >= sequence.stored_k()) return;
-        const Queries range(mask_of(p.problem, sequence), first_key);
+        if (!kWhole && first_key >= sequence.stored_k()) return;
+        const Queries range(mask_of(p.problem, sequence), first_key, kWhole);
 
         load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.first_k(), first_key, sequence.seqlen_k());
         const int keys_left = pinned(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
@@ -184,7 +185,7 @@ struct BackwardSplit {
 #pragma unroll 1
         for (int head = KeysBlock::head(p) * group; head < (KeysBlock::head(p) + 1) * group; head++) {
             const BlockSequence sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
+            const int first = kWhole ? 0 : Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
             float* stats =
@@ -194,7 +195,11 @@ struct BackwardSplit {
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.first_q() + first);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, range.rows(p) - first);
-            load_stats(s, stats + first * RowStats::kRowFloats);
+            if (kWhole) {
+                write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
+                __syncthreads();
+            }
+            load_stats<kWhole>(s, stats + first * RowStats::kRowFloats);
             __syncthreads();  // the last head's tile is done with
             tiles.store(query_addresses.second());
             __syncthreads();
@@ -263,11 +268,14 @@ struct BackwardSplit {
 
                 tiles.store(query_addresses.second());
                 const int next = range.next_step(p, row);
-                load_stats(s, stats + next * RowStats::kRowFloats);
-                if (WithDq) {
+                load_stats<kWhole>(s, stats + next * RowStats::kRowFloats);
+                if (kWithDq) {
                     Dq product;
                     product.multiply(dq_operands.first(), dq_operands.second());
-                    product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
+                    if constexpr (kWhole)
+                        product.store(p, head, row, range.end);
+                    else
+                        product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 }
                 __syncthreads();  // the next tile is there, and P and dS are free
             }

@@ -158,6 +158,16 @@ const KEYS: [Variant; 7] = [
     keys(SPLIT[0], "turing_bwd_split_keys_64", SPLIT_KEYS, 190),
 ];
 
+/// A main kernel that does all of a backward pass.
+const fn whole(name: &'static str, main: Variant, source: &'static str, registers: u32) -> Variant {
+    Variant { name, pass: Pass::BackwardWhole, source, registers, ..main }
+}
+
+const WHOLE: [Variant; 2] = [
+    whole("turing_bwd_whole_64", SMALL[1], "turing/backward/small_whole.cu", 254),
+    whole("turing_bwd_whole_128", SPLIT[2], "turing/backward/split_whole.cu", 252),
+];
+
 pub const BACKWARD: &[Variant] = &[
     PREPARE,
     SMALL[0],
@@ -208,4 +218,8 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[3].covering(Needs::GENERAL, "turing_bwd_general_queries_128", 198),
     QUERIES[4].covering(Needs::GENERAL, "turing_bwd_general_queries_192", 198),
     QUERIES[5].covering(Needs::GENERAL, "turing_bwd_general_queries_256", 232),
+    WHOLE[0],
+    WHOLE[1],
+    WHOLE[0].covering(Needs::RAGGED, "turing_bwd_ragged_whole_64", 255),
+    WHOLE[1].covering(Needs::RAGGED, "turing_bwd_ragged_whole_128", 255),
 ];

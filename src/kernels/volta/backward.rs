@@ -321,6 +321,18 @@ const fn keys(main: Variant, name: &'static str, source: &'static str, registers
     Variant { name, pass: Pass::BackwardKeys, source, registers, ..main }
 }
 
+/// A main kernel that does all of a backward pass.
+const fn whole(name: &'static str, main: Variant, registers: u32) -> Variant {
+    Variant { name, pass: Pass::BackwardWhole, source: "volta/backward/split_whole.cu", registers, ..main }
+}
+
+/// None of 128 keys at headdim 64: `volta/backward/small` has no registers left.
+const WHOLE: [Variant; 3] = [
+    whole("volta_bwd_whole_64_small", SMALL[0], 115),
+    whole("volta_bwd_whole_128", MAIN[3], 244),
+    whole("volta_bwd_whole_128_small", SMALL[1], 163),
+];
+
 pub const BACKWARD: &[Variant] = &[
     PREPARE,
     MAIN[0],
@@ -387,4 +399,10 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[3].covering(Needs::GENERAL, "volta_bwd_general_queries_128", 227),
     QUERIES[4].covering(Needs::GENERAL, "volta_bwd_general_queries_192", 168),
     QUERIES[5].covering(Needs::GENERAL, "volta_bwd_general_queries_256", 149),
+    WHOLE[0],
+    WHOLE[1],
+    WHOLE[2],
+    WHOLE[0].covering(Needs::RAGGED, "volta_bwd_ragged_whole_64_small", 111),
+    WHOLE[1].covering(Needs::RAGGED, "volta_bwd_ragged_whole_128", 244),
+    WHOLE[2].covering(Needs::RAGGED, "volta_bwd_ragged_whole_128_small", 163),
 ];

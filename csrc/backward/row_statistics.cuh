@@ -1,0 +1,64 @@
+// The row statistics: -lse/scale, and -delta = -rowsum(dout * out). Eight lanes a row, 16 bytes a lane.
+//
+// The same for every family but for RowStats, their layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the first
+// of a row's kCopies, which lie kCopyDistance apart.
+#pragma once
+
+#include "backward/scratch.cuh"
+#include "half.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+// Sum of the products of eight pairs of fp16.
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+    const unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 u = to_float2(x[i]), v = to_float2(y[i]);
+        sum = fmaf(u.x, v.x, sum);
+        sum = fmaf(u.y, v.y, sum);
+    }
+    return sum;
+}
+
+constexpr int kLanesPerStatistic = 8;
+
+// Of the rows of one head of one sequence.
+template <class RowStats>
+struct RowStatistics {
+    static_assert(RowStats::kCopies <= kLanesPerStatistic, "each copy has a lane");
+    const BwdParams& p;
+    const BlockSequence& sequence;
+    const int lane = threadIdx.x % kLanesPerStatistic;
+    const int all_rows;          // those that round the sequence up too
+    const long long first_row;   // in the scratch memory
+    const unsigned short *const dout, *const out;
+    const float* const lse;
+    float* const stats;
+    const float inverse_scale;
+
+    __device__ __forceinline__ RowStatistics(const BwdParams& p_, const BlockSequence& sequence_, int head, int batch)
+        : p(p_), sequence(sequence_), all_rows(rounded_rows<RowStats>(p, sequence)),
+          first_row(rounded_row<RowStats>(p, sequence, batch, head)), dout(rows_of(p.dout, batch, head, sequence.first_q())),
+          out(rows_of(p.out, batch, head, sequence.first_q())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
+          stats(p.row_stats + first_row * RowStats::kRowFloats), inverse_scale(1.f / p.problem.scale) {}
+
+    // A row's delta is the sum of these over the lane's columns, of which it takes eight at once, and over the lanes.
+    __device__ __forceinline__ int first_column() const { return lane * kChunk; }
+    __device__ __forceinline__ float part_of_delta(int row, int column) const {
+        return dot(load_global(dout + row * p.dout.row_stride + column), load_global(out + row * p.out.row_stride + column));
+    }
+    // By all lanes of a warp together, with their parts.
+    __device__ __forceinline__ void write(int row, float delta) const {
+#pragma unroll
+        for (int i = 1; i < kLanesPerStatistic; i *= 2) delta += __shfl_xor_sync(~0u, delta, i);
+        if (row < all_rows && lane < RowStats::kCopies) {
+            float* s = stats + RowStats::offset(row) + lane * RowStats::kCopyDistance;
+            const float row_lse = row < sequence.seqlen_q() ? lse[row] : positive_infinity();
+            // lse = +inf says that the row sees no key: whatever delta is (0), its P is 0.
+            s[RowStats::kLseAt] = -row_lse * inverse_scale;
+            s[RowStats::kDeltaAt] = -delta;
+        }
+    }
+};
