@@ -241,7 +241,8 @@ fn accepted_features() {
     assert_eq!(accepted(&|_| ()), Features::default());
     for sizes in [[2, 6, 10, 12], [1, 1, 1, 1], [1, 6, 1, 12], [2, 1, 10, 1]] {
         for dtype in [DType::Bool, DType::Half, DType::Float] {
-            assert!(accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes))).attn_bias);
+            let found = accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes)));
+            assert!(found.attn_bias && found.fp32_bias == (dtype == DType::Float));
         }
     }
     for sizes in [&[6][..], &[2, 6]] {

@@ -55,6 +55,8 @@ class Problem:
             "alibi": self.alibi,
             "bias": bool(self.bias),
             "dropout": self.dropout_p > 0,
+            # one in bf16 travels as fp32
+            "fp32_bias": self.bias == "fp32" or (self.bias == "additive" and self.dtype != torch.float16),
         }
         return [name for name, is_asked in asked.items() if is_asked]
 
