@@ -17,6 +17,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr bool kHasSoftcap = NEEDS & kNeedSoftcap;
 constexpr bool kHasAlibi = NEEDS & kNeedAlibi;
 constexpr bool kHasBias = NEEDS & kNeedBias;
+constexpr bool kHasFp32Bias = NEEDS & kNeedFp32Bias;  // beside kHasBias
 constexpr bool kHasDropout = NEEDS & kNeedDropout;
 // Such kernels require what they have one of: they run only what asks for it (plan::holds).
 constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
@@ -25,6 +26,7 @@ constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout ==
 __device__ __forceinline__ bool asks_for_softcap(const ScoreOptions& o) { return kHasSoftcap && (kOneFeature || o.softcap > 0.f); }
 __device__ __forceinline__ bool asks_for_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
 __device__ __forceinline__ bool asks_for_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
+__device__ __forceinline__ bool asks_for_fp32_bias(const ScoreOptions& o) { return kHasFp32Bias && o.bias_is_fp32; }
 __device__ __forceinline__ bool asks_for_dropout(const ScoreOptions& o) { return kHasDropout && (kOneFeature || o.rng_state); }
 
 __device__ __forceinline__ float reciprocal_approx(float x) {
@@ -87,7 +89,7 @@ class Bias {
 
 public:
     __device__ __forceinline__ Bias(const Problem& p, const ScoreOptions& o, int batch, int head) : last_key_(p.seqlen_k - 1) {
-        const int bytes = o.bias_is_fp32 ? 4 : 2;
+        const int bytes = asks_for_fp32_bias(o) ? 4 : 2;
         base_ = reinterpret_cast<const char*>(o.bias) + (batch * o.bias_batch_stride + head * o.bias_head_stride) * bytes;
         row_bytes_ = o.bias_row_stride * bytes;
     }
@@ -107,18 +109,18 @@ public:
     __device__ __forceinline__ uint2 load2(const ScoreOptions& o, int row, int key) const {
         const char* from = base_ + row * row_bytes_;
         key = min(key, last_key_ & ~1);
-        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const uint2*>(from + key * 4));
+        if (asks_for_fp32_bias(o)) return __ldg(reinterpret_cast<const uint2*>(from + key * 4));
         return make_uint2(__ldg(reinterpret_cast<const unsigned*>(from + key * 2)), 0);
     }
     __device__ __forceinline__ uint4 load4(const ScoreOptions& o, int row, int key) const {
         const char* from = base_ + row * row_bytes_;
         key = min(key, last_key_ & ~3);
-        if (o.bias_is_fp32) return __ldg(reinterpret_cast<const uint4*>(from + key * 4));
+        if (asks_for_fp32_bias(o)) return __ldg(reinterpret_cast<const uint4*>(from + key * 4));
         const uint2 x = __ldg(reinterpret_cast<const uint2*>(from + key * 2));
         return make_uint4(x.x, x.y, 0, 0);
     }
     __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint4& loaded, float (&x)[4]) {
-        if (o.bias_is_fp32) {
+        if (asks_for_fp32_bias(o)) {
             const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = bounded(__uint_as_float(words[i]));
@@ -128,7 +130,7 @@ public:
         }
     }
     __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint2& loaded, float (&x)[2]) {
-        if (o.bias_is_fp32) {
+        if (asks_for_fp32_bias(o)) {
             x[0] = bounded(__uint_as_float(loaded.x)), x[1] = bounded(__uint_as_float(loaded.y));
         } else {
             const float2 both = to_float2(loaded.x);
@@ -139,7 +141,7 @@ public:
     template <int N>
     __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second,
                                                         float2 (&x)[N]) {
-        if (o.bias_is_fp32) {
+        if (asks_for_fp32_bias(o)) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 x[i].x = bounded(__uint_as_float(second ? loaded[i].y : loaded[i].x));

@@ -24,7 +24,6 @@ fn variant(v: &Variant) -> Value {
         "pass": format!("{:?}", v.pass),
         "needs": names(v.needs),
         "requires": names(v.requires),
-        "half_bias_only": v.half_bias_only,
         "source": v.source,
         "cache": v.cache.name(),
         "headdim": v.headdim,
@@ -102,6 +101,7 @@ fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
             Need::Dropout => features.dropout_p = 0.5,
             // nothing that an attention could ask for
             Need::Pages => {}
+            Need::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
         }
     }
     Ok((features, mode))

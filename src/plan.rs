@@ -130,6 +130,7 @@ pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
         Need::Dropout => f.dropout_p > 0.0,
         // no attention's own: `prefill` asks for them
         Need::Pages => false,
+        Need::Fp32Bias => f.fp32_bias,
     })
 }
 
@@ -177,7 +178,6 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
-        && !(v.half_bias_only && shape.fp32_bias)
         && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
@@ -459,7 +459,6 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
         is_causal: None,
         cache,
         rows_before_keys: 0,
-        fp32_bias: false,
     }
 }
 

@@ -11,6 +11,7 @@ pub use kvcache::{validate_kvcache, validate_kvcache_values, validate_mla, Cache
 
 use crate::error::{Error, Result};
 use crate::options::UNKNOWN;
+use smallvec::SmallVec;
 use std::fmt;
 
 /// Element types that the ops know.
@@ -95,65 +96,9 @@ pub struct TensorDesc {
     pub strides: Dims,
 }
 
-/// Sizes or strides. Of as many dimensions as arguments have they take no memory of their own, which a call would ask for twice for
-/// each of its tensors.
-#[derive(Clone, Debug)]
-pub struct Dims(Room);
-
-#[derive(Clone, Debug)]
-enum Room {
-    Few(usize, [i64; Dims::FEW]),
-    Many(Vec<i64>),
-}
-
-impl Dims {
-    const FEW: usize = 5;
-}
-
-impl std::ops::Deref for Dims {
-    type Target = [i64];
-
-    fn deref(&self) -> &[i64] {
-        match &self.0 {
-            Room::Few(count, dims) => &dims[..*count],
-            Room::Many(dims) => dims,
-        }
-    }
-}
-
-impl std::ops::DerefMut for Dims {
-    fn deref_mut(&mut self) -> &mut [i64] {
-        match &mut self.0 {
-            Room::Few(count, dims) => &mut dims[..*count],
-            Room::Many(dims) => dims,
-        }
-    }
-}
-
-impl From<&[i64]> for Dims {
-    fn from(given: &[i64]) -> Dims {
-        let mut few = [0; Dims::FEW];
-        Dims(match few.get_mut(..given.len()) {
-            Some(room) => {
-                room.copy_from_slice(given);
-                Room::Few(given.len(), few)
-            }
-            None => Room::Many(given.to_vec()),
-        })
-    }
-}
-
-impl<const N: usize> From<[i64; N]> for Dims {
-    fn from(given: [i64; N]) -> Dims {
-        given.as_slice().into()
-    }
-}
-
-impl From<Vec<i64>> for Dims {
-    fn from(given: Vec<i64>) -> Dims {
-        given.as_slice().into()
-    }
-}
+/// Sizes or strides. Arguments have four at most, and one tensor for q, k and v, which is given by mistake, has five: with room for
+/// these no call asks for memory, which it would do twice for each of its tensors.
+pub type Dims = SmallVec<[i64; 5]>;
 
 /// Who will compute: it decides which dtypes and layouts are possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -60,14 +60,12 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         2 => Device::Meta,
         _ => return Err(Error::unsupported("a tensor on another device: volta_fa runs on cpu and cuda tensors")),
     };
+    let rank = info.rank as usize;
     // the rank of one with more dimensions is an error everywhere
-    let all = |known: [i64; 8]| match known.get(..info.rank as usize) {
-        Some(known) => Dims::from(known),
-        None => {
-            let mut known = known.to_vec();
-            known.resize(info.rank as usize, UNKNOWN);
-            known.into()
-        }
+    let all = |known: [i64; 8]| {
+        let mut dims = Dims::from_slice(&known[..rank.min(known.len())]);
+        dims.resize(rank, UNKNOWN);
+        dims
     };
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }

@@ -53,8 +53,6 @@ pub struct Shape {
     pub cache: CacheFormat,
     /// positions by which a row that sees keys may lie before the first of them
     pub rows_before_keys: i64,
-    /// whether kernels read a bias as fp32
-    pub fp32_bias: bool,
 }
 
 impl Shape {
@@ -77,7 +75,6 @@ impl Shape {
                 let seqlen_k = if a.features.seqused_k { 0 } else { a.seqlen_k };
                 (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
             },
-            fp32_bias: a.features.fp32_bias,
         }
     }
 
@@ -93,7 +90,6 @@ impl Shape {
             is_causal: None,
             cache: CacheFormat::Float,
             rows_before_keys: 0,
-            fp32_bias: false,
         }
     }
 }

@@ -38,7 +38,7 @@ fn wishes() -> [(Features, Option<Packed>, Needs); 14] {
         (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
         (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
         (Features { attn_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
-        (Features { attn_bias: true, fp32_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
+        (Features { attn_bias: true, fp32_bias: true, ..features }, None, Needs::of(&[Need::Bias, Need::Fp32Bias])),
         (Features { dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Dropout])),
         (Features { attn_bias: true, dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Bias, Need::Dropout])),
         (Features { alibi: true, softcap: 3.0, ..features }, None, Needs::of(&[Need::Alibi, Need::Softcap])),
@@ -68,9 +68,8 @@ fn every_headdim_has_kernels_and_padding_is_least() {
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.facts().needs);
-                let reads_bias = |v: &Variant| !(v.half_bias_only && features.fp32_bias);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-                let holds = |v: &Variant| fits(v) && v.needs.covers(asked) && reads_bias(v);
+                let holds = |v: &Variant| fits(v) && v.needs.covers(asked);
                 assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
                 let less_padded = others().any(|o| o.needs == v.needs && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
@@ -715,19 +714,38 @@ fn the_kernel_with_the_fewest_needs_wins() {
     }
 }
 
-/// Kernels of one feature or two have no registers for a bias in fp32.
+/// Volta's forward kernels of one feature or two have no registers for a bias in fp32; all others that have a bias read either type.
 #[test]
 fn an_fp32_bias_gets_kernels_that_read_it() {
-    let readers: Vec<_> = kernels::variants().filter(|v| v.half_bias_only).map(|v| (v.name, v.requires)).collect();
-    assert!(readers.len() == 4 && readers.iter().all(|(_, requires)| requires.covers(Needs::of(&[Need::Bias]))), "{readers:?}");
+    let [bias, fp32] = [Need::Bias, Need::Fp32Bias].map(|need| Needs::of(&[need]));
+    assert!(kernels::variants().all(|v| v.needs.covers(bias) || !v.needs.covers(fp32)), "a type of what is not there");
+    let of_fp16: Vec<_> = kernels::variants().filter(|v| v.needs.covers(bias) && !v.needs.covers(fp32)).collect();
+    assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.requires.covers(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
-        let name = |fp32_bias| {
+        let [(half, on_t4), (float, float_on_t4)] = [false, true].map(|fp32_bias| {
             let features = Features { attn_bias: true, fp32_bias, dropout_p, ..Features::default() };
-            plan::forward(&Attention { features, ..attention(2000, 2000, headdim, headdim) }, &DeviceLimits::V100).unwrap().variant.name
-        };
-        assert!(readers.iter().any(|(reader, _)| *reader == name(false)));
-        assert_eq!(name(true), format!("volta_fwd_general_{headdim}x{headdim}"));
+            let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
+            assert_eq!(plan::needs(&a, DEFAULT).covers(bias.union(fp32)), fp32_bias);
+            let name = |d| plan::forward(&a, d).unwrap().variant.name;
+            (name(&DeviceLimits::V100), name(&T4))
+        });
+        assert!(of_fp16.iter().any(|v| v.name == half));
+        assert_eq!(float, format!("volta_fwd_general_{headdim}x{headdim}"));
+        assert_eq!(on_t4, float_on_t4);
     }
+}
+
+/// A tuning that says `bias` is read as before there was a need for its type, and means one in fp16.
+#[test]
+fn a_choice_for_a_bias_says_its_type() {
+    let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_general_96x96""#);
+    let reason = |needs: &str, fp32_bias| {
+        let features = Features { attn_bias: true, fp32_bias, ..Features::default() };
+        forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(needs)])).1
+    };
+    let (half, float) = (r#""bias""#, r#""fp32_bias", "bias""#);
+    assert_eq!((reason(half, false), reason(half, true)), (Reason::Tuned, Reason::Cheapest));
+    assert_eq!((reason(float, false), reason(float, true)), (Reason::Cheapest, Reason::Tuned));
 }
 
 /// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
@@ -1011,6 +1029,10 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
         (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "that the class' headdims and needs fit"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "that the class' headdims and needs fit"),
+        (
+            choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "needs": ["bias", "fp32_bias"]"#),
+            "that the class' headdims and needs fit",
+        ),
         (
             choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bf16_gradients"]"#),
             "choices[0].needs: got `bf16_gradients`",

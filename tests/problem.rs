@@ -9,7 +9,7 @@ fn tensor(sizes: [i64; 4]) -> TensorDesc {
     for i in (0..3).rev() {
         strides[i] = strides[i + 1] * sizes[i + 1];
     }
-    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: strides.into() }
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: Dims::from_slice(&sizes), strides: strides.into() }
 }
 
 fn options() -> Options {
@@ -46,7 +46,7 @@ fn wrong_tensors() {
     refused(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
     refused(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
     refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
-        *q = TensorDesc { sizes: [10, 6, 64].into(), strides: [384, 64, 1].into(), ..q.clone() }
+        *q = TensorDesc { sizes: Dims::from_slice(&[10, 6, 64]), strides: Dims::from_slice(&[384, 64, 1]), ..q.clone() }
     });
     refused(Value, &["k", "batch 3", "batch 2"], |_, k, _, _| *k = tensor([3, 12, 3, 64]));
     refused(Value, &["v", "seqlen 13", "seqlen 12"], |_, _, v, _| *v = tensor([2, 13, 3, 32]));
@@ -125,7 +125,8 @@ fn ints(n: i64) -> Option<TensorDesc> {
 }
 
 fn packed(sizes: [i64; 3]) -> TensorDesc {
-    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: sizes.into(), strides: [sizes[1] * sizes[2], sizes[2], 1].into() }
+    let strides = Dims::from_slice(&[sizes[1] * sizes[2], sizes[2], 1]);
+    TensorDesc { dtype: DType::Half, device: Device::Cuda(0), sizes: Dims::from_slice(&sizes), strides }
 }
 
 fn packed_options() -> Options {
@@ -241,7 +242,8 @@ fn accepted_features() {
     assert_eq!(accepted(&|_| ()), Features::default());
     for sizes in [[2, 6, 10, 12], [1, 1, 1, 1], [1, 6, 1, 12], [2, 1, 10, 1]] {
         for dtype in [DType::Bool, DType::Half, DType::Float] {
-            assert!(accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes))).attn_bias);
+            let found = accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes)));
+            assert!(found.attn_bias && found.fp32_bias == (dtype == DType::Float));
         }
     }
     for sizes in [&[6][..], &[2, 6]] {

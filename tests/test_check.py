@@ -141,6 +141,21 @@ def test_kernels_of_other_caches_and_of_latents_really_run():
             assert [launch["kernel"] for launch in launches] == [variant["name"]], problem
 
 
+def test_kernels_of_a_bias_really_run():
+    """(The plan is asked by needs, a call says them by its tensors: those of a bias follow from its dtype.)"""
+    need("sim")
+    listed = [v for v in SIMULATED if v["pass"] == "Forward" and "bias" in v["requires"]]
+    assert listed
+    for variant in listed:
+        for problem in kernels.problems(variant):
+            inputs = problems.Inputs.draw(problem, 0, SIMULATOR.device)
+            with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
+                torch.ops.volta_fa._sim_report()
+                inputs.forward()
+                launches = json.loads(torch.ops.volta_fa._sim_report())
+            assert [launch["kernel"] for launch in launches] == [variant["name"]], problem
+
+
 def test_problems_ask_for_all_that_a_kernel_covers():
     for variant in SIMULATED:
         if variant["pass"] != "Merge":

@@ -75,6 +75,9 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
     assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "BackwardKeys", "BackwardQueries"]
     assert (found["rounds"], found["dq_sums"]) == (1, 0)
     assert "bf16_gradients" in plan(needs="bf16_gradients")["backward"]["finish"]["needs"]
+    found = plan(needs="fp32_bias")
+    assert found["mode"]["needs"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["needs"]
+    assert "fp32_bias" not in plan(needs="bias")["forward"]["needs"]
     with pytest.raises(ValueError, match="needs: got `alibis`, expected .*alibi"):
         plan(needs="alibis")
 
@@ -153,7 +156,7 @@ def test_turing_is_taken_where_it_has_kernels(major, minor):
     for headdim in (8, 72, 256):
         chosen = plan(headdim, major=major, minor=minor)
         assert chosen["forward"]["family"] == "turing"
-    whole = plan(256, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,dropout")
+    whole = plan(256, major=major, minor=minor, needs="lengths,sinks,softcap,alibi,bias,fp32_bias,dropout")
     assert whole["forward"]["family"] == "turing"
     for headdim in (64, 72, 256):
         for mode in ({}, {"deterministic": True}, {"needs": "dropout"}):

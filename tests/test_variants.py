@@ -17,7 +17,13 @@ GPUS = {70: ("v100", 80), 75: ("t4", 40)}
 
 # How a problem asks for what kernels are prepared for, in two ways, since dropout and softcap exclude each other.
 ASKED = [
-    {"softcap": {"softcap": 20.0}, "alibi": {"alibi": "bh"}, "bias": {"bias": "hqk:fp32"}, "sinks": {"sinks": "own"}},
+    {
+        "softcap": {"softcap": 20.0},
+        "alibi": {"alibi": "bh"},
+        "bias": {"bias": "hqk"},
+        "fp32_bias": {"bias": "hqk:fp32"},  # instead of the one before
+        "sinks": {"sinks": "own"},
+    },
     {"dropout": {"dropout_p": 0.2}, "bias": {"bias": "bk:bool"}, "lengths": {"used": 60}},
 ]
 NEEDS_OF_PASS = {p["name"]: p["needs"] for p in INFO["passes"]}
@@ -34,10 +40,7 @@ def features_for(variant):
     found = []
     for ways in ASKED:
         if required <= ways.keys() and (not own or own & ways.keys()):
-            asked = {name: value for need, way in ways.items() if need in own | free for name, value in way.items()}
-            if variant["half_bias_only"] and asked["bias"].endswith(":fp32"):
-                asked["bias"] = asked["bias"].removesuffix(":fp32")
-            found.append(asked)
+            found.append({name: value for need, way in ways.items() if need in own | free for name, value in way.items()})
     return found[0], found[-1]
 
 

@@ -30,8 +30,8 @@ def info() -> dict[str, Any]:
         problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), requires (what of that a
-            problem must ask for), half_bias_only (whether it reads no bias but one in fp16), source, headdims, tile sizes, threads, blocks
-            an SM, registers a thread, spilled bytes, shared memory and parameters in bytes.
+            problem must ask for), source, headdims, tile sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory
+            and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
     return {

@@ -18,18 +18,29 @@ pub enum Need {
     Softcap,
     /// slope * distance is subtracted from scores
     Alibi,
-    /// an additive bias or a mask
+    /// an additive bias or a mask; in fp16, unless `Fp32Bias` is needed too
     Bias,
     /// probabilities are dropped by random numbers
     Dropout,
     /// keys and values lie in a KV cache: in pages, or in entries whose numbers come from memory
     Pages,
+    /// an additive bias in fp32: never without `Bias`
+    Fp32Bias,
 }
 
 impl Need {
     /// In the order of the bits in [`Needs`].
-    pub const ALL: [Need; 8] =
-        [Need::Lengths, Need::Sinks, Need::Bf16Gradients, Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout, Need::Pages];
+    pub const ALL: [Need; 9] = [
+        Need::Lengths,
+        Need::Sinks,
+        Need::Bf16Gradients,
+        Need::Softcap,
+        Need::Alibi,
+        Need::Bias,
+        Need::Dropout,
+        Need::Pages,
+        Need::Fp32Bias,
+    ];
 
     /// As `_info()` and `_plan()` have it.
     pub const fn name(self) -> &'static str {
@@ -42,6 +53,7 @@ impl Need {
             Need::Bias => "bias",
             Need::Dropout => "dropout",
             Need::Pages => "pages",
+            Need::Fp32Bias => "fp32_bias",
         }
     }
 }
@@ -56,7 +68,7 @@ impl Needs {
     /// What touches a block's bounds and its epilogue; `kRagged` in csrc/sequence.cuh.
     pub const RAGGED: Needs = Needs::of(&[Need::Lengths, Need::Sinks, Need::Bf16Gradients]);
     /// That, and what happens to scores and probabilities; `kGeneral` in csrc/sequence.cuh.
-    pub const GENERAL: Needs = Needs::RAGGED.union(Needs::of(&[Need::Softcap, Need::Alibi, Need::Bias, Need::Dropout]));
+    pub const GENERAL: Needs = Needs::RAGGED.union(Needs::of(&[Need::Softcap, Need::Alibi, Need::Bias, Need::Fp32Bias, Need::Dropout]));
 
     /// What the forward kernels of a KV cache cover; no lesser one is built.
     pub const PAGED: Needs = Needs::of(&[Need::Pages, Need::Lengths, Need::Sinks]);
@@ -94,6 +106,14 @@ impl Needs {
     /// Whether all needs of `other` are in this set.
     pub const fn covers(self, other: Needs) -> bool {
         other.without(self).0 == 0
+    }
+
+    /// The same, and where there is a bias, one in fp32 too: what a kernel covers that reads either type.
+    pub const fn with_fp32_bias(self) -> Needs {
+        match self.covers(Needs::of(&[Need::Bias])) {
+            true => self.union(Needs::of(&[Need::Fp32Bias])),
+            false => self,
+        }
     }
 
     /// How many needs there are.
@@ -341,8 +361,6 @@ pub struct Variant {
     pub needs: Needs,
     /// what of that a problem has to ask for: such a kernel does it unasked
     pub requires: Needs,
-    /// whether it reads no bias but one in fp16
-    pub half_bias_only: bool,
     /// the one kind of cache that it reads; Float too where it reads none
     pub cache: CacheFormat,
     /// source below `csrc/`

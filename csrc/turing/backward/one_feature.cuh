@@ -48,7 +48,7 @@ struct InitialScores {
                    bytes;
     }
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
-        if (p.score_options.bias_is_fp32) {
+        if (asks_for_fp32_bias(p.score_options)) {
 #pragma unroll
             for (int i = 0; i < 2 * N; i++) loaded[i / 2][i % 2] = make_uint2(0, 0);
             return;

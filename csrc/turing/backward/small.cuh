@@ -115,7 +115,7 @@ struct BackwardSmall {
                 }
                 // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
-                if (kHasBias && p.score_options.bias_is_fp32)
+                if (asks_for_fp32_bias(p.score_options))
                     initial.add_fp32_bias(s, p, rows.head, row, range.end, block_index_here() * S::kRows + thread_here() / 32 * 32);
                 if (!range.unmasked.contain(row)) {
                     // Rare: everything is derived again, so that none of it takes a register in the loop.

@@ -141,7 +141,7 @@ struct BackwardSplit {
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, block_batch_here(), head, row_end, ScorePlace<Layout>(lane, row + 8 * n, key));
         }
-        if (kInitial && kHasBias && options.bias_is_fp32)
+        if (kInitial && asks_for_fp32_bias(options))
             InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
         if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         if (!kGeneral || kInitial) {

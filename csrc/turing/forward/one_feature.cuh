@@ -46,7 +46,7 @@ struct InitialBias {
     __device__ __forceinline__ void start(const FwdParams& p, int row_) {
         const Lane lane(lane_here());
         const ScoreOptions& o = p.score_options;
-        const int bytes = o.bias_is_fp32 ? 4 : 2;
+        const int bytes = asks_for_fp32_bias(o) ? 4 : 2;
         base = reinterpret_cast<const char*>(o.bias) +
                (block_batch_here() * o.bias_batch_stride + head_here<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
                 ForwardLayout::first_key(lane)) *
@@ -59,7 +59,7 @@ struct InitialBias {
     }
     // `key` is the first of a step.
     __device__ __forceinline__ void load(const FwdParams& p, int key) {
-        if (p.score_options.bias_is_fp32) return;
+        if (asks_for_fp32_bias(p.score_options)) return;
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
     // What the scores of tile number `half` of a step begin with; of the first one, the step that was loaded.

@@ -388,7 +388,7 @@ struct ForwardPipelined {
                                   int half) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
-                if (kInitialBias && p.score_options.bias_is_fp32) bias.add_fp32(p, s, half, step_key);
+                if (kInitialBias && asks_for_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kModified) {
                     s.modify(p, mask, warp_row_here(p), first_key);
                     if (kHasBias && p.score_options.bias) {

@@ -66,7 +66,7 @@ struct JointScores {
                 for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Place::query_minus_key(v))), x[v]);
             }
             if (asks_for_bias(options)) {
-                if (options.bias_is_fp32)
+                if (asks_for_fp32_bias(options))
                     add_bias<true>(x, p, head, row_end, place(p, row, m, n));
                 else
                     add_bias<false>(x, p, head, row_end, place(p, row, m, n));

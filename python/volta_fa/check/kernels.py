@@ -167,7 +167,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     elif "softcap" in needs:
         found = [
             *plain,
-            Problem(141, 155, d, dv, dtype=dtype, softcap=20.0, alibi=True, bias="additive", sinks=True, is_causal=True),
+            Problem(141, 155, d, dv, dtype=dtype, softcap=20.0, alibi=True, bias="fp32", sinks=True, is_causal=True),
             Problem(129, 97, d - 8, dv - 8, batch=2, dtype=dtype, dropout_p=0.2, bias="mask", lengths="used", window_left=50),
             Problem(65, 113, d, dv, dtype=dtype, alibi=True, dropout_p=0.3, lengths="packed", sinks=True, is_causal=True),
         ]
@@ -183,8 +183,11 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(65, 201, d, dv, window_left=70, is_causal=True),
         ]
     # a bf16 bias travels as fp32, which some do not read
-    reads_bf16 = not variant.get("half_bias_only")
+    reads_bf16 = "bias" not in needs or "fp32_bias" in needs
     if "bf16_gradients" in needs or (variant["pass"] in FORWARD and needs and reads_bf16 and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
     asked = {name: value for need in own for name, value in _ASKING[need].items()}
-    return [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]
+    found = [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]
+    if "bias" in own and "fp32_bias" in needs:
+        found.append(dataclasses.replace(found[0], bias="fp32"))
+    return found

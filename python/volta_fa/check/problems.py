@@ -30,7 +30,7 @@ class Problem:
     softcap: float = 0.0
     dropout_p: float = 0.0
     alibi: bool = False
-    bias: str = ""  # "additive", with a gradient, or "mask"
+    bias: str = ""  # "additive", in q's dtype, or "fp32", both with a gradient; or "mask"
     sinks: bool = False
     lengths: str = ""  # "packed", or "used": seqused_k
     deterministic: bool = False
@@ -55,6 +55,8 @@ class Problem:
             "alibi": self.alibi,
             "bias": bool(self.bias),
             "dropout": self.dropout_p > 0,
+            # one in bf16 travels as fp32
+            "fp32_bias": self.bias == "fp32" or (self.bias == "additive" and self.dtype != torch.float16),
         }
         return [name for name, is_asked in asked.items() if is_asked]
 
@@ -108,10 +110,11 @@ class Inputs:
         if p.alibi:
             # steep enough that they matter beside scores of a few units
             options["alibi_slopes"] = (randn(len(p.entries), p.nheads).abs() * 0.3).to(device)
-        if p.bias == "additive":
-            options["attn_bias"] = randn(1, p.nheads, p.seqlen_q, p.seqlen_k).to(device)
-        elif p.bias:
+        if p.bias == "mask":
             options["attn_bias"] = (randn(len(p.entries), 1, 1, p.seqlen_k) > -0.8).to(device)
+        elif p.bias:
+            own = torch.float32 if p.bias == "fp32" else p.dtype
+            options["attn_bias"] = randn(1, p.nheads, p.seqlen_q, p.seqlen_k).to(own).to(device)
         if p.sinks:
             options["sinks"] = (randn(p.nheads) * 2).to(p.dtype).to(device)
         q, k, v, dout = (t.to(p.dtype).to(device) for t in (q, k, v, dout))

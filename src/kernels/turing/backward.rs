@@ -11,7 +11,6 @@ const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> V
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "turing/backward/small.cu",
         headdim,
@@ -116,7 +115,6 @@ const PREPARE: Variant = Variant {
     pass: Pass::BackwardPrepare,
     needs: Needs::NONE,
     requires: Needs::NONE,
-    half_bias_only: false,
     cache: CacheFormat::Float,
     source: "turing/backward/prepare.cu",
     headdim: 256,
@@ -141,7 +139,7 @@ const fn keys(main: Variant, name: &'static str, source: &'static str, registers
 /// that; all else takes `split`.)
 const fn with(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
     let requires = Needs::of(&[need]);
-    Variant { requires, ..plain }.covering(Needs::RAGGED.union(requires), name, registers)
+    Variant { requires, ..plain }.covering(Needs::RAGGED.union(requires).with_fp32_bias(), name, registers)
 }
 
 const SMALL_KEYS: &str = "turing/backward/small_keys.cu";

@@ -20,7 +20,6 @@ const fn pipelined(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "turing/forward/pipelined.cu",
         headdim,
@@ -44,7 +43,7 @@ const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u
 const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
     let requires = Needs::of(&[need]);
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, requires, ..plain }.covering(
-        Needs::RAGGED.union(requires),
+        Needs::RAGGED.union(requires).with_fp32_bias(),
         name,
         registers,
     )

@@ -11,7 +11,6 @@ const fn append(cache: CacheFormat, name: &'static str, blocks_per_sm: u32, regi
         pass: Pass::Append,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache,
         source: "append/append.cu",
         headdim: 256,

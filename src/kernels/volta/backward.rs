@@ -12,7 +12,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/small.cu",
         headdim: 32,
@@ -32,7 +31,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/small.cu",
         headdim: 64,
@@ -52,7 +50,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/split.cu",
         headdim: 96,
@@ -71,7 +68,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/split.cu",
         headdim: 128,
@@ -90,7 +86,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/split.cu",
         headdim: 192,
@@ -110,7 +105,6 @@ const MAIN: [Variant; 6] = [
         pass: Pass::Backward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/split.cu",
         headdim: 256,
@@ -153,7 +147,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 32,
@@ -172,7 +165,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 64,
@@ -192,7 +184,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 96,
@@ -211,7 +202,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 128,
@@ -230,7 +220,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 192,
@@ -249,7 +238,6 @@ const QUERIES: [Variant; 6] = [
         pass: Pass::BackwardQueries,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/backward/queries.cu",
         headdim: 256,
@@ -271,7 +259,6 @@ const PREPARE: Variant = Variant {
     pass: Pass::BackwardPrepare,
     needs: Needs::NONE,
     requires: Needs::NONE,
-    half_bias_only: false,
     cache: CacheFormat::Float,
     source: "volta/backward/prepare.cu",
     headdim: 256,
@@ -313,7 +300,7 @@ const GENERAL: [Variant; 5] = [
 /// the misses of the instruction cache; or, where registers allow, one of plain tiles (`volta/backward/joint_scores.cuh`).
 const fn with(need: Need, name: &'static str, tiles: Variant, registers: u32) -> Variant {
     let requires = Needs::of(&[need]);
-    Variant { requires, ..tiles }.covering(Needs::RAGGED.union(requires), name, registers)
+    Variant { requires, ..tiles }.covering(Needs::RAGGED.union(requires).with_fp32_bias(), name, registers)
 }
 
 /// The main kernel `main` without its dQ product.

@@ -10,7 +10,6 @@ pub const CONVERT: &[Variant] = &[Variant {
     pass: Pass::Convert,
     needs: Needs::NONE,
     requires: Needs::NONE,
-    half_bias_only: false,
     cache: CacheFormat::Float,
     source: "convert/convert.cu",
     headdim: 256,

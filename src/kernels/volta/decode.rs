@@ -26,7 +26,6 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         pass: Pass::Decode,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/decode/decode.cu",
         headdim,

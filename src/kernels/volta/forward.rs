@@ -13,7 +13,6 @@ const fn register_q(name: &'static str, headdim: u32, headdim_v: u32, blocks_per
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/forward/register_q.cu",
         headdim,
@@ -42,7 +41,6 @@ const fn shared_q(
         pass: Pass::Forward,
         needs: Needs::NONE,
         requires: Needs::NONE,
-        half_bias_only: false,
         cache: CacheFormat::Float,
         source: "volta/forward/shared_q.cu",
         headdim,
@@ -73,7 +71,7 @@ const fn general(plain: Variant, name: &'static str, registers: u32) -> Variant 
 }
 
 /// The plain kernel and one thing or two that it does to scores, which a problem has to ask for (`volta/forward/features.cuh`). No registers
-/// are left for lengths from memory besides, nor for a bias in fp32: with them, the general kernel.
+/// are left for lengths from memory besides, nor for a bias in fp32: what needs these gets the general kernel.
 const fn with(asked: &[Need], name: &'static str, plain: Variant, registers: u32) -> Variant {
     let requires = Needs::of(asked);
     let has_bias = requires.covers(Needs::of(&[Need::Bias]));
@@ -81,7 +79,7 @@ const fn with(asked: &[Need], name: &'static str, plain: Variant, registers: u32
     // with Q in registers, 16 bytes of a lane's own for the bias and 32 for dropout, in rows of K
     let chunks = if plain.headdim > 64 { 0 } else { has_bias as u32 + 2 * has_dropout as u32 };
     let shared_bytes = plain.shared_bytes + chunks * plain.step * 2 * (plain.headdim + 8);
-    Variant { requires, half_bias_only: has_bias, shared_bytes, ..plain }.covering(requires, name, registers)
+    Variant { requires, shared_bytes, ..plain }.covering(requires, name, registers)
 }
 
 const PLAIN_LARGE: [Variant; 7] = [

@@ -10,7 +10,6 @@ pub const MERGE: &[Variant] = &[Variant {
     pass: Pass::Merge,
     needs: Needs::NONE,
     requires: Needs::NONE,
-    half_bias_only: false,
     cache: CacheFormat::Float,
     source: "merge/merge.cu",
     headdim: 256,
