@@ -54,7 +54,8 @@ def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise CommandError(f"{shape}: {str(error).splitlines()[0]}") from None
     backward = found["backward"]
-    return [Kernel("forward", found["forward"]), *(Kernel(f"backward, {name}", backward[name]) for name in ("prepare", "main", "finish"))]
+    parts = (Kernel(f"backward, {name}", backward[name]) for name in ("prepare", "main", "finish") if backward[name])
+    return [Kernel("forward", found["forward"]), *parts]
 
 
 def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:

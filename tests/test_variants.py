@@ -58,9 +58,11 @@ def candidates(variant):
     largest = [{"batch": 1, "nheads": blocks * sms * 2 // 3 + 1} for blocks in (1, 2)]
     # Of causal grids only those that do not run at once are: five blocks for every three places of an SM that has two.
     causal = {"batch": 1, "nheads": sms * 5 // 3 + 1}
+    # Where a block has all keys, more of these are another kernel's.
+    keys = {"seqlen_k": variant["block_rows"] - 3} if variant["pass"] == "BackwardWhole" else {}
     for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large, *largest, causal):
         for pad in (0, 8):
-            yield Case(**{**ODD, **grid}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
+            yield Case(**{**ODD, **grid, **keys}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
 
 
 def test_problems_ask_for_what_a_kernel_covers():
@@ -118,7 +120,10 @@ def test_variant_runs(backend, variant, is_causal):
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
     run(backend, variant, reached)
     # a headdim that the kernel pads, and lengths that are one more than its tiles'
-    padded = dataclasses.replace(reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=65)
+    seqlen_k = min(65, variant["block_rows"]) if variant["pass"] == "BackwardWhole" else 65
+    padded = dataclasses.replace(
+        reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=seqlen_k
+    )
     padded = with_features(dataclasses.replace(padded, softcap=0.0, alibi="", bias="", sinks=""), others)
     run(backend, variant, padded)
 

@@ -116,7 +116,8 @@ class Target:
         plan = json.loads(text)
         if variant["pass"] in FORWARD:
             return [plan["forward"]["name"]]
-        return [plan["backward"][name]["name"] for name in ("prepare", "main", "finish")]
+        parts = (plan["backward"][name] for name in ("prepare", "main", "finish"))
+        return [part["name"] for part in parts if part]
 
 
 def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,6 +187,8 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     reads_bf16 = "bias" not in needs or "fp32_bias" in needs
     if "bf16_gradients" in needs or (variant["pass"] in FORWARD and needs and reads_bf16 and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
+    if variant["pass"] == "BackwardWhole":  # a block has all keys
+        found = [dataclasses.replace(p, seqlen_k=min(p.seqlen_k, variant["block_rows"]) - 3) for p in found]
     asked = {name: value for need in own for name, value in _ASKING[need].items()}
     found = [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]
     if "bias" in own and "fp32_bias" in needs:

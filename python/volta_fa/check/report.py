@@ -36,6 +36,7 @@ _PASSES = {
     "BackwardKeys": "deterministic, dk and dv",
     "BackwardQueries": "deterministic, dq",
     "BackwardFinish": "backward, finish",
+    "BackwardWhole": "backward, whole",
     "Merge": "merge",
     "Decode": "KV cache, decode",
     "DecodeLatents": "KV cache, latents",
