@@ -1253,11 +1253,13 @@ def test_environment_variable_on_cuda(backend, loaded):
     code = f"""
         import os, sys, torch
         {LOADED[loaded]}
-        print(torch.cuda.is_initialized(), flush=True)
+        def say(what):  # at once: print may write the end of the line by itself
+            os.write(1, f"{{what}}\n".encode())
+        say(torch.cuda.is_initialized())
         child = os.fork()
         t = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(t, t, t).sum().backward()
-        print(torch.ops.volta_fa._sdpa_stats()["ran"], flush=True)
+        say(torch.ops.volta_fa._sdpa_stats()["ran"])
         if child == 0:
             os._exit(0)
         os.wait()

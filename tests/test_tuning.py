@@ -85,16 +85,16 @@ def test_a_tuning_may_take_atomics_away(backend, force, bias):
 
 @on("sim", "cuda")
 def test_a_failed_kernel_is_replaced_or_named(backend, force):
-    problem = tensors, options = Case(70, 90).problem(backend)
-    own = plan(device_of(backend), 70)["backward"]["main"]["name"]
+    problem = tensors, options = Case(170, 190).problem(backend)
+    own = plan(device_of(backend), 170)["backward"]["main"]["name"]
     with_atomics = [v["name"] for v in INFO["variants"] if v["pass"] == "Backward"]
     failed = sorted({own, own.removesuffix("_small")})  # else the kernel with larger blocks is the usual one
     force(failed=failed)
-    found = plan(device_of(backend), 70)["backward"]["main"]
+    found = plan(device_of(backend), 170)["backward"]["main"]
     assert (found["pass"], found["reason"]) == ("Backward", "another one failed on this card") and found["name"] not in failed
     check(backend, *tensors, **options)
     force(failed=with_atomics)
-    assert plan(device_of(backend), 70)["backward"]["deterministic"]
+    assert plan(device_of(backend), 170)["backward"]["deterministic"]
     gradients(backend, problem)
     force(failed=[v["name"] for v in INFO["variants"] if v["pass"] != "Forward"])
     with pytest.raises(NotImplementedError, match=f"volta_fa::bwd: .*failed on this GPU .*`python -m volta_fa check`.*{own}"):
@@ -149,11 +149,11 @@ NAME = f"simulated_V100-simulator-{volta_fa.__version__}.json"
 PROGRAM = """
 import json, torch, volta_fa
 op = torch.ops.volta_fa
-q = torch.randn(1, 50, 2, 64, dtype=torch.float16)
+q = torch.randn(1, 70, 2, 64, dtype=torch.float16)
 exact = torch.nn.functional.scaled_dot_product_attention(*[q.float().transpose(1, 2)] * 3).transpose(1, 2)
 for _ in range(2):
     assert (op.fwd(q, q, q)[0] - exact).abs().max() < 2e-3
-    planned = json.loads(op._plan(1, 50, 50, 2, 2, 64, 64, False, device=-1))
+    planned = json.loads(op._plan(1, 70, 70, 2, 2, 64, 64, False, device=-1))
 [tuning] = volta_fa.info()["tuning"]
 print(json.dumps([planned["forward"]["name"], planned["backward"]["main"]["name"], tuning]))
 """
@@ -285,11 +285,13 @@ def test_a_machine_without_a_driver_has_no_tuning(monkeypatch, capsys):
 CALLS = """
 import json, torch, volta_fa
 op = torch.ops.volta_fa
-q = torch.randn(2, 50, 2, 64, dtype=torch.float16)
+q = torch.randn(2, 70, 2, 64, dtype=torch.float16)
+few, few_lse = q[:, :50], torch.zeros(2, 2, 50)
 for _ in range(2):
     out, lse, _ = op.fwd(q, q, q, is_causal=True)
     op.bwd(out, q, q, q, out, lse, is_causal=True)
     op.bwd(out, q, q, q, out, lse, is_causal=True, deterministic=True)
+    op.bwd(few, few, few, few, few, few_lse)
     op.fwd(q, q, q, window_left=3, softcap=2.0)
     op.merge_attention_states(out, lse, out, lse)
 op._set_tuning(json.dumps({"format": 1, "choices": [{"pass": "Forward", "variant": "volta_fwd_128x128"}]}))
@@ -300,14 +302,15 @@ op.fwd(q, q, q, is_causal=True)
 @needs_simulator
 def test_each_plan_is_logged_once():
     lines = run_process(CALLS, VOLTA_FA_SIMULATE="1", VOLTA_FA_LOG="1").stderr.splitlines()
-    shape = "batch 2, seqlen 50 x 50, 2 heads on 2, headdim 64 / 64"
+    shape = "batch 2, seqlen 70 x 70, 2 heads on 2, headdim 64 / 64"
     plain = "(the cheapest that covers it)"
     kernels = {
-        f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 1 x 2 blocks (smaller blocks, since all run at once)",
-        f"backward, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 1 x 2",
-        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_prepare on 1 x 2 x 2 blocks {plain}, volta_bwd_64",
+        f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 2 x 2 blocks (smaller blocks, since all run at once)",
+        f"backward, {shape}, causal": f"volta_bwd_prepare on 2 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 2 x 2",
+        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_prepare on 2 x 2 x 2 blocks {plain}, volta_bwd_64",
+        f"backward in one kernel, {shape.replace('70', '50')}": f"volta_bwd_whole_64_small on 1 x 2 x 2 blocks {plain}",
         f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
-        "merge, batch 2, seqlen 50, 2 heads, headdim_v 64": "volta_merge on ",
+        "merge, batch 2, seqlen 70, 2 heads, headdim_v 64": "volta_merge on ",
     }
     *logged, tuned = lines
     assert len(logged) == len(kernels)

@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <optional>
+
 namespace volta_fa {
 namespace {
 
@@ -54,6 +56,9 @@ struct Attention : torch::autograd::Function<Attention> {
         auto options = saved_options(ctx->saved_data, t);
         options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
         const bool attn_bias_requires_grad = ctx->saved_data["attn_bias_requires_grad"].toBool();
+        // Where nobody wants derivatives of these (create_graph), past bwd's own Autograd kernel, which boxes every argument.
+        std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+        if (!at::GradMode::is_enabled()) guard.emplace();
         const auto [dq, dk, dv, dattn_bias, dsinks] = bwd_op().call(
             dout, t[SavedTensor::q], t[SavedTensor::k], t[SavedTensor::v], t[SavedTensor::out], t[SavedTensor::softmax_lse],
             optional(t[SavedTensor::rng_state]), VOLTA_FA_OPTION_MEMBERS(options), attn_bias_requires_grad);

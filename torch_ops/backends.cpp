@@ -3,7 +3,7 @@
 #include "ops.h"
 #include "rust.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/randint.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -13,12 +13,17 @@
 namespace volta_fa {
 namespace {
 
+// What an op returns where there is nothing to return: as at::empty would make it, without its way through the dispatcher and the
+// allocator.
+Tensor no_elements(const Tensor& like, at::ScalarType dtype) {
+    return at::for_blob(nullptr, {0}).options(like.options().dtype(dtype)).target_device(like.device()).make_tensor();
+}
+
 // Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
 // a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)
 Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
-    const auto options = q.options().dtype(at::kLong);
-    if (!(dropout_p > 0.0 && dropout_p < 1.0)) return at::empty({0}, options);
-    return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), options);
+    if (!(dropout_p > 0.0 && dropout_p < 1.0)) return no_elements(q, at::kLong);
+    return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }
 
 FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
@@ -40,7 +45,7 @@ BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
     args.attention.stream = current_stream(q);
     std::array<void*, 5> outputs{};
     check(volta_fa_bwd(&args, outputs.data()));
-    const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : at::empty({0}, q.options()); };
+    const auto gradient = [&](size_t i) { return outputs[i] ? take_tensor(outputs[i]) : no_elements(q, q.scalar_type()); };
     return {gradient(0), gradient(1), gradient(2), gradient(3), gradient(4)};
 }
 

@@ -177,7 +177,7 @@ def mask(
     a static cache that is being filled; for one query after padding, or over a static cache that compiled code reads, the range of
     keys that it sees, int32 (2, 1, 1, batch): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
     keys), True where visible: for padding behind cached keys or in the middle, for patterns that are not transformers' own, and while
-    tracing, which forbids a look at the values. Models that calculate with their mask get eager's.
+    tracing or capturing a CUDA graph, which forbid a look at the values. Models that calculate with their mask get eager's.
     """
     if _sharded is not None:
         return _sharded.mask(_pattern, mask_function, attention_mask)
@@ -191,7 +191,7 @@ def mask(
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
             **kwargs,
         )
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    tracing = _is_tracing()
     try:
         if tracing and (attention_mask is not None or kwargs.get("q_length") != 1):
             raise _NeedsTensor
@@ -221,6 +221,13 @@ def mask(
             allow_is_causal_skip=False,
             **kwargs,
         )
+
+
+def _is_tracing() -> bool:
+    """Whether the values of tensors are nobody's to look at now."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclasses.dataclass(frozen=True)
