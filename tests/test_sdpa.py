@@ -1254,7 +1254,7 @@ def test_environment_variable_on_cuda(backend, loaded):
         import os, sys, torch
         {LOADED[loaded]}
         def say(what):  # at once: print may write the end of the line by itself
-            os.write(1, f"{{what}}\n".encode())
+            os.write(1, f"{{what}}\\n".encode())
         say(torch.cuda.is_initialized())
         child = os.fork()
         t = torch.randn(1, 2, 40, 64, device="cuda", dtype=torch.float16, requires_grad=True)
