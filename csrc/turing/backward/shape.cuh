@@ -82,8 +82,8 @@ struct HeadRows {
     }
 };
 
-// The statistics of all rows that a block meets, where no other kernel writes them: before anything else, since between the heads there
-// are no registers for it.
+// The statistics of all rows that a block meets, where no other kernel writes them: before anything else, since between the heads
+// there are no registers for it.
 template <class S>
 __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSequence& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;
