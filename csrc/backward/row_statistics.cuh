@@ -1,7 +1,7 @@
 // The row statistics: -lse/scale, and -delta = -rowsum(dout * out). Eight lanes a row, 16 bytes a lane.
 //
-// The same for every family but for RowStats, their layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the first
-// of a row's kCopies, which lie kCopyDistance apart.
+// The same for every family but for RowStats, their layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the
+// first of a row's kCopies, which lie kCopyDistance apart.
 #pragma once
 
 #include "backward/scratch.cuh"

@@ -37,8 +37,8 @@ struct DqProduct {
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Pair number j of the warp. (Several pairs together would save loads of dS, for registers that the kernels with several pairs do
-    // not have.)
+    // Pair number j of the warp. (Several pairs together would save loads of dS, for registers that the kernels with several pairs
+    // do not have.)
     static __device__ __forceinline__ void multiply(Accumulator (&c)[1][2], u32 a_address, u32 b_address, int j) {
         clear(c);
         b_address = pair_after<S>(b_address, kColumnWarps * j);
@@ -75,8 +75,8 @@ struct DqProduct {
         const auto row_of_lane = [](const Lane& lane, int, int h) {
             return (kOwnCalls ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };
-        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.first_q()), p.problem.scale, row + query_tile(warp) * 16, rows,
-                       p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
+        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.first_q()), p.problem.scale, row + query_tile(warp) * 16,
+                       rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
     }
 };
 
