@@ -101,7 +101,8 @@ def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
         torch.ops.volta_fa.fwd(q, k, v, **options)
     else:
         # stand-ins for what the forward leaves: no choice depends on their values
-        out, lse = torch.zeros_like(dout), torch.zeros(case.batch, case.nheads, case.seqlen_q)
+        rows = (case.batch, case.nheads, case.seqlen_q) if dout.dim() == 4 else (case.nheads, len(dout))
+        out, lse = torch.zeros_like(dout), torch.zeros(rows)
         rng_state = torch.zeros(2 if "dropout_p" in options else 0, dtype=torch.int64)
         torch.ops.volta_fa.bwd(dout, q, k, v, out, lse, rng_state=rng_state, **options, deterministic=deterministic)
     backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
@@ -126,6 +127,23 @@ def test_variant_runs(backend, variant, is_causal):
     )
     padded = with_features(dataclasses.replace(padded, softcap=0.0, alibi="", bias="", sinks=""), others)
     run(backend, variant, padded)
+
+
+WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardWhole" and "lengths" in v["needs"]]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("variant", WHOLE, ids=lambda v: v["name"])
+@on("sim")
+def test_rows_without_keys_where_one_kernel_does_all(backend, variant, is_causal):
+    """Nobody else writes their dq: of a sequence without keys, and of queries before all keys."""
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": [{"pass": variant["pass"], "variant": variant["name"]}]}))
+    most = variant["block_rows"]
+    lengths = ((70, 0), (most - 1, most), (0, 9), (90, 1), (33, most - 31))
+    case = Case(lengths=lengths, headdim=variant["headdim"], headdim_v=variant["headdim_v"], nheads=2, nheads_k=1, is_causal=is_causal)
+    assert launched(backend, case, forward=False) == [variant["name"]]
+    run(backend, variant, case)
 
 
 def run(backend, variant, case):
