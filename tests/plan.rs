@@ -323,6 +323,9 @@ fn few_keys_take_one_kernel() {
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
     assert!(in_parts(a(), &tuned(&["volta_bwd_whole_64_small"], &[])));
+    let newer = DeviceLimits { capability: (9, 0), ..*v100 };
+    assert_eq!(name(&a(), &newer), "turing_bwd_whole_64");
+    assert!(in_parts(a(), &tuned_with(COMPILED, &["turing_bwd_whole_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     assert_eq!(
         name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardWhole", "variant": "volta_bwd_whole_64_small""#])),

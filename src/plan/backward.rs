@@ -152,13 +152,18 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
 fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
     const FEW_ROWS: i64 = 512;
     const ENOUGH_ROUNDS: u64 = 2;
-    let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
-    // before anything is looked up, since most problems are larger
-    if !kernels.variants().any(|v| v.pass == Pass::BackwardWhole && holds_all(v)) {
+    // before anything is looked up: most problems are larger
+    const MOST_KEYS: i64 = most_keys_of_a_whole_pass(COMPILED);
+    if a.seqlen_k > MOST_KEYS {
         return None;
     }
+    let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
     let [large] = choose(kernels, kernels::WHOLE_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
+    // instead of one that failed, or of another family's, rather the parts of a pass
+    if !is_tuned && large.1 != Reason::Cheapest {
+        return None;
+    }
     let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
     // tiles that waste less on padding
     let is_narrower =
@@ -170,6 +175,22 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     let blocks = (a.nheads_k * a.batch) as u64;
     let pays = rows <= FEW_ROWS || blocks >= ENOUGH_ROUNDS * places(kernel.0, d);
     (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
+}
+
+const fn most_keys_of_a_whole_pass(kernels: Kernels) -> i64 {
+    let (mut most, mut table) = (0, 0);
+    while table < kernels.0.len() {
+        let mut row = 0;
+        while row < kernels.0[table].len() {
+            let v = &kernels.0[table][row];
+            if matches!(v.pass, Pass::BackwardWhole) && v.block_rows > most {
+                most = v.block_rows;
+            }
+            row += 1;
+        }
+        table += 1;
+    }
+    most as i64
 }
 
 /// In kernels for what comes before the products, for these, and for dq.
