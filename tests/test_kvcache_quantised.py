@@ -485,6 +485,36 @@ def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cuda")
+def test_graph_of_decode_steps(backend, kv_dtype):
+    """Append and attention, captured once: lengths and tokens change between replays. What is appended is what no graph appends."""
+    lengths = (0, 15, 16, 300, 77)
+    descale = "" if has_scales(kv_dtype) else "one"
+    case = Cached(tuple((1, n, 1) for n in lengths), nheads=8, nheads_k=2, headdim=128, kv_dtype=kv_dtype, descale=descale)
+    problem = case.problem(backend)
+    caches = {"k_cache": problem.k_cache, "v_cache": problem.v_cache}
+    caches |= {name: problem.options[name] for name in WRITTEN if name in problem.options}
+
+    def call(caches):
+        return fwd_kvcache(problem.q, k=problem.new[0], v=problem.new[1], **{**problem.options, **caches})
+
+    call({name: t.clone() for name, t in caches.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(caches)
+    for step in range(5):
+        problem.options["cache_seqlens"].copy_(torch.tensor([n * (5 - step) // 5 for n in lengths], dtype=torch.int32))
+        for t in (problem.q, *problem.new):
+            t.copy_(backend.randn(*t.shape))
+        others = {name: t.clone() for name, t in caches.items()}
+        expected = call(others)
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse", *caches), (*captured, *caches.values()), (*expected, *others.values())):
+            assert_same_bits(name, a, b)
+        assert not captured[0].isnan().any()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("new", [0, 2])
 @on("cpu-fp32")
 def test_opcheck(backend, kv_dtype, new):

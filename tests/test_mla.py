@@ -287,9 +287,10 @@ def test_autocast(backend):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kv_dtype", ["", *QUANTISED])
 @on("cuda")
-def test_cuda_graph(backend):
-    problem, options = draw(backend, latents([(1, 1000), (1, 17), (1, 300)]))
+def test_cuda_graph(backend, kv_dtype):
+    problem, options = draw(backend, latents([(1, 1000), (1, 17), (1, 300)], kv_dtype=kv_dtype))
     lengths = options["cache_seqlens"]
     fwd_mla(problem.q, problem.k_cache, **options)
     graph = torch.cuda.CUDAGraph()
