@@ -215,8 +215,9 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     })
 }
 
-/// What the plan picks for a shape on a device: `forward`, the kernels of `backward` (null where one does all), and those of a KV `cache`, each with its
-/// reason; `needs` as the variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do not count then.
+/// What the plan picks for a shape on a device: `forward`, the kernels of `backward` (null where one does all), and those of a KV
+/// `cache`, each with its reason; `needs` as the variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do
+/// not count then.
 ///
 /// # Errors
 /// Numbers that make no sense, or a device that no kernel fits.
