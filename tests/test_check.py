@@ -126,6 +126,14 @@ def test_each_kernel_gets_problems_that_it_runs():
                 assert variant["name"] in SIMULATOR.planned(problem, variant), f"{variant['name']}: {problem}"
 
 
+def launched(variant, work) -> list[str]:
+    """Names of the kernels that run where `check` asks for this one."""
+    with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
+        torch.ops.volta_fa._sim_report()
+        work()
+        return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
+
+
 def test_kernels_of_other_caches_and_of_latents_really_run():
     """(Of latents `_plan` does not know, and of a quantised cache in rows off 16 bytes kernels would get a copy in fp16.)"""
     need("sim")
@@ -134,11 +142,7 @@ def test_kernels_of_other_caches_and_of_latents_really_run():
     for variant in listed:
         for problem in cached.problems(variant):
             inputs = cached.Inputs.draw(problem, 0, SIMULATOR.device)
-            with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
-                torch.ops.volta_fa._sim_report()
-                inputs.run()
-                launches = json.loads(torch.ops.volta_fa._sim_report())
-            assert [launch["kernel"] for launch in launches] == [variant["name"]], problem
+            assert launched(variant, inputs.run) == [variant["name"]], problem
 
 
 def test_kernels_of_a_bias_really_run():
@@ -149,11 +153,7 @@ def test_kernels_of_a_bias_really_run():
     for variant in listed:
         for problem in kernels.problems(variant):
             inputs = problems.Inputs.draw(problem, 0, SIMULATOR.device)
-            with SIMULATOR.running(variant), kernels.environment(VOLTA_FA_SIMULATE="timing"):
-                torch.ops.volta_fa._sim_report()
-                inputs.forward()
-                launches = json.loads(torch.ops.volta_fa._sim_report())
-            assert [launch["kernel"] for launch in launches] == [variant["name"]], problem
+            assert launched(variant, inputs.forward) == [variant["name"]], problem
 
 
 def test_problems_ask_for_all_that_a_kernel_covers():

@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::kernels::{self, Kernels, Pass, Scratch, Variant, COMPILED};
 use crate::problem::{Attention, Window};
 use crate::tuning::Shape;
+use std::sync::LazyLock;
 
 /// How a backward pass differs from others of the same problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -153,8 +154,11 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     const FEW_ROWS: i64 = 512;
     const ENOUGH_ROUNDS: u64 = 2;
     // before anything is looked up: most problems are larger
-    const MOST_KEYS: i64 = most_keys_of_a_whole_pass(COMPILED);
-    if a.seqlen_k > MOST_KEYS {
+    static MOST_KEYS: LazyLock<u32> = LazyLock::new(|| {
+        let whole = COMPILED.variants().filter(|v| v.pass == Pass::BackwardWhole);
+        whole.map(|v| v.block_rows).max().unwrap_or(0)
+    });
+    if a.seqlen_k > i64::from(*MOST_KEYS) {
         return None;
     }
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
@@ -175,22 +179,6 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     let blocks = (a.nheads_k * a.batch) as u64;
     let pays = rows <= FEW_ROWS || blocks >= ENOUGH_ROUNDS * places(kernel.0, d);
     (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
-}
-
-const fn most_keys_of_a_whole_pass(kernels: Kernels) -> i64 {
-    let (mut most, mut table) = (0, 0);
-    while table < kernels.0.len() {
-        let mut row = 0;
-        while row < kernels.0[table].len() {
-            let v = &kernels.0[table][row];
-            if matches!(v.pass, Pass::BackwardWhole) && v.block_rows > most {
-                most = v.block_rows;
-            }
-            row += 1;
-        }
-        table += 1;
-    }
-    most as i64
 }
 
 /// In kernels for what comes before the products, for these, and for dq.
