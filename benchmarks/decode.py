@@ -44,14 +44,14 @@ class Case:
     group: int = 8
     seqlen_q: int = 1
     page: int = 16
-    kv_dtype: str = ""  # of a quantised cache
+    kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
     bar: float = 0.0  # with the model's latency
     slow_bar: float = 0.0
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of q, and of a cache that is not quantised."""
+        """Of q, and of a cache that is not quantized."""
         return torch.bfloat16 if self.bfloat else torch.float16
 
     @property
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, and of what belongs to a quantised cache."""
+        """Of keys and values, and of what belongs to a quantized cache."""
         per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
         per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
         return int(sum(self.lengths) * self.nheads_k * per_token)
@@ -99,7 +99,7 @@ def measured_cases() -> Iterator[Case]:
     yield Case(128, (1528,) * 64)  # as many tokens
 
 
-def quantised_cases() -> Iterator[Case]:
+def quantized_cases() -> Iterator[Case]:
     """As many bytes in all as the others, so that starting weighs the same: of int4 four times as many sequences, else twice."""
     for kv_dtype in KV_DTYPES:
         more = 4 if kv_dtype == "int4" else 2
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
-    parser.add_argument("--quantised", action="store_true", help="int8, int4 and fp8 caches")
+    parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("benchmarks.decode: needs a CUDA device, and this machine has none")
     measured = options.device == "cuda"
-    every = quantised_cases() if options.quantised else measured_cases() if measured else cases(options.all)
+    every = quantized_cases() if options.quantized else measured_cases() if measured else cases(options.all)
     every = (replace(case, bfloat=options.bfloat) for case in every)
     chosen = [case for case in every if options.only in case.name]
     rows, failed = [], 0

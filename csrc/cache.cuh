@@ -4,34 +4,34 @@
 // neither queries nor keys; a page number outside the cache is refused by has_page(). Either way the sequence's rows are to be NaN,
 // and nothing outside the tensors is touched.
 //
-// Tokens of a sequence are counted from its first one, which is at first_k() of its entry (leftpad).
+// Tokens of a sequence are counted from its first one, which is at k_offset() of its entry (leftpad).
 #pragma once
 
 #include "lengths.cuh"
 #include "volta_fa_params.h"
 
-class CachedSequence {
+class CacheSeqlenInfo {
     const Problem& problem_;
     const Lengths& lengths_;
-    int first_q_, seqlen_q_, first_k_, cached_k_, new_k_, first_new_;
+    int q_offset_, seqlen_q_, k_offset_, seqlen_k_cache_, seqlen_knew_, first_new_;
     bool has_queries_, valid_;
 
 public:
-    __device__ __forceinline__ CachedSequence(const Problem& problem, const Lengths& lengths, const Cache& cache, int batch)
-        : problem_(problem), lengths_(lengths), first_q_(0), seqlen_q_(problem.seqlen_q), first_k_(0), new_k_(cache.seqlen_new),
+    __device__ __forceinline__ CacheSeqlenInfo(const Problem& problem, const Lengths& lengths, const Cache& cache, int batch)
+        : problem_(problem), lengths_(lengths), q_offset_(0), seqlen_q_(problem.seqlen_q), k_offset_(0), seqlen_knew_(cache.seqlen_new),
           first_new_(0), has_queries_(true), valid_(true) {
         if (lengths.cu_seqlens_q)
             has_queries_ =
-                packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, first_q_, seqlen_q_);
+                packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, q_offset_, seqlen_q_);
         if (cache.cu_seqlens_k_new)
-            valid_ &= packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, first_new_, new_k_);
-        if (cache.leftpad_k) first_k_ = load_length(cache.leftpad_k + batch);
+            valid_ &= packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, first_new_, seqlen_knew_);
+        if (cache.leftpad_k) k_offset_ = load_length(cache.leftpad_k + batch);
         const int capacity = cache.block_table ? cache.max_pages * cache.rows : cache.rows;
         const int end = cache.cache_seqlens ? load_length(cache.cache_seqlens + batch) : capacity;
-        valid_ &= has_queries_ && first_k_ >= 0 && first_k_ <= end && end <= capacity - new_k_;
+        valid_ &= has_queries_ && k_offset_ >= 0 && k_offset_ <= end && end <= capacity - seqlen_knew_;
         if (!cache.block_table) valid_ &= static_cast<unsigned>(entry(cache, batch)) < static_cast<unsigned>(cache.entries);
-        cached_k_ = end - first_k_;
-        if (!valid_) first_k_ = cached_k_ = new_k_ = 0;
+        seqlen_k_cache_ = end - k_offset_;
+        if (!valid_) k_offset_ = seqlen_k_cache_ = seqlen_knew_ = 0;
         if (!has_queries_) seqlen_q_ = 0;
     }
     // Whether lengths, and the number of a dense entry, are possible.
@@ -40,23 +40,23 @@ public:
     __device__ __forceinline__ bool has_queries() const { return has_queries_; }
     __device__ __forceinline__ int seqlen_q() const { return seqlen_q_; }
     // Tokens of the attention: with those that this call appends.
-    __device__ __forceinline__ int seqlen_k() const { return cached_k_ + new_k_; }
+    __device__ __forceinline__ int seqlen_k() const { return seqlen_k_cache_ + seqlen_knew_; }
     // Tokens before this call appends.
-    __device__ __forceinline__ int cached_k() const { return cached_k_; }
+    __device__ __forceinline__ int seqlen_k_cache() const { return seqlen_k_cache_; }
     // What this call appends, and where that begins among packed tokens.
-    __device__ __forceinline__ int new_k() const { return new_k_; }
+    __device__ __forceinline__ int seqlen_knew() const { return seqlen_knew_; }
     __device__ __forceinline__ int first_new() const { return first_new_; }
     // The first row of q, from the batch entry's first.
-    __device__ __forceinline__ int first_q() const { return first_q_; }
+    __device__ __forceinline__ int q_offset() const { return q_offset_; }
     // Where token 0 lies, from the first row of the sequence's entry or of its pages.
-    __device__ __forceinline__ int first_k() const { return first_k_; }
+    __device__ __forceinline__ int k_offset() const { return k_offset_; }
     // Where the entry's row of softmax_lse begins, also from what is known of the sequence elsewhere.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
-        return lse_row(problem_, lengths_, first_q_, batch, head);
+        return lse_row(problem_, lengths_, q_offset_, batch, head);
     }
-    __device__ __forceinline__ static long long lse_row(const Problem& problem, const Lengths& lengths, int first_q, int batch,
+    __device__ __forceinline__ static long long lse_row(const Problem& problem, const Lengths& lengths, int q_offset, int batch,
                                                         int head) {
-        if (lengths.cu_seqlens_q) return static_cast<long long>(head) * lengths.total_q + first_q;
+        if (lengths.cu_seqlens_q) return static_cast<long long>(head) * lengths.total_q + q_offset;
         return (static_cast<long long>(batch) * problem.nheads + head) * problem.seqlen_q;
     }
     // The entry of a dense cache.
@@ -67,7 +67,7 @@ public:
 
 // Page i of a sequence, which has one for its tokens cache.rows * i and on; of a dense cache its entry, whatever i.
 __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
-    if (!cache.block_table) return CachedSequence::entry(cache, batch);
+    if (!cache.block_table) return CacheSeqlenInfo::entry(cache, batch);
     return load_length(cache.block_table + batch * cache.block_table_stride + i);
 }
 __device__ __forceinline__ bool has_page(const Cache& cache, int page) {

@@ -18,7 +18,7 @@
 //   kKeys                          consecutive keys of each of its rows, from first_key on, which is a multiple of kKeys:
 //                                  2 or 4, so that they lie in one group of four random numbers and one load of the bias
 //   kEitherOrder                   whether the family's grids may have heads first (forward/block.cuh)
-//   kRowMates                      the lanes that hold a row's other keys: shfl_xor over each of these distances in turn
+//   kRowLaneMasks                      the lanes that hold a row's other keys: shfl_xor over each of these distances in turn
 //   leads_row(lane)                one of them, true of the lane that writes what a row has once
 //
 // The rest of an arithmetic layer, operand loads, products and the packing of probabilities into operands, has no common
@@ -45,7 +45,7 @@ __device__ constexpr bool covers_tile() {
 template <class Layout>
 __device__ constexpr bool has_rows() {
     int distances = 0;
-    for (int mate : Layout::kRowMates) distances |= mate;
+    for (int mate : Layout::kRowLaneMasks) distances |= mate;
     for (int v = 0; v < Layout::kElements; v++)
         if (Layout::row_slot(Layout::row_of(v)) != Layout::query_slot(v) || Layout::key_slot(v) >= Layout::kKeys) return false;
     for (int lane = 0; lane < 32; lane++) {

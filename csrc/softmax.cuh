@@ -3,7 +3,7 @@
 // A probability is computed as 2^(score * scale_log2 - reference). In exact arithmetic any reference
 // gives the same result; it only has to keep the largest probability of a row inside the range of fp16
 // and the others precise. So the reference follows the row maximum lazily: it moves, and the output
-// accumulators are rescaled, only once a score exceeds the maximum it was set at by 2^kSlack. On most
+// accumulators are rescaled, only once a score exceeds the maximum it was set at by 2^kRescaleThreshold. On most
 // inputs that is the first tile and a few others, and the test for it is one compare a score.
 //
 // Probabilities are packed to fp16 with integer operations: the conversion instruction runs on the
@@ -12,7 +12,7 @@
 // argument reduced by 112, and packing is a shift and a rounding addition. (A NaN does not survive the
 // packing, but it does survive in the row's sum, which makes the whole row of the output NaN.) This flushes fp16 subnormals
 // (below 2^-14) to zero; kPackedOne moves the probabilities up to use the other end of fp16's range:
-// 1 becomes 2^8, and 2^(kPackedOne + kSlack) = 2^15 is the largest that can occur.
+// 1 becomes 2^8, and 2^(kPackedOne + kRescaleThreshold) = 2^15 is the largest that can occur.
 //
 // Range: references are fp32, so the scheme holds while |score * scale_log2| < 2^24, where one unit in
 // the last place of a reference is still below 2. fp16 attention that keeps its scores in fp16
@@ -20,9 +20,9 @@
 // bias gives that hides keys, have probability 0 even where a row sees nothing else, as scores of -inf do.
 #pragma once
 
-constexpr float kSlack = 7.f;
+constexpr float kRescaleThreshold = 7.f;
 constexpr float kPackedOne = 8.f;                      // log2 of what a probability of 1 is packed as
-constexpr float kReferenceShift = 112.f - kPackedOne;  // reference = scaled row maximum + kReferenceShift
+constexpr float kMaxOffset = 112.f - kPackedOne;  // reference = scaled row maximum + kMaxOffset
 constexpr float kLargestScore = 16777216.f;            // 2^24, of |score * scale_log2|
 constexpr float kLowest = -3e38f;                      // below every finite score; -inf would make NaN of inf - inf
 constexpr float kLn2 = 0.69314718055994531f;
@@ -50,14 +50,14 @@ __device__ __forceinline__ unsigned pack_probabilities(float lo, float hi) {
 
 // Which references move, once a score of any of a warp's rows is above its limit. The more do, the later is the next time. But
 // where probabilities lie packed that wait for the second product, they are rounded once more: that is harmless below
-// 2^-kSlack of the row's maximum, and so in rows that had to move.
-enum class MovedRows { kAll, kExceeding };
+// 2^-kRescaleThreshold of the row's maximum, and so in rows that had to move.
+enum class RescaledRows { kAll, kExceeding };
 
 // What a lane keeps of one row of scores.
 struct SoftmaxRow {
-    float reference = kReferenceShift - kLargestScore;  // subtracted from scaled scores
+    float reference = kMaxOffset - kLargestScore;  // subtracted from scaled scores
     float limit = kLowest;                              // a score (not scaled) above it moves the reference
-    float sum = 0.f;            // of this lane's probabilities, times 2^-kReferenceShift
+    float sum = 0.f;            // of this lane's probabilities, times 2^-kMaxOffset
 
     __device__ __forceinline__ float probability(float score, float scale_log2) {
         const float p = exp2_approx(fmaf(score, scale_log2, -reference));
@@ -67,13 +67,13 @@ struct SoftmaxRow {
 
     // Moves the reference to row_maximum (not scaled) unless that is lower; returns the factor for what
     // has been accumulated. A row without visible keys so far has row_maximum = -inf and stays as it is.
-    template <MovedRows Rows>
-    __device__ __forceinline__ float move_reference(float row_maximum, float scale_log2, float inverse_scale_log2) {
-        const bool stays = Rows == MovedRows::kExceeding && !(row_maximum > limit);
-        const float moved = stays ? reference : fmaxf(fmaf(row_maximum, scale_log2, kReferenceShift), reference);
+    template <RescaledRows Rows>
+    __device__ __forceinline__ float update_row_max(float row_maximum, float scale_log2, float inverse_scale_log2) {
+        const bool stays = Rows == RescaledRows::kExceeding && !(row_maximum > limit);
+        const float moved = stays ? reference : fmaxf(fmaf(row_maximum, scale_log2, kMaxOffset), reference);
         const float factor = exp2_approx(reference - moved);
         reference = moved;
-        limit = (moved - kReferenceShift + kSlack) * inverse_scale_log2;
+        limit = (moved - kMaxOffset + kRescaleThreshold) * inverse_scale_log2;
         sum *= factor;
         return factor;
     }

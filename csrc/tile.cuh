@@ -96,24 +96,24 @@ __device__ __forceinline__ int pinned(int x) {
 
 // threadIdx.x for a branch that is rarely taken: what is derived from it is computed inside the branch
 // and holds no registers outside.
-__device__ __forceinline__ int thread_index_here() {
+__device__ __forceinline__ int remat_thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
 // The same of blockIdx: x, y and z.
-__device__ __forceinline__ int block_index_here() {
+__device__ __forceinline__ int remat_block_index() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
     return x;
 }
-__device__ __forceinline__ int block_head_here() {
+__device__ __forceinline__ int remat_block_head() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
     return x;
 }
-__device__ __forceinline__ int block_batch_here() {
+__device__ __forceinline__ int remat_block_batch() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(x));
     return x;

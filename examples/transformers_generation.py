@@ -1,4 +1,4 @@
-"""Generating text with a Hugging Face model on volta_fa: beam search, a static cache, and a quantised one.
+"""Generating text with a Hugging Face model on volta_fa: beam search, a static cache, and a quantized one.
 
     python examples/transformers_generation.py    (in a checkout: PYTHONPATH=python .venv/bin/python examples/transformers_generation.py)
 

@@ -2,17 +2,17 @@
 
 use crate::error::{Error, Result};
 use crate::ffi::PlanArgs;
-use crate::kernels::{self, CacheFormat, Code, Need, Needs, Variant, COMPILED, PASSES};
+use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, Variant, COMPILED, PASSES};
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
-use crate::problem::{Attention, Features, Window};
+use crate::problem::{Attention, RequestedFeatures, Window};
 use crate::tensor::padded_headdim;
 use serde_json::{json, Value};
 
-fn names(needs: Needs) -> Vec<&'static str> {
-    needs.iter().map(Need::name).collect()
+fn names(needs: FeatureSet) -> Vec<&'static str> {
+    needs.iter().map(Feature::name).collect()
 }
 
 fn variant(v: &Variant) -> Value {
@@ -84,24 +84,24 @@ pub fn families(capability: (i32, i32)) -> Result<Value> {
 }
 
 /// A problem's features, and a backward pass' mode, that ask for these needs, which are names between commas.
-fn asking(needs: &str) -> Result<(Features, BackwardMode)> {
-    let (mut features, mut mode) = (Features::default(), BackwardMode::default());
+fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
+    let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
     for name in needs.split(',').filter(|name| !name.is_empty()) {
-        let need = Need::ALL.into_iter().find(|n| n.name() == name).ok_or_else(|| {
-            let known: Vec<_> = Need::ALL.into_iter().map(Need::name).collect();
+        let need = Feature::ALL.into_iter().find(|n| n.name() == name).ok_or_else(|| {
+            let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
             Error::value("needs", format!("`{name}`"), format!("some of {}, between commas", known.join(", ")))
         })?;
         match need {
-            Need::Lengths => features.seqused_k = true,
-            Need::Sinks => features.sinks = true,
-            Need::Bf16Gradients => mode.bf16_gradients = true,
-            Need::Softcap => features.softcap = 1.0,
-            Need::Alibi => features.alibi = true,
-            Need::Bias => features.attn_bias = true,
-            Need::Dropout => features.dropout_p = 0.5,
+            Feature::Lengths => features.seqused_k = true,
+            Feature::Sinks => features.sinks = true,
+            Feature::Bf16Gradients => mode.bf16_gradients = true,
+            Feature::Softcap => features.softcap = 1.0,
+            Feature::Alibi => features.alibi = true,
+            Feature::Bias => features.attn_bias = true,
+            Feature::Dropout => features.dropout_p = 0.5,
             // nothing that an attention could ask for
-            Need::Pages => {}
-            Need::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
+            Feature::Pages => {}
+            Feature::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
         }
     }
     Ok((features, mode))
@@ -182,7 +182,7 @@ fn positive(name: &str, n: i64) -> Result<i64> {
 }
 
 /// The plans of the same shape with its keys in a cache: of `decode` as in a packed batch, whose sequences of many rows are left to
-/// `prefill`, where there may be any; of decode over `bfloat16` and `quantised` caches, these by their formats, and of what converts the
+/// `prefill`, where there may be any; of decode over `bfloat16` and `quantized` caches, these by their formats, and of what converts the
 /// latter where there are such sequences; and of `append`, of as many tokens as there are queries. Each null where no kernel does that; all,
 /// where something is asked for that a cache's passes do not know.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
@@ -194,22 +194,22 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         plan::decode(a, format, has_long, limits).ok().map(|decode| {
             let mut value = described(decode.kernel, 1);
             value["partials"] = json!(decode.partials);
-            value["arrivals"] = json!(decode.arrivals);
+            value["semaphores"] = json!(decode.semaphores);
             value
         })
     };
     let append = |format| plan::append(a.seqlen_q, a.nheads_k, format, limits).ok().map(|kernel| described(kernel, a.batch));
-    let of_quantised = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
-        let quantised = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
-        quantised.into_iter().map(|format| (format.name().into(), json!(planned(format)))).collect()
+    let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
+        let quantized = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
+        quantized.into_iter().map(|format| (format.name().into(), json!(planned(format)))).collect()
     };
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({
-        "append": append(CacheFormat::Float),
-        "append_quantised": of_quantised(&append),
-        "decode": decode(CacheFormat::Float),
-        "bfloat16": decode(CacheFormat::Bfloat),
-        "quantised": of_quantised(&decode),
+        "append": append(CacheFormat::Unquantized),
+        "append_quantized": of_quantized(&append),
+        "decode": decode(CacheFormat::Unquantized),
+        "bfloat16": decode(CacheFormat::Bf16),
+        "quantized": of_quantized(&decode),
         "convert": has_long.then(|| plan::convert(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
@@ -261,7 +261,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "deterministic": backward.deterministic,
             "rounds": backward.rounds,
             "tail": backward.tail.map(|tail| described(tail.kernel)),
-            "dq_sums": backward.dq_sums,
+            "dq_accum_splits": backward.dq_accum_splits,
         },
         "cache": cached(&a, mode, &limits, on_grid),
     }))

@@ -1,7 +1,7 @@
 //! `VOLTA_FA_LOG=1`: each distinct plan once, on standard error.
 
 use crate::error::{Error, Result};
-use crate::kernels::Need;
+use crate::kernels::Feature;
 use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, PlannedKernel};
 use crate::problem::{Attention, CachedAttention, MergedStates};
 use std::collections::HashSet;
@@ -46,7 +46,7 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
         (None, Some(0)) => ", causal".into(),
         (left, right) => format!(", window {}:{}", side(left), side(right)),
     };
-    let needs: Vec<_> = plan::needs(a, mode).iter().map(Need::name).collect();
+    let needs: Vec<_> = plan::needs(a, mode).iter().map(Feature::name).collect();
     let needs = if needs.is_empty() { String::new() } else { format!(", with {}", needs.join(", ")) };
     let Attention { batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, .. } = a;
     format!("batch {batch}, seqlen {seqlen_q} x {seqlen_k}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{window}{needs}")
@@ -66,7 +66,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
     if enabled()? {
         let atomics = match planned {
             BackwardPlan { prepare: None, .. } => "backward in one kernel".into(),
-            BackwardPlan { dq_sums: 0, .. } => "backward without atomics".to_string(),
+            BackwardPlan { dq_accum_splits: 0, .. } => "backward without atomics".to_string(),
             BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
             _ => "backward".into(),
         };
@@ -120,7 +120,7 @@ pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result
     Ok(())
 }
 
-/// The kernel that makes numbers of a quantised one.
+/// The kernel that makes numbers of a quantized one.
 pub fn convert(a: &CachedAttention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let CachedAttention { batch, nheads_k, headdim, headdim_v, .. } = a;

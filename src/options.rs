@@ -273,7 +273,7 @@ pub fn scale_of_latents(name: &str) -> Option<&'static str> {
 }
 
 impl<T> KvCacheOptions<T> {
-    /// What a quantised cache has for each token and head, by name: appending writes it with the token.
+    /// What a quantized cache has for each token and head, by name: appending writes it with the token.
     pub fn token_scales(&self) -> [(&'static str, &Option<T>); 4] {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }

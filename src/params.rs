@@ -158,15 +158,15 @@ pub struct Cache {
     pub total_new: i32,
 }
 
-/// What the elements of a KV cache are: python/volta_fa/kv_formats.py says what the bytes of the quantised ones mean.
+/// What the elements of a KV cache are: python/volta_fa/kv_formats.py says what the bytes of the quantized ones mean.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
-    /// not quantised: of q's type; of a decode kernel: fp16
+    /// not quantized: of q's type; of a decode kernel: fp16
     #[default]
-    Float,
+    Unquantized,
     /// of a decode kernel: bf16, and so are q and out
-    Bfloat,
+    Bf16,
     /// a byte, with a scale for each token and head
     Int8,
     /// two in a byte, with a scale and a zero point for each token and head
@@ -181,8 +181,8 @@ impl CacheFormat {
     /// As `kv_dtype` has it in Python.
     pub const fn name(self) -> &'static str {
         match self {
-            CacheFormat::Float => "float",
-            CacheFormat::Bfloat => "bfloat16",
+            CacheFormat::Unquantized => "float",
+            CacheFormat::Bf16 => "bfloat16",
             CacheFormat::Int8 => "int8",
             CacheFormat::Int4 => "int4",
             CacheFormat::E5m2 => "fp8_e5m2",
@@ -205,7 +205,7 @@ pub struct CacheScale {
     pub head_stride: i64,
 }
 
-/// What belongs to the data of a quantised cache. An operand's strides count its bytes then.
+/// What belongs to the data of a quantized cache. An operand's strides count its bytes then.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CacheScales {
@@ -244,13 +244,13 @@ pub struct FwdParams {
     /// k and v of kernels with pages, which alone look at this and the next
     pub cache: Cache,
     /// sequences with fewer rows (queries of all heads of a key head) are another kernel's
-    pub least_rows: i32,
+    pub min_rows: i32,
 }
 
 /// Some steps of a block of rows that is cut along the keys.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SharePiece {
+pub struct StreamKSplit {
     /// its number among those that are cut
     pub row_block: u16,
     /// the piece's first step
@@ -261,7 +261,7 @@ pub struct SharePiece {
     pub part: u16,
 }
 
-impl SharePiece {
+impl StreamKSplit {
     /// As the kernels read it.
     pub const fn part(number: u16, pieces: u16) -> u16 {
         number << 8 | pieces
@@ -273,33 +273,33 @@ impl SharePiece {
     }
 }
 
-/// What the blocks of a grid of equal shares do: the first `whole_rows` have a block of rows each, the others a piece of one. Blocks of rows
+/// What the blocks of a grid of equal shares do: the first `data_parallel_tiles` have a block of rows each, the others a piece of one. Blocks of rows
 /// count over all heads and entries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct ShareGrid {
+pub struct StreamKParams {
     /// scratch: results of pieces, most_pieces for each block of rows that is cut
     pub partials: *mut f32,
-    /// scratch: who has arrived, for each block of rows that is cut; as [`DecodeParams::arrivals`]
-    pub arrivals: *mut u64,
-    /// tells this call's arrivals from whatever else the memory may hold
-    pub call_number: u64,
+    /// scratch: who has arrived, for each block of rows that is cut; as [`DecodeParams::semaphores`]
+    pub semaphores: *mut u64,
+    /// tells this call's semaphores from whatever else the memory may hold
+    pub launch_id: u64,
     /// blocks of rows that are not cut; those that are have the numbers behind
-    pub whole_rows: i32,
+    pub data_parallel_tiles: i32,
     /// of one block of rows
     pub most_pieces: i32,
     /// in the order of the grid
-    pub pieces: [SharePiece; 440],
+    pub pieces: [StreamKSplit; 440],
 }
 
 /// Parameter block of the forward kernels whose grids are of equal shares.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct FwdSharesParams {
+pub struct FwdStreamKParams {
     /// as for the others; all batch entries are in one launch
     pub forward: FwdParams,
     /// who has what
-    pub shares: ShareGrid,
+    pub shares: StreamKParams,
 }
 
 /// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
@@ -326,11 +326,11 @@ pub struct DecodeParams {
     pub num_splits: i32,
     /// scratch: what blocks found out about parts, two of each block (csrc/decode/partials.cuh)
     pub partials: *mut f32,
-    /// scratch: who has arrived, for each part and level of the merge, which need no first value: see `call_number`
-    pub arrivals: *mut u64,
-    /// tells this call's arrivals from whatever else the memory may hold: 48 bits that no other call has
-    pub call_number: u64,
-    /// of a quantised cache
+    /// scratch: who has arrived, for each part and level of the merge, which need no first value: see `launch_id`
+    pub semaphores: *mut u64,
+    /// tells this call's semaphores from whatever else the memory may hold: 48 bits that no other call has
+    pub launch_id: u64,
+    /// of a quantized cache
     pub scales: CacheScales,
 }
 
@@ -358,13 +358,13 @@ pub struct BwdParams {
     pub softmax_lse: *const f32,
     /// scratch: statistics of query rows, fp32, laid out as the family says (`Scratch` in src/kernels/variants.rs)
     pub row_stats: *mut f32,
-    /// scratch: (dq_sums, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare and added up by finish; not
+    /// scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32, zeroed by prepare and added up by finish; not
     /// there where dq has a kernel of its own
     pub dq_accum: *mut f32,
     /// from what one of a launch's blocks of keys adds to to what the next does: 0 where all add to one accumulator
-    pub dq_sum_stride: i64,
+    pub dq_accum_split_stride: i64,
     /// accumulators
-    pub dq_sums: i32,
+    pub dq_accum_splits: i32,
     /// the main kernel's: which block of keys this launch's first is
     pub first_key_block: i32,
     /// seqlen_q rounded up to the query tile
@@ -404,7 +404,7 @@ pub enum ElementType {
     /// fp16
     Half,
     /// bf16
-    Bfloat,
+    Bf16,
     /// fp32
     Float,
 }
@@ -479,14 +479,14 @@ pub struct AppendParams {
     pub element: ElementType,
     /// of cos and sin
     pub rotary_element: ElementType,
-    /// of a quantised cache: int8's and int4's are written
+    /// of a quantized cache: int8's and int4's are written
     pub scales: CacheScales,
 }
 
-/// Parameter block of the kernel that makes numbers of a quantised KV cache.
+/// Parameter block of the kernel that makes numbers of a quantized KV cache.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct ConvertParams {
+pub struct DequantizeParams {
     /// what is read
     pub cache: Cache,
     /// what is written, of `element`: (batch, seqlen_k, nheads_k, headdim), from the first token of each sequence on

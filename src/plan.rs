@@ -4,14 +4,14 @@
 
 mod backward;
 mod decode;
-mod shares;
+mod stream_k;
 
 pub use backward::{backward, backward_among, BackwardMode, BackwardPlan, Tail};
 pub use decode::{decode, decode_among, rows as decode_rows, DecodePlan, MAX_ROWS as MAX_DECODE_ROWS};
-pub use shares::{Dealt, EqualShares, MAX_PIECES};
+pub use stream_k::{StreamKPlan, StreamKSchedule, MAX_PIECES};
 
 use crate::error::{Error, Result};
-use crate::kernels::{self, CacheFormat, Code, Family, Kernels, Need, Needs, Pass, Rows, Scratch, Variant, COMPILED};
+use crate::kernels::{self, CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, RowKind, Scratch, Variant, COMPILED};
 use crate::params;
 use crate::problem::{Attention, MergedStates};
 use crate::tuning::{Shape, Tuning};
@@ -66,7 +66,7 @@ pub enum Reason {
     /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
     ShorterLongest,
     /// what full rounds of the cheapest's grid leave over is cut along the keys, so that every place has as much of it
-    EqualShares,
+    StreamKPlan,
     /// the card's tuning says so
     Tuned,
     /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
@@ -85,7 +85,7 @@ impl fmt::Display for Reason {
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
-            Reason::EqualShares => "equal shares, since the last round would leave places idle",
+            Reason::StreamKPlan => "equal shares, since the last round would leave places idle",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -103,7 +103,7 @@ pub struct PlannedKernel {
     /// why it is this one
     pub reason: Reason,
     /// of a grid of equal shares, which has one axis for blocks of rows, heads and batch entries: who has what
-    pub shares: Option<EqualShares>,
+    pub shares: Option<StreamKPlan>,
 }
 
 impl PlannedKernel {
@@ -118,19 +118,19 @@ impl PlannedKernel {
 const MAX_GRID_Z: i64 = 65535;
 
 /// What the problem asks of kernels in all; what a pass can be asked at all, its table says.
-pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
+pub fn needs(a: &Attention, mode: BackwardMode) -> FeatureSet {
     let f = &a.features;
-    Needs::all_where(|need| match need {
-        Need::Lengths => a.is_ragged(),
-        Need::Sinks => f.sinks,
-        Need::Bf16Gradients => mode.bf16_gradients,
-        Need::Softcap => f.softcap > 0.0,
-        Need::Alibi => f.alibi,
-        Need::Bias => f.attn_bias,
-        Need::Dropout => f.dropout_p > 0.0,
+    FeatureSet::all_where(|need| match need {
+        Feature::Lengths => a.is_ragged(),
+        Feature::Sinks => f.sinks,
+        Feature::Bf16Gradients => mode.bf16_gradients,
+        Feature::Softcap => f.softcap > 0.0,
+        Feature::Alibi => f.alibi,
+        Feature::Bias => f.attn_bias,
+        Feature::Dropout => f.dropout_p > 0.0,
         // no attention's own: `prefill` asks for them
-        Need::Pages => false,
-        Need::Fp32Bias => f.fp32_bias,
+        Feature::Pages => false,
+        Feature::Fp32Bias => f.fp32_bias,
     })
 }
 
@@ -138,7 +138,7 @@ pub fn needs(a: &Attention, mode: BackwardMode) -> Needs {
 /// has larger blocks first.
 /// - What it is prepared for in vain: each takes registers and instructions of every step.
 /// - Its columns, since padding is computed on.
-fn cost(v: &Variant, needs: Needs) -> (u32, u32) {
+fn cost(v: &Variant, needs: FeatureSet) -> (u32, u32) {
     (v.needs.without(needs).count(), v.headdim + v.headdim_v)
 }
 
@@ -172,13 +172,13 @@ fn names(families: &[(&'static Family, Code)]) -> String {
 const FAR: i64 = 512;
 
 /// Whether a kernel computes this shape, with what is needed, and fits the device.
-fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
+fn holds(v: &Variant, shape: &Shape, needs: FeatureSet, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
         && v.needs.covers(needs)
         && needs.covers(v.requires)
-        && (shape.rows_before_keys <= FAR || !v.requires.covers(Needs::of(&[Need::Alibi])))
+        && (shape.rows_before_keys <= FAR || !v.requires.covers(FeatureSet::of(&[Feature::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
@@ -186,7 +186,7 @@ fn holds(v: &Variant, shape: &Shape, needs: Needs, d: &DeviceLimits) -> bool {
 fn cheapest(
     of: impl Iterator<Item = &'static Variant>,
     shape: &Shape,
-    needs: Needs,
+    needs: FeatureSet,
     d: &DeviceLimits,
     avoid: Option<&Tuning>,
 ) -> Option<&'static Variant> {
@@ -198,7 +198,7 @@ type Chosen<const N: usize> = [(&'static Variant, Reason); N];
 
 /// Kernels for these passes, all of one family: the first that has one for each that holds the problem. The card's tuning has the first
 /// word about them, where what it says is possible; else it is the cheapest. A kernel that failed there is none.
-fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, needs: Needs, d: &DeviceLimits) -> Result<Chosen<N>> {
+fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, needs: FeatureSet, d: &DeviceLimits) -> Result<Chosen<N>> {
     let mut families = families(kernels, d)?;
     let asked = passes.map(|pass| (pass, needs.intersection(pass.facts().needs)));
     let holds = |v: &Variant, needs| holds(v, shape, needs, d);
@@ -206,7 +206,7 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
     let cheapest = |family, (pass, needs), avoid| cheapest(kernels.of(family, pass), shape, needs, d, avoid);
     // what the device would prefer without a tuning
     let first = families.first().map(|(f, _)| f.name);
-    let tuned = |t: &'static Tuning, family: &Family, (pass, needs): (Pass, Needs)| {
+    let tuned = |t: &'static Tuning, family: &Family, (pass, needs): (Pass, FeatureSet)| {
         t.kernels(pass, shape, needs).find(|v| v.family.name == family.name && holds(v, needs) && !failed(v))
     };
     if let Some(t) = d.tuning {
@@ -229,7 +229,7 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
         }
         stands_in |= asked.iter().all(|&(pass, needs)| kernels.of(family, pass).any(|v| holds(v, needs)));
     }
-    let would_do = |&(pass, needs): &(Pass, Needs)| {
+    let would_do = |&(pass, needs): &(Pass, FeatureSet)| {
         let of_pass = families.iter().flat_map(move |(family, _)| kernels.of(family, pass));
         of_pass.filter(|v| failed(v) && holds(v, needs)).map(|v| v.name).collect::<Vec<_>>()
     };
@@ -243,9 +243,10 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
             oldest % 10
         ),
         _ => {
-            let asked: Vec<_> = passes.iter().fold(Needs::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
+            let asked: Vec<_> =
+                passes.iter().fold(FeatureSet::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
             let with = if asked.is_empty() { "" } else { " with " };
-            let asked: Vec<_> = asked.into_iter().map(Need::name).collect();
+            let asked: Vec<_> = asked.into_iter().map(Feature::name).collect();
             let headdims = match shape.headdim {
                 0 => String::new(), // any
                 _ => format!(
@@ -253,8 +254,8 @@ fn choose<const N: usize>(kernels: Kernels, passes: [Pass; N], shape: &Shape, ne
                     shape.headdim,
                     shape.headdim_v,
                     match shape.cache {
-                        CacheFormat::Float => String::new(),
-                        quantised => format!(", {} cache", quantised.name()),
+                        CacheFormat::Unquantized => String::new(),
+                        quantized => format!(", {} cache", quantized.name()),
                     }
                 ),
             };
@@ -282,10 +283,10 @@ fn rounded(rows: i64, multiple: u32) -> i64 {
 /// What a kernel has blocks of, and for how many heads.
 fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
     match variant.pass.facts().rows {
-        Rows::Queries => (a.seqlen_q, a.nheads),
-        Rows::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
-        Rows::Keys => (a.seqlen_k, a.nheads_k),
-        Rows::PackedQueries => unreachable!("decode kernels have a planner of their own"),
+        RowKind::Queries => (a.seqlen_q, a.nheads),
+        RowKind::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
+        RowKind::Keys => (a.seqlen_k, a.nheads_k),
+        RowKind::PackedQueries => unreachable!("decode kernels have a planner of their own"),
     }
 }
 
@@ -383,12 +384,12 @@ pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Resul
     forward_pass(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)
 }
 
-fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Needs, d: &DeviceLimits) -> Result<PlannedKernel> {
+fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
     let shares = if pass == kernels::FORWARD { equal_shares(kernels, large, a, d) } else { None };
     Ok(match (small, shares) {
-        (Some(small), None | Some(PlannedKernel { reason: Reason::EqualShares, .. })) => planned(small, a),
+        (Some(small), None | Some(PlannedKernel { reason: Reason::StreamKPlan, .. })) => planned(small, a),
         (_, shares) => shares.unwrap_or_else(|| planned(large, a)),
     })
 }
@@ -400,7 +401,7 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     if a.packed.is_some() || a.batch > MAX_GRID_Z || usual.1 == Reason::Tuned {
         return None;
     }
-    let [(variant, reason)] = choose(kernels, kernels::FORWARD_SHARES, &shape, needs(a, BackwardMode::default()), d).ok()?;
+    let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;
     let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
     if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
@@ -410,46 +411,46 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
     let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
     type Asked = (u64, u32, u32, u32, u32);
-    thread_local!(static LAST: Remembered<Asked, Option<(EqualShares, bool)>> = const { Cell::new(None) });
+    thread_local!(static LAST: PlanCache<Asked, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
     let (row_blocks, keys, step, sms, places_per_sm) = asked;
-    let (shares, pays) = remembered(&LAST, asked, d, || Ok(EqualShares::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
+    let (shares, pays) = cached_plan(&LAST, asked, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
     if !is_tuned && !pays {
         return None;
     }
-    let reason = if is_tuned { reason } else { Reason::EqualShares };
+    let reason = if is_tuned { reason } else { Reason::StreamKPlan };
     Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
 }
 
 /// Plan the merge of non-empty states. Its kernel takes any headdim.
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), Needs::NONE, d)?;
+    let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, m.seqlen_q, m.nheads))
 }
 
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(Needs::PAGED), d)
+    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }
 
 /// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
-    thread_local!(static LAST: Remembered<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
-    remembered(&LAST, (rows, nheads_k, cache), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, Needs::NONE, d)?;
+    thread_local!(static LAST: PlanCache<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
+    cached_plan(&LAST, (rows, nheads_k, cache), d, || {
+        let [kernel] = choose(COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, FeatureSet::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
 }
 
-/// Plan the kernel that makes numbers of a quantised KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
+/// Plan the kernel that makes numbers of a quantized KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
 pub fn convert(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Convert], &of_tokens(rows, nheads_k), Needs::NONE, d)?;
+    let [kernel] = choose(COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, nheads_k))
 }
 
 /// A pass over tokens of a KV cache, whatever their headdim and format.
 fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
-    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Float);
+    let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Unquantized);
     Shape {
         headdim,
         headdim_v,
@@ -463,12 +464,12 @@ fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
 }
 
 /// What was asked last, of which device and tuning (which live as long as the process), and the plan.
-type Remembered<Asked, Plan> = Cell<Option<((Asked, DeviceLimits, *const Tuning), Plan)>>;
+type PlanCache<Asked, Plan> = Cell<Option<((Asked, DeviceLimits, *const Tuning), Plan)>>;
 
 /// A thread's last plan, where it is the one that is asked for. A model's layers, and its steps of decoding, all ask for the same, and
 /// looking through the tables of kernels takes a seventh of what such a call costs the host.
-fn remembered<Asked: Copy + PartialEq, Plan: Copy>(
-    last: &'static LocalKey<Remembered<Asked, Plan>>,
+fn cached_plan<Asked: Copy + PartialEq, Plan: Copy>(
+    last: &'static LocalKey<PlanCache<Asked, Plan>>,
     asked: Asked,
     d: &DeviceLimits,
     plan: impl FnOnce() -> Result<Plan>,

@@ -5,7 +5,7 @@
 //! anything is allocated or launched.
 
 mod kvcache;
-mod quantised;
+mod quantized;
 
 pub use kvcache::{validate_kvcache, validate_kvcache_values, validate_mla, CacheOptions, CacheValues, CachedAttention, CachedSequence};
 
@@ -142,7 +142,7 @@ pub struct Packed {
 
 /// What a problem asks for beyond the window: it decides which kernels can run it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Features {
+pub struct RequestedFeatures {
     /// 0: off
     pub softcap: f64,
     /// the probability to be dropped, in [0, 1); 0: off
@@ -183,7 +183,7 @@ pub struct Attention {
     /// None: dense, with a batch dimension
     pub packed: Option<Packed>,
     /// what kernels have to be prepared for besides
-    pub features: Features,
+    pub features: RequestedFeatures,
 }
 
 impl Attention {
@@ -220,13 +220,13 @@ pub const MAX_HEADDIM: i64 = 256;
 /// sizes that models have.
 pub const LATENT_HEADDIMS: [i64; 2] = [512, 64];
 /// Rows and keys are int32 in the kernels. The mask (csrc/mask.cuh) adds up to three sequence lengths and a tile, and four bytes
-/// for each key of an fp32 bias must not overflow either (`Bias::load4` in csrc/score_modifier.cuh).
+/// for each key of an fp32 bias must not overflow either (`Bias::load4` in csrc/score_mod.cuh).
 const MAX_SEQLEN: i64 = (1 << 29) - 1;
 /// What `max_seqlen_q` and `max_seqlen_k` may be: any length that int32 cu_seqlens can say.
 const MAX_GIVEN_SEQLEN: i64 = i32::MAX as i64;
 /// Of packed sequences, each has up to 32 rows of scratch memory beyond its own, and those are counted in int32 as well.
 const MAX_SEQUENCES: i64 = 1 << 25;
-/// The kernels form a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_modifier.cuh), so its error is about cap * 2^-23
+/// The kernels form a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_mod.cuh), so its error is about cap * 2^-23
 /// whatever the score is. At 1e4 the simulator has 4e-4 (root mean square; 1.2e-3 at most), where fp16 rounds a probability by up to
 /// 2^-11 of itself, 5e-4. It would grow with the cap. Below 1e-4 all scores are equal to within that rounding anyway.
 const SOFTCAPS: std::ops::RangeInclusive<f64> = 1e-4..=1e4;
@@ -567,7 +567,7 @@ pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, bac
         softmax_scale: scores.scale(qs.headdim),
         window: scores.window(),
         packed: packed.then_some(totals),
-        features: Features {
+        features: RequestedFeatures {
             softcap: o.softcap,
             dropout_p: o.dropout_p,
             alibi: o.alibi_slopes.is_some(),

@@ -74,7 +74,7 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
 pub fn element_type(t: &Tensor) -> ElementType {
     match t.kind() {
         Kind::Half => ElementType::Half,
-        Kind::BFloat16 => ElementType::Bfloat,
+        Kind::BFloat16 => ElementType::Bf16,
         _ => ElementType::Float,
     }
 }

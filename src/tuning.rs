@@ -4,7 +4,7 @@
 //! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
 
 use crate::error::{Error, Result};
-use crate::kernels::{CacheFormat, Kernels, Need, Needs, Pass, Variant, PASSES};
+use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
 use crate::plan::DeviceLimits;
 use crate::problem::{Attention, MergedStates};
 use serde::Deserialize;
@@ -69,7 +69,7 @@ impl Shape {
                 (None, None) => Some(false),
                 _ => None,
             },
-            cache: CacheFormat::Float,
+            cache: CacheFormat::Unquantized,
             rows_before_keys: {
                 // the device knows how many keys are used
                 let seqlen_k = if a.features.seqused_k { 0 } else { a.seqlen_k };
@@ -88,7 +88,7 @@ impl Shape {
             seqlen_k: 0,
             rows,
             is_causal: None,
-            cache: CacheFormat::Float,
+            cache: CacheFormat::Unquantized,
             rows_before_keys: 0,
         }
     }
@@ -103,11 +103,11 @@ struct Class {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    needs: Option<Needs>,
+    needs: Option<FeatureSet>,
 }
 
 impl Class {
-    fn has(&self, s: &Shape, needs: Needs) -> bool {
+    fn has(&self, s: &Shape, needs: FeatureSet) -> bool {
         let bounds = [
             (self.headdim, s.headdim),
             (self.headdim_v, s.headdim_v),
@@ -206,7 +206,7 @@ impl ChoiceText {
         let known = |name: &String| {
             let of_pass = pass.facts().needs;
             of_pass.iter().find(|n| n.name() == name).ok_or_else(|| {
-                let names: Vec<_> = of_pass.iter().map(Need::name).collect();
+                let names: Vec<_> = of_pass.iter().map(Feature::name).collect();
                 Error::value(&of("needs"), format!("`{name}`"), format!("what {pass:?} can need: {}", names.join(", ")))
             })
         };
@@ -218,7 +218,7 @@ impl ChoiceText {
             seqlen_k: self.seqlen_k,
             rows: self.rows,
             is_causal: self.is_causal,
-            needs: needs.map(|list| Needs::of(&list)),
+            needs: needs.map(|list| FeatureSet::of(&list)),
         };
         let take = match (self.variant, self.deterministic) {
             (Some(name), None) => Take::Kernel(variant(kernels, &name, &of("variant"))?),
@@ -241,7 +241,7 @@ impl ChoiceText {
             let holds = v.pass == pass
                 && v.headdim as i64 >= lowest(class.headdim)
                 && v.headdim_v as i64 >= lowest(class.headdim_v)
-                && v.needs.covers(class.needs.unwrap_or(Needs::NONE));
+                && v.needs.covers(class.needs.unwrap_or(FeatureSet::NONE));
             if !holds {
                 let found = format!("`{}`", v.name);
                 return Err(Error::value(
@@ -326,13 +326,13 @@ impl Tuning {
         self.choices.len()
     }
 
-    fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: Needs) -> impl Iterator<Item = Take> + 'a {
+    fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = Take> + 'a {
         let needs = needs.intersection(pass.facts().needs);
         self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, needs)).map(|c| c.take)
     }
 
     /// Kernels chosen for a shape in one pass, the preferred first. Whether they hold it, the plan says.
-    pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: Needs) -> impl Iterator<Item = &'static Variant> + 'a {
+    pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = &'static Variant> + 'a {
         self.of(pass, shape, needs).filter_map(|take| match take {
             Take::Kernel(v) => Some(v),
             Take::WithoutAtomics => None,
@@ -340,7 +340,7 @@ impl Tuning {
     }
 
     /// Whether a backward pass that may sum dq by atomics is to do without.
-    pub fn without_atomics(&self, shape: &Shape, needs: Needs) -> bool {
+    pub fn without_atomics(&self, shape: &Shape, needs: FeatureSet) -> bool {
         self.of(Pass::Backward, shape, needs).any(|take| take == Take::WithoutAtomics)
     }
 }

@@ -16,7 +16,7 @@ import volta_fa
 #: What a table holds where no page is: padding of any kind.
 NO_PAGE = (-1, 2**31 - 1, -(2**31))
 ROTARY_POSITIONS = 700
-#: Options that appending to a quantised cache writes into.
+#: Options that appending to a quantized cache writes into.
 WRITTEN = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
 #: Columns by which the rows of a wide cache are longer: 16 bytes of any type.
 WIDER = 16
@@ -51,7 +51,7 @@ class Cached:
     num_splits: int = 0
     all_cached: bool = False  # no cache_seqlens
     spread: float = 1.0
-    kv_dtype: str = ""  # of a quantised cache: volta_fa.quantize_kv
+    kv_dtype: str = ""  # of a quantized cache: volta_fa.quantize_kv
     descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
 
     def __str__(self):
@@ -100,12 +100,12 @@ def has_scales(kv_dtype: str) -> bool:
     return kv_dtype.startswith("int")
 
 
-def quantised_dtype(kv_dtype: str) -> torch.dtype:
+def quantized_dtype(kv_dtype: str) -> torch.dtype:
     return volta_fa.quantize_kv(torch.zeros(1, 2), kv_dtype).data.dtype
 
 
 def scales_of(c: Cached, backend, entries: int, rows: int) -> dict:
-    """The scales of a quantised cache, of which there are none yet."""
+    """The scales of a quantized cache, of which there are none yet."""
     if has_scales(c.kv_dtype):
         names = ["k_scale", "v_scale"] + (["k_zero_point", "v_zero_point"] if c.kv_dtype == "int4" else [])
         shape = (entries, c.nheads_k, rows) if c.layout == "hnd" else (entries, rows, c.nheads_k)
@@ -123,7 +123,7 @@ def descale_of(options: dict, which: str, b: int) -> Tensor | None:
 
 
 def put(c: Cached, options: dict, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], values: Tensor, b: int) -> None:
-    """Tokens of sequence b into a cache, quantised if it is."""
+    """Tokens of sequence b into a cache, quantized if it is."""
     if not c.kv_dtype:
         cache[tokens] = values
         return
@@ -198,7 +198,7 @@ class Problem:
             k_cache, v_cache = cache(c.headdim), cache(headdim_v)
         first = c.leftpad or (0,) * c.batch
         if c.kv_dtype:
-            k_cache, v_cache = (t.view(quantised_dtype(c.kv_dtype)) for t in (k_cache, v_cache))
+            k_cache, v_cache = (t.view(quantized_dtype(c.kv_dtype)) for t in (k_cache, v_cache))
             options |= scales_of(c, backend, entries, rows)
         for b, ((_, cached, _), pad, (entry, row)) in enumerate(zip(c.lengths, first, places)):
             there = slice(pad, cached)
@@ -297,7 +297,7 @@ class Problem:
         return (q, k[None].to(q.dtype), v[None].to(q.dtype)), ref
 
     def numbers(self, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], b: int) -> Tensor:
-        """What a cache has of one sequence's tokens; of a quantised one in fp64."""
+        """What a cache has of one sequence's tokens; of a quantized one in fp64."""
         c, options = self.case, self.options
         if not c.kv_dtype:
             return cache[tokens]

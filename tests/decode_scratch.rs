@@ -6,7 +6,7 @@ use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
 use volta_fa::params::{DecodeParams, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Attention, Features, Window};
+use volta_fa::problem::{Attention, RequestedFeatures, Window};
 use volta_sim::{Extent, Launch, Module, Schedule};
 
 const TOKENS: i64 = 3000;
@@ -31,13 +31,13 @@ struct Call {
     k: Vec<u16>,
     v: Vec<u16>,
     partials: Vec<f32>,
-    arrivals: Vec<u64>,
+    semaphores: Vec<u64>,
 }
 
 impl Call {
     fn new() -> Call {
         let a = attention();
-        let plan = plan::decode(&a, CacheFormat::Float, false, &DeviceLimits::V100).unwrap();
+        let plan = plan::decode(&a, CacheFormat::Unquantized, false, &DeviceLimits::V100).unwrap();
         let module = Module::load(&image(plan.kernel.variant).cubin().unwrap()).unwrap();
         Call {
             module,
@@ -45,13 +45,13 @@ impl Call {
             k: numbers(TOKENS * HEADDIM, 2),
             v: numbers(TOKENS * HEADDIM, 3),
             partials: vec![f32::NAN; plan.partials as usize],
-            arrivals: vec![u64::MAX; plan.arrivals as usize],
+            semaphores: vec![u64::MAX; plan.semaphores as usize],
             plan,
         }
     }
 
     /// The bits of out and softmax_lse.
-    fn run(&mut self, call_number: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
+    fn run(&mut self, launch_id: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
         let (mut out, mut lse) = (vec![u16::MAX; self.q.len()], vec![u32::MAX; HEADS as usize]);
         let cache = |x: &[u16]| Operand { ptr: x.as_ptr(), batch_stride: TOKENS * HEADDIM, row_stride: HEADDIM, head_stride: HEADDIM };
         // SAFETY: numbers and pointers, of which null says that there is nothing.
@@ -62,7 +62,7 @@ impl Call {
         (p.cache.k, p.cache.v, p.cache.entries, p.cache.rows) = (cache(&self.k), cache(&self.v), 1, TOKENS as i32);
         p.problem = plan::problem_block(&attention(), 1);
         p.max_rows = i32::MAX;
-        (p.partials, p.arrivals, p.call_number) = (self.partials.as_mut_ptr(), self.arrivals.as_mut_ptr(), call_number);
+        (p.partials, p.semaphores, p.launch_id) = (self.partials.as_mut_ptr(), self.semaphores.as_mut_ptr(), launch_id);
         let extent = |name, ptr: *mut u8, len, read_only| Extent { name, ptr, len, read_only };
         let read = |name, x: &[u16]| extent(name, x.as_ptr() as *mut u8, size_of_val(x), true);
         let extents = [
@@ -72,7 +72,7 @@ impl Call {
             extent("out", out.as_mut_ptr().cast(), size_of_val(&out[..]), false),
             extent("softmax_lse", lse.as_mut_ptr().cast(), size_of_val(&lse[..]), false),
             extent("partials", self.partials.as_mut_ptr().cast(), size_of_val(&self.partials[..]), false),
-            extent("arrivals", self.arrivals.as_mut_ptr().cast(), size_of_val(&self.arrivals[..]), false),
+            extent("semaphores", self.semaphores.as_mut_ptr().cast(), size_of_val(&self.semaphores[..]), false),
         ];
         let v = self.plan.kernel.variant;
         let launch = Launch {
@@ -100,7 +100,7 @@ fn attention() -> Attention {
         softmax_scale: 0.125,
         window: Window { left: None, right: None },
         packed: None,
-        features: Features::default(),
+        features: RequestedFeatures::default(),
     }
 }
 
@@ -113,7 +113,7 @@ fn a_graph_may_replay_a_call() {
     let mut call = Call::new();
     let first = call.run(7, 20_000);
     assert!(is_finite(&first.0));
-    assert!(call.arrivals.contains(&0), "blocks shared the row set");
+    assert!(call.semaphores.contains(&0), "blocks shared the row set");
     for i in 0..60 {
         assert_eq!(call.run(7, [20_000, 1, 37][i % 3]), first, "replay {i}");
     }
@@ -126,7 +126,7 @@ fn calls_may_get_used_memory() {
     let first = call.run(1, 20_000);
     assert!(is_finite(&first.0));
     for number in 2..40_u64 {
-        for (i, x) in call.arrivals.iter_mut().enumerate() {
+        for (i, x) in call.semaphores.iter_mut().enumerate() {
             *x = ((number - 1) << 16) | (i as u64 % 30);
         }
         call.partials.fill(f32::INFINITY);

@@ -1,10 +1,10 @@
 //! Planning is a pure function: no device, no tensors.
 
 use volta_fa::error::ErrorKind;
-use volta_fa::kernels::{self, Code, Family, Kernels, Need, Needs, ParamBlock, Pass, Rows, Scratch, Variant, COMPILED, VOLTA};
-use volta_fa::params::SharePiece;
+use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamBlock, Pass, RowKind, Scratch, Variant, COMPILED, VOLTA};
+use volta_fa::params::StreamKSplit;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
-use volta_fa::problem::{self, Attention, Backend, DType, Device, Features, MergedStates, Options, Packed, TensorDesc, Window};
+use volta_fa::problem::{self, Attention, Backend, DType, Device, MergedStates, Options, Packed, RequestedFeatures, TensorDesc, Window};
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
@@ -19,7 +19,7 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
         softmax_scale: 0.125,
         window: Window { left: None, right: None },
         packed: None,
-        features: Features::default(),
+        features: RequestedFeatures::default(),
     }
 }
 
@@ -27,24 +27,24 @@ const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradient
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
 /// What a problem asks for, and which needs that is.
-fn wishes() -> [(Features, Option<Packed>, Needs); 14] {
+fn wishes() -> [(RequestedFeatures, Option<Packed>, FeatureSet); 14] {
     let packed = Some(Packed { total_q: 150, total_k: 170 });
-    let features = Features::default();
+    let features = RequestedFeatures::default();
     [
-        (features, None, Needs::NONE),
-        (features, packed, Needs::of(&[Need::Lengths])),
-        (Features { seqused_k: true, ..features }, None, Needs::of(&[Need::Lengths])),
-        (Features { sinks: true, ..features }, None, Needs::of(&[Need::Sinks])),
-        (Features { alibi: true, ..features }, None, Needs::of(&[Need::Alibi])),
-        (Features { softcap: 3.0, ..features }, None, Needs::of(&[Need::Softcap])),
-        (Features { attn_bias: true, ..features }, None, Needs::of(&[Need::Bias])),
-        (Features { attn_bias: true, fp32_bias: true, ..features }, None, Needs::of(&[Need::Bias, Need::Fp32Bias])),
-        (Features { dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Dropout])),
-        (Features { attn_bias: true, dropout_p: 0.1, ..features }, None, Needs::of(&[Need::Bias, Need::Dropout])),
-        (Features { alibi: true, softcap: 3.0, ..features }, None, Needs::of(&[Need::Alibi, Need::Softcap])),
-        (Features { attn_bias: true, sinks: true, ..features }, None, Needs::of(&[Need::Bias, Need::Sinks])),
-        (Features { dropout_p: 0.1, ..features }, packed, Needs::of(&[Need::Dropout, Need::Lengths])),
-        (Features { alibi: true, attn_bias: true, ..features }, None, Needs::of(&[Need::Alibi, Need::Bias])),
+        (features, None, FeatureSet::NONE),
+        (features, packed, FeatureSet::of(&[Feature::Lengths])),
+        (RequestedFeatures { seqused_k: true, ..features }, None, FeatureSet::of(&[Feature::Lengths])),
+        (RequestedFeatures { sinks: true, ..features }, None, FeatureSet::of(&[Feature::Sinks])),
+        (RequestedFeatures { alibi: true, ..features }, None, FeatureSet::of(&[Feature::Alibi])),
+        (RequestedFeatures { softcap: 3.0, ..features }, None, FeatureSet::of(&[Feature::Softcap])),
+        (RequestedFeatures { attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias])),
+        (RequestedFeatures { attn_bias: true, fp32_bias: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Fp32Bias])),
+        (RequestedFeatures { dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Dropout])),
+        (RequestedFeatures { attn_bias: true, dropout_p: 0.1, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Dropout])),
+        (RequestedFeatures { alibi: true, softcap: 3.0, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Softcap])),
+        (RequestedFeatures { attn_bias: true, sinks: true, ..features }, None, FeatureSet::of(&[Feature::Bias, Feature::Sinks])),
+        (RequestedFeatures { dropout_p: 0.1, ..features }, packed, FeatureSet::of(&[Feature::Dropout, Feature::Lengths])),
+        (RequestedFeatures { alibi: true, attn_bias: true, ..features }, None, FeatureSet::of(&[Feature::Alibi, Feature::Bias])),
     ]
 }
 
@@ -81,7 +81,7 @@ fn every_headdim_has_kernels_and_padding_is_least() {
     }
 }
 
-const CACHED: [Pass; 5] = [Pass::Append, Pass::Convert, Pass::Decode, Pass::DecodeLatents, Pass::Prefill];
+const CACHED: [Pass; 5] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::DecodeMla, Pass::Prefill];
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
@@ -161,10 +161,10 @@ fn causal_grids_that_run_at_once_get_small_blocks() {
 #[test]
 fn far_rows_with_alibi_get_general_kernels() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
-        let features = Features { alibi: true, seqused_k, ..Features::default() };
+        let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
         let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Need::Alibi));
+        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
@@ -249,7 +249,7 @@ fn grids_cover_every_row() {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
         // a block of rows a block, or, of equal shares, of all heads and entries in one line
-        let [of_head, heads] = f.shares.map_or(f.blocks, |s| [(s.whole_rows + s.cut_rows) / 16, 8]);
+        let [of_head, heads] = f.shares.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.shares.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
@@ -269,8 +269,8 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
         // enough heads for large blocks
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
-        assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardKeys, Pass::BackwardQueries));
-        assert_eq!((p.headdim_rounded, p.dq_sums, p.rounds), (0, 0, 1));
+        assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
+        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.rounds), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
@@ -292,23 +292,23 @@ fn few_keys_take_one_kernel() {
     let name = |a: &Attention, d: &DeviceLimits| {
         let plan = plan::backward(a, DEFAULT, d).unwrap();
         assert_eq!((plan.prepare, plan.finish.is_none()), (None, true), "{a:?}");
-        assert_eq!((plan.deterministic, plan.rounds, plan.dq_sums, plan.headdim_rounded), (true, 1, 0, 0));
+        assert_eq!((plan.deterministic, plan.rounds, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
         assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
         assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
         assert_eq!(plan, plan::backward(a, DETERMINISTIC, d).unwrap(), "one block adds in one order");
         plan.main.variant.name
     };
     let v100 = &DeviceLimits::V100;
-    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_whole_64_small");
-    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_whole_64_small");
-    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_whole_128");
-    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_whole_128_small");
-    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_whole_64_small");
-    assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_whole_64");
+    assert_eq!(name(&with(4, (64, 64), 64), v100), "volta_bwd_fused_64_small");
+    assert_eq!(name(&with(1, (512, 1), 40), v100), "volta_bwd_fused_64_small");
+    assert_eq!(name(&with(200, (128, 128), 128), v100), "volta_bwd_fused_128");
+    assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_fused_128_small");
+    assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_fused_64_small");
+    assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_fused_64");
     let packed = Some(Packed { total_q: 100, total_k: 100 });
-    assert_eq!(name(&Attention { packed, ..with(3, (60, 60), 64) }, v100), "volta_bwd_ragged_whole_64_small");
+    assert_eq!(name(&Attention { packed, ..with(3, (60, 60), 64) }, v100), "volta_bwd_varlen_fused_64_small");
     // many rows for few blocks; but these are others' work for a GPU full of them
-    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_whole_64_small");
+    assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
     assert!(in_parts(with(8, (4096, 64), 64), v100));
     assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
@@ -317,21 +317,21 @@ fn few_keys_take_one_kernel() {
     assert!(in_parts(with(4, (128, 128), 128), v100));
     assert!(in_parts(with(4, (64, 64), 32), v100) && in_parts(with(4, (64, 64), 96), v100));
     // scores are modified
-    let features = Features { dropout_p: 0.1, ..Features::default() };
+    let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
     assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
     // what a card's tuning says goes first, of either, and of what failed
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
-    assert!(in_parts(a(), &tuned(&["volta_bwd_whole_64_small"], &[])));
+    assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
     let newer = DeviceLimits { capability: (9, 0), ..*v100 };
-    assert_eq!(name(&a(), &newer), "turing_bwd_whole_64");
-    assert!(in_parts(a(), &tuned_with(COMPILED, &["turing_bwd_whole_64"], &[], newer)), "not Volta's");
+    assert_eq!(name(&a(), &newer), "turing_bwd_fused_64");
+    assert!(in_parts(a(), &tuned_with(COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     assert_eq!(
-        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardWhole", "variant": "volta_bwd_whole_64_small""#])),
-        "volta_bwd_whole_64_small"
+        name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])),
+        "volta_bwd_fused_64_small"
     );
-    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardWhole", "variant": "volta_bwd_whole_64_small""#])));
+    assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])));
 }
 
 /// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
@@ -354,7 +354,7 @@ fn the_deterministic_backward_goes_in_rounds() {
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
         let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
-        assert_eq!((p.rounds, p.dq_sums, p.deterministic), (rounds, sums, true), "{a:?}");
+        assert_eq!((p.rounds, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
         let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
@@ -362,23 +362,23 @@ fn the_deterministic_backward_goes_in_rounds() {
         assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
         let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
-        assert_eq!((p.headdim_rounded, default.rounds, default.dq_sums), (default.headdim_rounded, 1, 1));
+        assert_eq!((p.headdim_rounded, default.rounds, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
         let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
-        assert!(causal.main.blocks == [nheads as u32, causal.dq_sums] || causal.dq_sums == 0);
+        assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
     // Few heads and many blocks would need more memory, or leave most of the GPU idle.
     for a in [heads(1, attention(65536, 65536, 64, 64)), heads(4, attention(8192, 8192, 128, 128))] {
-        assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardKeys);
+        assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardDkDv);
     }
     // Of a narrow window each block meets few rows, and sums of all rows would take most of the time.
     let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
-    assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_sums, 0);
+    assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_accum_splits, 0);
     // T4: its kernels begin with the first block
     let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..DeviceLimits::V100 };
-    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardKeys);
+    assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardDkDv);
     // where a kernel for dq failed, in rounds whatever it costs
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
-    assert!(planned(&narrow, &tuned(&names(Pass::BackwardQueries), &[])).dq_sums > 0);
+    assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
 }
 
 /// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
@@ -425,11 +425,11 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
                 let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
-                    assert!(v.needs.covers(Needs::of(&[Need::Bf16Gradients])), "{} for {features:?}", v.name);
+                    assert!(v.needs.covers(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                 assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
-                let prepared = asked.intersection(plan.main.variant.pass.facts().needs) != Needs::NONE;
+                let prepared = asked.intersection(plan.main.variant.pass.facts().needs) != FeatureSet::NONE;
                 assert!(!prepared || plan.main == fp16.main, "nothing else changes");
             }
         }
@@ -538,16 +538,16 @@ fn scratch_layouts_make_sense() {
             assert_eq!(s.row_rounding % s.group_rows, 0, "{}", v.family.name);
             // the number of rows beyond a packed sequence's own that validation counts with (MAX_SEQUENCES)
             assert!(s.row_rounding <= 32, "{}", v.family.name);
-            for at in [s.minus_lse_at, s.minus_delta_at] {
+            for at in [s.neg_lse_offsets, s.neg_delta_offsets] {
                 assert_eq!(at.len(), s.group_rows as usize, "{}", v.family.name);
             }
-            let mut all = [s.minus_lse_at, s.minus_delta_at].concat();
+            let mut all = [s.neg_lse_offsets, s.neg_delta_offsets].concat();
             all.sort();
             all.dedup();
             assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
             // keys in blocks: queries in steps
-            assert!(v.pass.facts().rows != Rows::Keys || s.row_rounding % v.step == 0, "{}", v.name);
+            assert!(v.pass.facts().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
         }
     }
 }
@@ -583,7 +583,7 @@ const TURING: Family = Family {
     threads: 1024,
     scratch: None,
     either_order: &[],
-    in_rounds: false,
+    has_key_block_offset: false,
     stores_dbias: false,
 };
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -644,16 +644,16 @@ fn forward_is_chosen_alone() {
     }
     assert_eq!(family(&attention(2000, 2000, 40, 24), &T4), TURING.name, "padded");
     assert_eq!(family(&attention(2000, 2000, 72, 64), &T4), "volta");
-    assert_eq!(family(&Attention { features: Features { sinks: true, ..a.features }, ..a }, &T4), "volta");
+    assert_eq!(family(&Attention { features: RequestedFeatures { sinks: true, ..a.features }, ..a }, &T4), "volta");
     assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
 }
 
 /// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
 #[test]
 fn backward_is_chosen_as_a_set() {
-    let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, minus_lse_at: &[0, 1], minus_delta_at: &[2, 3] };
+    let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, neg_lse_offsets: &[0, 1], neg_delta_offsets: &[2, 3] };
     let turing = Family { scratch: Some(scratch), ..TURING };
-    let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_finish"].map(|name| like(name, turing)).to_vec();
+    let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_postprocess"].map(|name| like(name, turing)).to_vec();
     let a = attention(1000, 1000, 64, 64);
     let of = |rows: &[Variant], a: &Attention, mode| {
         let plan = plan::backward_among(volta_and(&[rows]), a, mode, &T4).unwrap();
@@ -663,7 +663,7 @@ fn backward_is_chosen_as_a_set() {
         (names[0], plan.scratch_rows, plan.prepare.unwrap().blocks[0])
     };
     assert_eq!(of(&rows, &a, DEFAULT), ("volta", 1024, 16));
-    rows.push(like("volta_bwd_prepare", turing));
+    rows.push(like("volta_bwd_preprocess", turing));
     assert_eq!(of(&rows, &a, DEFAULT), (TURING.name, 1008, 16));
     assert_eq!(of(&rows, &a, DETERMINISTIC).0, "volta", "it has no such kernels");
     let bf16 = BackwardMode { bf16_gradients: true, ..DEFAULT };
@@ -692,48 +692,56 @@ fn the_environment_may_restrict_the_choice() {
 /// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
 #[test]
 fn the_kernel_with_the_fewest_needs_wins() {
-    let needs = Needs::of(&[Need::Alibi, Need::Sinks]);
-    let two = Variant { name: "two", needs, ..like("volta_fwd_general_64x64", VOLTA) };
+    let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
+    let two = Variant { name: "two", needs, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
         // full rounds
         let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
     };
-    let alibi = Features { alibi: true, ..Features::default() };
-    assert_eq!(name(Features { sinks: true, ..alibi }), "two");
+    let alibi = RequestedFeatures { alibi: true, ..RequestedFeatures::default() };
+    assert_eq!(name(RequestedFeatures { sinks: true, ..alibi }), "two");
     assert_eq!(name(alibi), "volta_fwd_alibi_64x64");
-    assert_eq!(name(Features::default()), "volta_fwd_64x64");
-    assert_eq!(name(Features { sinks: true, ..Features::default() }), "two", "as good as ragged, and earlier in the tables");
-    for both in [Features { dropout_p: 0.5, ..alibi }, Features { seqused_k: true, ..alibi }] {
-        assert_eq!(name(both), "volta_fwd_general_64x64");
+    assert_eq!(name(RequestedFeatures::default()), "volta_fwd_64x64");
+    assert_eq!(
+        name(RequestedFeatures { sinks: true, ..RequestedFeatures::default() }),
+        "two",
+        "as good as ragged, and earlier in the tables"
+    );
+    for both in [RequestedFeatures { dropout_p: 0.5, ..alibi }, RequestedFeatures { seqused_k: true, ..alibi }] {
+        assert_eq!(name(both), "volta_fwd_generic_64x64");
     }
-    let biased = Features { attn_bias: true, ..Features::default() };
-    let capped = Features { softcap: 3.0, ..alibi };
-    assert_eq!(name(capped), "volta_fwd_alibicap_64x64");
-    assert_eq!(name(Features { dropout_p: 0.5, ..biased }), "volta_fwd_bias_dropout_64x64");
-    for other in [Features { attn_bias: true, ..capped }, Features { sinks: true, ..capped }, Features { softcap: 3.0, ..biased }] {
-        assert_eq!(name(other), "volta_fwd_general_64x64");
+    let biased = RequestedFeatures { attn_bias: true, ..RequestedFeatures::default() };
+    let capped = RequestedFeatures { softcap: 3.0, ..alibi };
+    assert_eq!(name(capped), "volta_fwd_alibi_softcap_64x64");
+    assert_eq!(name(RequestedFeatures { dropout_p: 0.5, ..biased }), "volta_fwd_bias_dropout_64x64");
+    for other in [
+        RequestedFeatures { attn_bias: true, ..capped },
+        RequestedFeatures { sinks: true, ..capped },
+        RequestedFeatures { softcap: 3.0, ..biased },
+    ] {
+        assert_eq!(name(other), "volta_fwd_generic_64x64");
     }
 }
 
 /// Volta's forward kernels of one feature or two have no registers for a bias in fp32; all others that have a bias read either type.
 #[test]
 fn an_fp32_bias_gets_kernels_that_read_it() {
-    let [bias, fp32] = [Need::Bias, Need::Fp32Bias].map(|need| Needs::of(&[need]));
+    let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
     assert!(kernels::variants().all(|v| v.needs.covers(bias) || !v.needs.covers(fp32)), "a type of what is not there");
     let of_fp16: Vec<_> = kernels::variants().filter(|v| v.needs.covers(bias) && !v.needs.covers(fp32)).collect();
     assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.requires.covers(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
         let [(half, on_t4), (float, float_on_t4)] = [false, true].map(|fp32_bias| {
-            let features = Features { attn_bias: true, fp32_bias, dropout_p, ..Features::default() };
+            let features = RequestedFeatures { attn_bias: true, fp32_bias, dropout_p, ..RequestedFeatures::default() };
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
             assert_eq!(plan::needs(&a, DEFAULT).covers(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
             (name(&DeviceLimits::V100), name(&T4))
         });
         assert!(of_fp16.iter().any(|v| v.name == half));
-        assert_eq!(float, format!("volta_fwd_general_{headdim}x{headdim}"));
+        assert_eq!(float, format!("volta_fwd_generic_{headdim}x{headdim}"));
         assert_eq!(on_t4, float_on_t4);
     }
 }
@@ -741,9 +749,9 @@ fn an_fp32_bias_gets_kernels_that_read_it() {
 /// A tuning that says `bias` is read as before there was a need for its type, and means one in fp16.
 #[test]
 fn a_choice_for_a_bias_says_its_type() {
-    let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_general_96x96""#);
+    let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_generic_96x96""#);
     let reason = |needs: &str, fp32_bias| {
-        let features = Features { attn_bias: true, fp32_bias, ..Features::default() };
+        let features = RequestedFeatures { attn_bias: true, fp32_bias, ..RequestedFeatures::default() };
         forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(needs)])).1
     };
     let (half, float) = (r#""bias""#, r#""fp32_bias", "bias""#);
@@ -754,15 +762,15 @@ fn a_choice_for_a_bias_says_its_type() {
 /// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
 #[test]
 fn a_kernel_gets_what_it_requires() {
-    let needs = Needs::of(&[Need::Alibi]);
+    let needs = FeatureSet::of(&[Feature::Alibi]);
     let alibi = Variant { name: "alibi", needs, requires: needs, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
     };
     let alone: &'static [&'static [Variant]] = Vec::leak(vec![&*Vec::leak(vec![alibi])]);
-    assert_eq!(name(Kernels(alone), Features { alibi: true, ..Features::default() }).unwrap(), "alibi");
-    assert!(name(Kernels(alone), Features::default()).is_err());
+    assert_eq!(name(Kernels(alone), RequestedFeatures { alibi: true, ..RequestedFeatures::default() }).unwrap(), "alibi");
+    assert!(name(Kernels(alone), RequestedFeatures::default()).is_err());
 }
 
 /// Whose scaled_dot_product_attention is ours without being asked twice.
@@ -779,7 +787,7 @@ fn a_device_is_served_by_whole_families_of_its_own() {
     };
     let turing = Family { shared_bytes: 96 * 1024, ..TURING };
     assert_eq!(whole(turing, ""), [false, true, true, true, false, false]);
-    for missing in ["volta_fwd_general_256x256", "volta_bwd_general_256", "volta_bwd_ragged_finish", "volta_bwd_general_queries_256"] {
+    for missing in ["volta_fwd_generic_256x256", "volta_bwd_generic_256", "volta_bwd_varlen_postprocess", "volta_bwd_generic_dq_256"] {
         assert_eq!(whole(turing, missing), volta, "without {missing}");
     }
     assert_eq!(whole(TURING, ""), volta, "in 64 KB it would not fit");
@@ -787,15 +795,15 @@ fn a_device_is_served_by_whole_families_of_its_own() {
 
 #[test]
 fn needs_are_a_set() {
-    let [a, b] = [Needs::of(&[Need::Alibi, Need::Sinks]), Needs::of(&[Need::Sinks])];
-    assert!(a.covers(b) && !b.covers(a) && b.covers(Needs::NONE) && a.covers(a));
-    assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, Needs::of(&[Need::Alibi]), b, a));
-    assert_eq!(a.iter().collect::<Vec<_>>(), [Need::Sinks, Need::Alibi]);
-    let mut names = Need::ALL.map(Need::name).to_vec();
+    let [a, b] = [FeatureSet::of(&[Feature::Alibi, Feature::Sinks]), FeatureSet::of(&[Feature::Sinks])];
+    assert!(a.covers(b) && !b.covers(a) && b.covers(FeatureSet::NONE) && a.covers(a));
+    assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, FeatureSet::of(&[Feature::Alibi]), b, a));
+    assert_eq!(a.iter().collect::<Vec<_>>(), [Feature::Sinks, Feature::Alibi]);
+    let mut names = Feature::ALL.map(Feature::name).to_vec();
     names.sort();
     names.dedup();
-    assert_eq!(names.len(), Need::ALL.len());
-    assert_eq!(Needs::of(&Need::ALL).count() as usize, Need::ALL.len());
+    assert_eq!(names.len(), Feature::ALL.len());
+    assert_eq!(FeatureSet::of(&Feature::ALL).count() as usize, Feature::ALL.len());
 }
 
 // ---- tunings -------------------------------------------------------------------------------------------------------------
@@ -819,8 +827,8 @@ fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
 
 fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'static str; 3], bool) {
     let plan = plan::backward(a, mode, d).unwrap();
-    assert_eq!(plan.headdim_rounded == 0, plan.dq_sums == 0, "an accumulator where there are sums");
-    assert_eq!(plan.dq_sums == 0, plan.main.variant.pass == Pass::BackwardKeys);
+    assert_eq!(plan.headdim_rounded == 0, plan.dq_accum_splits == 0, "an accumulator where there are sums");
+    assert_eq!(plan.dq_accum_splits == 0, plan.main.variant.pass == Pass::BackwardDkDv);
     assert!(plan.deterministic || !mode.deterministic, "what is asked for is kept");
     (parts(&plan).map(|k| k.variant.name), plan.deterministic)
 }
@@ -863,13 +871,13 @@ fn choices_are_taken_for_their_class() {
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
     // and a need that the kernel lacks
-    own(&Attention { features: Features { softcap: 1.0, ..Features::default() }, ..attention(500, 5, 64, 64) });
+    own(&Attention { features: RequestedFeatures { softcap: 1.0, ..RequestedFeatures::default() }, ..attention(500, 5, 64, 64) });
 }
 
 /// As many as there are, not as many as a batch of the longest sequence would make.
 #[test]
 fn packed_rows_are_counted_as_they_lie() {
-    let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_general_96x96""#]);
+    let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
     for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
         let a = Attention { packed: Some(Packed { total_q, total_k: 9 }), ..attention(125, 5, 64, 64) };
         assert_eq!(forward_of(&a, &d).1 == Reason::Tuned, expected, "{total_q}");
@@ -878,16 +886,16 @@ fn packed_rows_are_counted_as_they_lie() {
 
 #[test]
 fn classes_may_ask_for_a_mask_and_for_needs() {
-    let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_general_96x96""#]);
-    let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_general_96x96""#]);
-    let plain = tuned(&[], &[r#""pass": "Forward", "needs": [], "variant": "volta_fwd_general_96x96""#]);
-    let alibi = tuned(&[], &[r#""pass": "Forward", "needs": ["alibi"], "variant": "volta_fwd_general_96x96""#]);
+    let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_generic_96x96""#]);
+    let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_generic_96x96""#]);
+    let plain = tuned(&[], &[r#""pass": "Forward", "needs": [], "variant": "volta_fwd_generic_96x96""#]);
+    let alibi = tuned(&[], &[r#""pass": "Forward", "needs": ["alibi"], "variant": "volta_fwd_generic_96x96""#]);
     let windows = [(None, Some(0)), (None, None), (Some(9), Some(0)), (None, Some(3))];
     for (i, (left, right)) in windows.into_iter().enumerate() {
         let a = Attention { window: Window { left, right }, ..attention(500, 500, 64, 64) };
         let is_tuned = [causal, full, plain, alibi].map(|d| forward_of(&a, &d).1 == Reason::Tuned);
         assert_eq!(is_tuned, [i == 0, i == 1, true, false]);
-        let a = Attention { features: Features { alibi: true, ..a.features }, ..a };
+        let a = Attention { features: RequestedFeatures { alibi: true, ..a.features }, ..a };
         assert_eq!([plain, alibi].map(|d| forward_of(&a, &d).1 == Reason::Tuned), [false, true]);
     }
 }
@@ -896,13 +904,13 @@ fn classes_may_ask_for_a_mask_and_for_needs() {
 #[test]
 fn choices_that_do_not_hold_a_problem_are_passed_over() {
     let any = |name: &str| format!(r#""pass": "Forward", "variant": "{name}""#);
-    let choices = ["volta_fwd_32x32", "volta_fwd_64x64", "volta_fwd_96x96", "volta_fwd_general_64x64"].map(any);
+    let choices = ["volta_fwd_32x32", "volta_fwd_64x64", "volta_fwd_96x96", "volta_fwd_generic_64x64"].map(any);
     let d = tuned(&["volta_fwd_64x64"], &choices.each_ref().map(String::as_str));
     let name = |headdim, features| forward_of(&Attention { features, ..attention(900, 900, headdim, headdim) }, &d).0;
-    let (plain, alibi) = (Features::default(), Features { alibi: true, ..Features::default() });
+    let (plain, alibi) = (RequestedFeatures::default(), RequestedFeatures { alibi: true, ..RequestedFeatures::default() });
     assert_eq!(name(32, plain), "volta_fwd_32x32");
     assert_eq!(name(64, plain), "volta_fwd_96x96", "volta_fwd_64x64 failed");
-    assert_eq!(name(64, alibi), "volta_fwd_general_64x64");
+    assert_eq!(name(64, alibi), "volta_fwd_generic_64x64");
     assert_eq!(name(104, plain), plan::forward(&attention(900, 900, 104, 104), &DeviceLimits::V100).unwrap().variant.name);
     let bytes = kernels::variants().find(|v| v.name == "volta_fwd_96x96").unwrap().shared_bytes;
     let little = DeviceLimits { shared_bytes_per_block: bytes - 1, ..d };
@@ -915,9 +923,9 @@ fn a_tuned_kernel_brings_its_family() {
     let turing = Family { scratch: VOLTA.scratch, ..TURING };
     let rows = [
         named("forward", like("volta_fwd_64x64", turing)),
-        named("prepare", like("volta_bwd_prepare", turing)),
+        named("prepare", like("volta_bwd_preprocess", turing)),
         named("main", like("volta_bwd_64", turing)),
-        named("finish", like("volta_bwd_finish", turing)),
+        named("finish", like("volta_bwd_postprocess", turing)),
     ];
     let kernels = volta_and(&[&rows]);
     // enough heads for large blocks
@@ -933,16 +941,16 @@ fn a_tuned_kernel_brings_its_family() {
         &[r#""pass": "Backward", "variant": "volta_bwd_96""#, r#""pass": "Forward", "variant": "volta_fwd_128x128""#],
         H200,
     );
-    assert_eq!(backward(&d), ["volta_bwd_prepare", "volta_bwd_96", "volta_bwd_finish"]);
+    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_96", "volta_bwd_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
     // not where the family may not be taken or is not run at all
     let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
-    assert_eq!(backward(&d), ["volta_bwd_prepare", "volta_bwd_64", "volta_bwd_finish"]);
+    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
     // one of them failed: the whole set of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
-    assert_eq!(backward(&d), ["volta_bwd_prepare", "volta_bwd_64", "volta_bwd_finish"]);
+    assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
     let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
     assert_eq!(plan.main.reason, Reason::FailedAvoided);
 }
@@ -950,7 +958,7 @@ fn a_tuned_kernel_brings_its_family() {
 #[test]
 fn a_tuning_takes_atomics_away_and_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
-    let without = ["volta_bwd_prepare", "volta_bwd_keys_64", "volta_bwd_queries_64"];
+    let without = ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_64"];
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
     assert_eq!(backward_of(&a, DEFAULT, &d), (without, true));
     assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
@@ -958,13 +966,12 @@ fn a_tuning_takes_atomics_away_and_never_adds_them() {
     assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
     // a kernel that adds by atomics, for whoever asked for none
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
-    assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_prepare", "volta_bwd_128", "volta_bwd_finish"], false));
-    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_prepare", "volta_bwd_128", "volta_bwd_finish"], true));
-    assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_sums > 0);
+    assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], false));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], true));
+    assert!(plan::backward(&a, DETERMINISTIC, &atomics).unwrap().dq_accum_splits > 0);
     // both kinds of choice at once
-    let both =
-        tuned(&[], &[r#""pass": "BackwardQueries", "variant": "volta_bwd_queries_96""#, r#""pass": "Backward", "deterministic": true"#]);
-    assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_prepare", "volta_bwd_keys_64", "volta_bwd_queries_96"]);
+    let both = tuned(&[], &[r#""pass": "BackwardDq", "variant": "volta_bwd_dq_96""#, r#""pass": "Backward", "deterministic": true"#]);
+    assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
 }
 
 /// Whichever kernel fails, and whatever a choice says of it: no plan has it, and there is one, or an error that names it.
@@ -1004,14 +1011,11 @@ fn what_stands_in_for_a_failed_kernel() {
     // nothing with atomics is left: without; and nothing without: an error, since atomics were excluded
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
-    assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_prepare", "volta_bwd_keys_64_small", "volta_bwd_queries_64"], true));
-    assert_eq!(
-        backward_of(&a, DETERMINISTIC, &no_atomics),
-        (["volta_bwd_prepare", "volta_bwd_keys_64_small", "volta_bwd_queries_64"], true)
-    );
-    let neither = [of(Pass::Backward), of(Pass::BackwardQueries)].concat();
+    assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));
+    assert_eq!(backward_of(&a, DETERMINISTIC, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));
+    let neither = [of(Pass::Backward), of(Pass::BackwardDq)].concat();
     let e = plan::backward(&a, DETERMINISTIC, &tuned(&neither, &[])).unwrap_err();
-    assert!(e.message.contains("volta_bwd_queries_64") && !e.message.contains("volta_bwd_queries_32"), "{e}");
+    assert!(e.message.contains("volta_bwd_dq_64") && !e.message.contains("volta_bwd_dq_32"), "{e}");
 }
 
 #[test]
@@ -1089,9 +1093,9 @@ fn choices_that_a_device_can_never_take_are_named() {
 /// Such grids are the forward pass' own: what reads pages is asked for by the same shape.
 #[test]
 fn a_choice_of_equal_shares_is_not_of_pages() {
-    let d = tuned(&[], &[r#""pass": "ForwardShares", "variant": "volta_fwd_shares_64x64""#]);
+    let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
     let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
-    assert_eq!(forward_of(&a, &d), ("volta_fwd_shares_64x64", Reason::Tuned));
+    assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
     assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
 }
 
@@ -1101,17 +1105,17 @@ fn equal_shares_cover_all_steps_once() {
     let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
     for (row_blocks, keys, step, places_per_sm) in grids {
         let places = 80 * places_per_sm;
-        let (shares, _) = plan::EqualShares::of(row_blocks, keys, step, 80, places_per_sm).unwrap();
-        assert_eq!((shares.whole_rows + shares.cut_rows) as u64, row_blocks);
-        assert!(shares.whole_rows % places == 0 && shares.cut_rows < places);
+        let (shares, _) = plan::StreamKPlan::of(row_blocks, keys, step, 80, places_per_sm).unwrap();
+        assert_eq!((shares.data_parallel_tiles + shares.stream_k_tiles) as u64, row_blocks);
+        assert!(shares.data_parallel_tiles % places == 0 && shares.stream_k_tiles < places);
         let dealt = shares.deal();
-        assert_eq!(shares.blocks(), shares.whole_rows + dealt.pieces.len() as u32);
-        for row_block in 0..shares.cut_rows {
+        assert_eq!(shares.blocks(), shares.data_parallel_tiles + dealt.pieces.len() as u32);
+        for row_block in 0..shares.stream_k_tiles {
             let mut pieces: Vec<_> = dealt.pieces.iter().filter(|piece| u32::from(piece.row_block) == row_block).collect();
             pieces.sort_by_key(|piece| piece.first);
             let (mut at, all) = (0, pieces.len() as u16);
             for (number, piece) in pieces.into_iter().enumerate() {
-                assert_eq!((piece.first, piece.part), (at, SharePiece::part(number as u16, all)), "{shares:?}");
+                assert_eq!((piece.first, piece.part), (at, StreamKSplit::part(number as u16, all)), "{shares:?}");
                 assert!(piece.end > piece.first && u32::from(all) <= dealt.most_pieces);
                 at = piece.end;
             }
@@ -1121,5 +1125,5 @@ fn equal_shares_cover_all_steps_once() {
             dealt.pieces.windows(2).take(shares.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
         assert!(longest_first, "{shares:?}");
     }
-    assert_eq!(plan::EqualShares::of(320, 1024, 16, 80, 2), None, "full rounds");
+    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full rounds");
 }

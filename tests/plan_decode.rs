@@ -2,7 +2,7 @@
 
 use volta_fa::kernels::{self, CacheFormat, Pass};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
-use volta_fa::problem::{Attention, Features, Window};
+use volta_fa::problem::{Attention, RequestedFeatures, Window};
 
 /// Three sequences of up to 800 tokens.
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
@@ -17,7 +17,7 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
         softmax_scale: 1.0,
         window: Window { left: None, right: Some(0) },
         packed: None,
-        features: Features::default(),
+        features: RequestedFeatures::default(),
     }
 }
 
@@ -27,7 +27,7 @@ fn latents(heads: i64, seqlen_q: i64) -> Attention {
 }
 
 fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    plan::decode(a, CacheFormat::Float, others, d).unwrap()
+    plan::decode(a, CacheFormat::Unquantized, others, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -35,12 +35,12 @@ const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_byte
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
     let mut unused: Vec<_> = kernels::variants()
-        .filter(|v| matches!(v.pass, Pass::Append | Pass::Convert | Pass::Decode | Pass::DecodeLatents | Pass::Prefill))
+        .filter(|v| matches!(v.pass, Pass::Append | Pass::Dequantize | Pass::Decode | Pass::DecodeMla | Pass::Prefill))
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {
         unused.retain(|name| *name != plan::convert(800, 2, &d).unwrap().variant.name);
-        for format in [&[CacheFormat::Float], QUANTISED.as_slice()].concat() {
+        for format in [&[CacheFormat::Unquantized], QUANTISED.as_slice()].concat() {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for heads in [1, 16, 32, 64, 128] {
                 let planned = plan::decode(&latents(heads, 1), format, false, &d);
@@ -52,14 +52,17 @@ fn every_variant_is_chosen_for_some_problem() {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for format in QUANTISED.into_iter().chain([CacheFormat::Bfloat]) {
+                for format in QUANTISED.into_iter().chain([CacheFormat::Bf16]) {
                     unused.retain(|name| *name != plan::decode(&a, format, false, &d).unwrap().kernel.variant.name);
                 }
             }
             for softcap in [0.0, 30.0] {
                 // more heads get larger blocks
                 for group in [1, 2, 3, 32] {
-                    let a = Attention { features: Features { softcap, ..Features::default() }, ..cached(headdim, group, 300) };
+                    let a = Attention {
+                        features: RequestedFeatures { softcap, ..RequestedFeatures::default() },
+                        ..cached(headdim, group, 300)
+                    };
                     unused.retain(|name| *name != plan::prefill(&a, &d).unwrap().variant.name);
                 }
             }
@@ -72,7 +75,7 @@ fn every_variant_is_chosen_for_some_problem() {
 #[test]
 fn conversion_reaches_as_far_as_a_step_of_keys() {
     let longest = kernels::variants().filter(|v| v.pass == Pass::Forward).map(|v| v.step).max();
-    for v in kernels::variants().filter(|v| v.pass == Pass::Convert) {
+    for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
     let planned = plan::convert(801, 2, &DeviceLimits::V100).unwrap();
@@ -83,7 +86,7 @@ const QUANTISED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, Cache
 
 /// A kernel reads one kind of cache, whatever else it has; a family that has none for it leaves the call to the next.
 #[test]
-fn a_quantised_cache_has_kernels_of_its_own() {
+fn a_quantized_cache_has_kernels_of_its_own() {
     for format in QUANTISED {
         for d in [DeviceLimits::V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
@@ -143,7 +146,7 @@ fn the_grid_is_as_large_as_the_gpu() {
         let blocks = d.sms * p.kernel.variant.blocks_per_sm;
         assert_eq!(p.kernel.blocks, [blocks, 1]);
         // each block has two places, and a counter for each in every level of a tree of radix 4, whose last has one node
-        let levels = p.arrivals / (2 * i64::from(blocks));
+        let levels = p.semaphores / (2 * i64::from(blocks));
         assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
         assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);
     }
@@ -155,7 +158,7 @@ fn latents_have_kernels_of_their_own() {
         for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
             let p = plan(&latents(heads, seqlen_q), false, &d);
             let v = p.kernel.variant;
-            assert_eq!((v.pass, v.headdim, v.headdim_v, p.max_rows), (Pass::DecodeLatents, 576, 512, i64::MAX), "{}", v.name);
+            assert_eq!((v.pass, v.headdim, v.headdim_v, p.max_rows), (Pass::DecodeMla, 576, 512, i64::MAX), "{}", v.name);
         }
         // and nobody else gets them: their values are their keys
         for headdim in [64, 256] {

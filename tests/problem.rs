@@ -239,7 +239,7 @@ fn accepted_features() {
         change(&mut o);
         validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap().features
     };
-    assert_eq!(accepted(&|_| ()), Features::default());
+    assert_eq!(accepted(&|_| ()), RequestedFeatures::default());
     for sizes in [[2, 6, 10, 12], [1, 1, 1, 1], [1, 6, 1, 12], [2, 1, 10, 1]] {
         for dtype in [DType::Bool, DType::Half, DType::Float] {
             let found = accepted(&|o| o.attn_bias = Some(vector(dtype, &sizes)));
@@ -257,7 +257,7 @@ fn accepted_features() {
         assert_eq!(accepted(&|o| o.softcap = softcap).softcap, softcap);
     }
     let used = accepted(&|o| o.seqused_k = ints(2));
-    assert!(used.seqused_k && used == Features { seqused_k: true, ..Features::default() });
+    assert!(used.seqused_k && used == RequestedFeatures { seqused_k: true, ..RequestedFeatures::default() });
 }
 
 #[test]

@@ -65,12 +65,12 @@ def test_in_the_simulator(tmp_path, capsys):
 
 def test_kernels_of_a_cache_in_the_simulator(tmp_path, capsys):
     need("sim")
-    for pattern in ("volta_decode_64x*", "volta_decode_*_64x16", "volta_latents_*", "volta_append*"):
+    for pattern in ("volta_decode_64x*", "volta_decode_*_64x16", "volta_mla_decode_*", "volta_append*"):
         status, data = check(tmp_path, "--device", "simulator", "--kernels", pattern)
         assert status == 0, capsys.readouterr().out
         assert data["right"] and all(v["passed"] and v["problems"] == 3 and v["worst"]["share"] > 0 for v in data["right"])
     assert "volta KV cache, append" in capsys.readouterr().out
-    status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_convert")
+    status, data = check(tmp_path, "--device", "simulator", "--kernels", "volta_dequantize")
     assert status == 0 and [v["problems"] for v in data["right"]] == [4] and data["right"][0]["runs_with"]
 
 
@@ -135,9 +135,9 @@ def launched(variant, work) -> list[str]:
 
 
 def test_kernels_of_other_caches_and_of_latents_really_run():
-    """(Of latents `_plan` does not know, and of a quantised cache in rows off 16 bytes kernels would get a copy in fp16.)"""
+    """(Of latents `_plan` does not know, and of a quantized cache in rows off 16 bytes kernels would get a copy in fp16.)"""
     need("sim")
-    listed = [v for v in SIMULATED if v["pass"] == "DecodeLatents" or (v["cache"] != "float" and v["headdim"] == 64)]
+    listed = [v for v in SIMULATED if v["pass"] == "DecodeMla" or (v["cache"] != "float" and v["headdim"] == 64)]
     assert len(listed) > 12
     for variant in listed:
         for problem in cached.problems(variant):
@@ -284,7 +284,7 @@ def spoil_latent(inputs):
 
 
 @pytest.mark.parametrize(
-    "name, spoil", [("volta_decode_int8_64x8", spoil_scale), ("volta_decode_int4_64x16", spoil_scale), ("volta_latents_16", spoil_latent)]
+    "name, spoil", [("volta_decode_int8_64x8", spoil_scale), ("volta_decode_int4_64x16", spoil_scale), ("volta_mla_decode_16", spoil_latent)]
 )
 def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
     need("sim")
@@ -413,7 +413,7 @@ def test_blame_is_shared():
     def shared(*complaints):
         """Who is wrong in the end, of three kernels that run with one that finishes, which is asked with the first of them."""
         mains = [verdict(name, "Backward", complaint, ["finish"]) for name, complaint in zip("abc", complaints)]
-        found = [*mains, verdict("finish", "BackwardFinish", "dq: wrong", ["a"])]
+        found = [*mains, verdict("finish", "BackwardPostprocess", "dq: wrong", ["a"])]
         right.share_blame(found)
         return [v.kernel for v in found if not v.passed]
 
@@ -653,7 +653,7 @@ def test_only_what_is_clearly_faster_is_written(monkeypatch, tmp_path):
 
     timed(monkeypatch, lambda a: 0.5 if a.deterministic or (a.variant and a.variant["name"] == "volta_fwd_64x64_small") else 1.0)
     about = {"volta_fa": "0", "device": "a card", "driver": "1"}
-    tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_96x96_small", "volta_fwd_shares_96x96"])
+    tuned = tune.Tuned(str(tmp_path / "folder" / "card.json"), failed=["volta_fwd_96x96_small", "volta_fwd_streamk_96x96"])
     tuned.choices = [found for class_, alternatives in listed if (found := tune.compare(SIMULATOR, class_, alternatives, ()))]
     tune._write(tuned, about)
     text = Path(tuned.path).read_text()

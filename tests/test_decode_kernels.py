@@ -225,16 +225,16 @@ def test_plans_show_a_caches_kernels():
     assert step["decode"]["name"] == "volta_decode_128x64" and step["decode"]["grid"] == [80, 1, 1] and step["prefill"] is None
     assert step["append"]["name"] == "volta_append" and step["append"]["grid"][1:] == [8, 3]
     assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["arrivals"] >= 2 * 80
-    quantised = step.pop("quantised")
-    assert {name: kernel["name"] for name, kernel in quantised.items()} == {
+    quantized = step.pop("quantized")
+    assert {name: kernel["name"] for name, kernel in quantized.items()} == {
         "int8": "volta_decode_int8_128x32", "int4": "volta_decode_int4_128x32",
         "fp8_e5m2": "volta_decode_e5m2_128x32", "fp8_e4m3": "volta_decode_e4m3_128x32",
     }  # fmt: skip
-    appending = step.pop("append_quantised")
+    appending = step.pop("append_quantized")
     assert {name: kernel["name"] for name, kernel in appending.items()} == {
         "int8": "volta_append_int8", "int4": "volta_append_int4", "fp8_e5m2": "volta_append_e5m2", "fp8_e4m3": "volta_append_e4m3",
     }  # fmt: skip
-    assert all(kernel["reason"] for kernel in [*step.values(), *quantised.values(), *appending.values()] if kernel)
+    assert all(kernel["reason"] for kernel in [*step.values(), *quantized.values(), *appending.values()] if kernel)
     chunk = plan(100)
     assert chunk["prefill"]["pass"] == "Prefill" and chunk["prefill"]["grid"][2] == 3 and chunk["decode"]["block_rows"] == 32
     assert plan(100, needs="softcap")["prefill"]["name"] != chunk["prefill"]["name"]

@@ -39,7 +39,7 @@ def test_against_fp64(backend, causal):
 
 @on("cpu-fp32", "sim")
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
-def test_quantised(backend, kv_dtype):
+def test_quantized(backend, kv_dtype):
     problem, given = draw(backend, latents([(2, 37), (2, 150)], kv_dtype=kv_dtype, descale="bh"))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1" if backend.machine == "sim" else "0")
     scales = {"latent_scale": given.get("latent_scale"), "descale_k": given.get("latent_descale")}

@@ -53,7 +53,7 @@ def test_parameters_fit_the_constant_bank(variant):
 
 
 #: Grids of equal shares, and backward in one kernel, are for what gains most by them: a plan does without where there is no kernel.
-SPARED = ("ForwardShares", "BackwardWhole")
+SPARED = ("ForwardStreamK", "BackwardFused")
 
 
 @pytest.mark.parametrize("pass_", [p for p in INFO["passes"] if p["name"] not in SPARED], ids=lambda p: p["name"])
@@ -72,11 +72,11 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
     assert plan()["forward"]["needs"] == []
     found = plan(needs="alibi,dropout", deterministic=True)
     assert {"alibi", "dropout"} <= set(found["forward"]["needs"])
-    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "Backward", "BackwardFinish"]
-    assert (found["backward"]["rounds"], found["backward"]["dq_sums"], found["backward"]["tail"]) == (1, 4, None)
+    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "Backward", "BackwardPostprocess"]
+    assert (found["backward"]["rounds"], found["backward"]["dq_accum_splits"], found["backward"]["tail"]) == (1, 4, None)
     found = plan(deterministic=True, major=7, minor=5)["backward"]
-    assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPrepare", "BackwardKeys", "BackwardQueries"]
-    assert (found["rounds"], found["dq_sums"]) == (1, 0)
+    assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]
+    assert (found["rounds"], found["dq_accum_splits"]) == (1, 0)
     assert "bf16_gradients" in plan(needs="bf16_gradients")["backward"]["finish"]["needs"]
     found = plan(needs="fp32_bias")
     assert found["mode"]["needs"] == ["bias", "fp32_bias"] and "fp32_bias" in found["forward"]["needs"]
@@ -141,7 +141,7 @@ def test_compared_kernels_differ_by_a_bit(monkeypatch):
     assert compare.difference(kernel, dataclasses.replace(kernel, registers=kernel.registers + 1), None)
     nvdisasm = compare.find_nvdisasm()
     if nvdisasm:
-        summary, *lines = compare.difference(kernel, found["volta_fwd_ragged_64x64"], nvdisasm)
+        summary, *lines = compare.difference(kernel, found["volta_fwd_varlen_64x64"], nvdisasm)
         assert "instructions" in summary and len(lines) == compare.SHOWN + 1
 
 

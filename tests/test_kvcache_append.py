@@ -54,8 +54,8 @@ def test_variant_runs(backend, variant):
 
 @pytest.mark.parametrize("variant", QUANTISING, ids=lambda v: v["name"])
 @on("sim")
-def test_quantising_variant_runs(backend, variant):
-    """(What it writes, tests/test_kvcache_quantised.py looks at.)"""
+def test_quantizing_variant_runs(backend, variant):
+    """(What it writes, tests/test_kvcache_quantized.py looks at.)"""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
     case = Cached(((3, 40, 5), (1, 9, 2), (0, 20, 0)), packed=True, own_new=True, kv_dtype=variant["cache"])
     assert variant["name"] in launched(backend, case.problem(backend))

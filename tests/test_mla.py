@@ -99,7 +99,7 @@ def test_against_fp64(backend, case):
     check(backend, case)
 
 
-def quantised(kv_dtype) -> list[Cached]:
+def quantized(kv_dtype) -> list[Cached]:
     of = {"kv_dtype": kv_dtype}
     fp8 = {} if kv_dtype == "int8" else {"descale": "one"}
     own = {} if kv_dtype == "int8" else {"descale": "bh"}
@@ -116,22 +116,22 @@ def quantised(kv_dtype) -> list[Cached]:
     ]
 
 
-def shared_quantised(kv_dtype) -> list[Cached]:
+def shared_quantized(kv_dtype) -> list[Cached]:
     return [latents([(1, 1000), (1, 30)], kv_dtype=kv_dtype), latents([(2, 2000)], nheads=40, num_splits=3, kv_dtype=kv_dtype)]
 
 
 @on_cases(
-    (["cpu-fp32", "cpu-fp16", "sim", "cuda"], [c for kv_dtype in QUANTISED for c in quantised(kv_dtype)]),
-    (["sim", "cuda"], [c for kv_dtype in QUANTISED for c in shared_quantised(kv_dtype)]),
+    (["cpu-fp32", "cpu-fp16", "sim", "cuda"], [c for kv_dtype in QUANTISED for c in quantized(kv_dtype)]),
+    (["sim", "cuda"], [c for kv_dtype in QUANTISED for c in shared_quantized(kv_dtype)]),
 )
-def test_quantised_against_fp64(backend, case):
+def test_quantized_against_fp64(backend, case):
     """The exact result is that of what the bytes stand for."""
     check(backend, case)
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
 @on("sim", "cuda")
-def test_quantised_scales_of_any_size(backend, kv_dtype):
+def test_quantized_scales_of_any_size(backend, kv_dtype):
     """Values of very different sizes, token by token: a row's unit moves, and nothing overflows or vanishes."""
     problem, options = draw(backend, latents([(1, 150), (1, 90)], kv_dtype=kv_dtype, descale="one"))
     cache, q = problem.k_cache, problem.q
@@ -162,7 +162,7 @@ def test_a_code_of_nan(backend, code):
 
 
 @on("sim", "cuda", "sim-bf16")
-def test_quantised_copies(backend):
+def test_quantized_copies(backend):
     """Where the kernels cannot read the bytes: rows off 16-byte boundaries, and bf16 queries."""
     problem, options = draw(backend, latents([(1, 37), (1, 80)], nheads=4, kv_dtype="fp8_e5m2", descale="bh"))
     expected = run(backend, problem, options)
@@ -216,7 +216,7 @@ def test_the_grid_is_the_gpus(backend):
     torch.ops.volta_fa._sim_report()
     fwd_mla(problem.q, problem.k_cache, **options)
     (launch,) = json.loads(torch.ops.volta_fa._sim_report())
-    assert launch["kernel"].startswith("volta_latents") and launch["spill_insts_static"] == 0
+    assert launch["kernel"].startswith("volta_mla_decode") and launch["spill_insts_static"] == 0
 
 
 @on("sim")
@@ -231,7 +231,7 @@ def test_a_turing_gpu_gets_voltas_kernel(backend):
         lambda: fwd_mla(problem.q, problem.k_cache, **options),
         NotImplementedError,
         "volta_fa::fwd_mla",
-        "no turing kernel (DecodeLatents) for headdim 576 and headdim_v 512",
+        "no turing kernel (DecodeMla) for headdim 576 and headdim_v 512",
         "VOLTA_FA_FAMILY",
     )
 
@@ -355,7 +355,7 @@ WRONG = {
     "cache dtype": (lambda a: {"latent_cache": a["latent_cache"].to(torch.bfloat16)}, ["latent_cache: got dtype torch.bfloat16"]),
     "int8 without scale": (lambda a: {"latent_cache": codes(a, torch.int8)}, ["latent_scale: got None", "one for each token"]),
     "int4": (lambda a: {"latent_cache": codes(a, torch.uint8)}, ["latent_cache: got dtype torch.uint8", "torch.int8, torch.float8_e5m2"]),
-    "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantised"]),
+    "scale of fp16": (lambda a: {"latent_scale": scales(a)}, ["latent_scale: got a tensor", "not quantized"]),
     "scale dtype": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a).double()}, ["latent_scale: got dtype"]),
     "scale shape": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": scales(a)[..., 0]}, ["latent_scale: got shape"]),
     "scale value": (lambda a: {"latent_cache": codes(a, torch.int8), "latent_scale": -scales(a)}, ["latent_scale: got -1", "from 0 on"]),

@@ -84,7 +84,7 @@ def test_a_kernel_of_one_feature_is_not_taken_without_it(backend, problem):
     """Forced or not: it would read what is not there."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     choices = [{"pass": "Forward", "variant": f"turing_fwd_{name}_64x64"} for name in ("alibi", "bias", "dropout", "softcap")]
-    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": ["turing_fwd_64x64", "turing_fwd_ragged_64x64"]}))
+    torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "choices": choices, "failed": ["turing_fwd_64x64", "turing_fwd_varlen_64x64"]}))
     try:
         [launch] = timed(backend, problem)
         assert not any(launch["kernel"] == choice["variant"] for choice in choices)

@@ -27,7 +27,7 @@ WITH_SDPA = ("llama", "qwen3", "mistral", "gemma3")
 
 
 class Reference(transformers.DynamicCache):
-    """Transformers' own cache, of numbers that have been rounded as a quantised cache rounds them; a prompt sees its own. Rotated keys
+    """Transformers' own cache, of numbers that have been rounded as a quantized cache rounds them; a prompt sees its own. Rotated keys
     are turned back, so that no query has to be rotated."""
 
     def __init__(self, config, kv_dtype, rotate_keys=False):

@@ -29,21 +29,21 @@ FORCED = [
     ("Forward", "volta_fwd_64x64", False),
     ("Forward", "volta_fwd_64x64_small", False),
     ("Forward", "volta_fwd_128x128", False),
-    ("Forward", "volta_fwd_general_96x96", False),
+    ("Forward", "volta_fwd_generic_96x96", False),
     ("Backward", "volta_bwd_128", False),
-    ("Backward", "volta_bwd_ragged_64", False),
-    ("BackwardPrepare", "volta_bwd_ragged_prepare", False),
-    ("BackwardFinish", "volta_bwd_ragged_finish", False),
-    ("BackwardKeys", "volta_bwd_general_keys_64", True),
-    ("BackwardQueries", "volta_bwd_queries_96", True),
+    ("Backward", "volta_bwd_varlen_64", False),
+    ("BackwardPreprocess", "volta_bwd_varlen_preprocess", False),
+    ("BackwardPostprocess", "volta_bwd_varlen_postprocess", False),
+    ("BackwardDkDv", "volta_bwd_generic_dkdv_64", True),
+    ("BackwardDq", "volta_bwd_dq_96", True),
 ]
 
 
 @pytest.mark.parametrize("pass_, variant, deterministic", FORCED, ids=[v for _, v, _ in FORCED])
 @on("sim", "cuda")
 def test_a_forced_kernel_runs_and_is_right(backend, force, pass_, variant, deterministic):
-    place = {"Forward": ["forward"], "BackwardPrepare": ["backward", "prepare"], "BackwardFinish": ["backward", "finish"]}
-    place |= {"Backward": ["backward", "main"], "BackwardKeys": ["backward", "main"], "BackwardQueries": ["backward", "finish"]}
+    place = {"Forward": ["forward"], "BackwardPreprocess": ["backward", "prepare"], "BackwardPostprocess": ["backward", "finish"]}
+    place |= {"Backward": ["backward", "main"], "BackwardDkDv": ["backward", "main"], "BackwardDq": ["backward", "finish"]}
 
     def planned():
         found = plan(device_of(backend), deterministic=deterministic)
@@ -306,9 +306,9 @@ def test_each_plan_is_logged_once():
     plain = "(the cheapest that covers it)"
     kernels = {
         f"forward, {shape}, causal": "volta_fwd_64x64_small on 2 x 2 x 2 blocks (smaller blocks, since all run at once)",
-        f"backward, {shape}, causal": f"volta_bwd_prepare on 2 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 2 x 2",
-        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_prepare on 2 x 2 x 2 blocks {plain}, volta_bwd_64",
-        f"backward in one kernel, {shape.replace('70', '50')}": f"volta_bwd_whole_64_small on 1 x 2 x 2 blocks {plain}",
+        f"backward, {shape}, causal": f"volta_bwd_preprocess on 2 x 2 x 2 blocks {plain}, volta_bwd_64_small on 2 x 2 x 2",
+        f"deterministic backward, main in launches: 1, {shape}, causal": f"volta_bwd_preprocess on 2 x 2 x 2 blocks {plain}, volta_bwd_64",
+        f"backward in one kernel, {shape.replace('70', '50')}": f"volta_bwd_fused_64_small on 1 x 2 x 2 blocks {plain}",
         f"forward, {shape}, window 3:all, with softcap": f"volta_fwd_softcap_64x64 on 1 x 2 x 2 blocks {plain}",
         "merge, batch 2, seqlen 70, 2 heads, headdim_v 64": "volta_merge on ",
     }

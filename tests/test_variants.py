@@ -59,7 +59,7 @@ def candidates(variant):
     # Of causal grids only those that do not run at once are: five blocks for every three places of an SM that has two.
     causal = {"batch": 1, "nheads": sms * 5 // 3 + 1}
     # Where a block has all keys, more of these are another kernel's.
-    keys = {"seqlen_k": variant["block_rows"] - 3} if variant["pass"] == "BackwardWhole" else {}
+    keys = {"seqlen_k": variant["block_rows"] - 3} if variant["pass"] == "BackwardFused" else {}
     for grid in ({"batch": 1, "nheads": 4, "nheads_k": 2}, {"batch": 1, "nheads": 1}, large, *largest, causal):
         for pad in (0, 8):
             yield Case(**{**ODD, **grid, **keys}, headdim=variant["headdim"] - pad, headdim_v=variant["headdim_v"] - pad)
@@ -89,7 +89,7 @@ def simulate(backend, variant):
 
 def is_deterministic(variant) -> bool:
     """Whether it is of the backward pass whose dq has a kernel of its own."""
-    return variant["pass"] in ("BackwardKeys", "BackwardQueries")
+    return variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
 
 def launched(backend, case, forward: bool, deterministic=False) -> list[str]:
@@ -121,7 +121,7 @@ def test_variant_runs(backend, variant, is_causal):
     assert reached, f"no candidate problem runs {variant['name']}: add one that does"
     run(backend, variant, reached)
     # a headdim that the kernel pads, and lengths that are one more than its tiles'
-    seqlen_k = min(65, variant["block_rows"]) if variant["pass"] == "BackwardWhole" else 65
+    seqlen_k = min(65, variant["block_rows"]) if variant["pass"] == "BackwardFused" else 65
     padded = dataclasses.replace(
         reached, headdim=max(reached.headdim - 8, 8), seqlen_q=reached.seqlen_q // 128 * 128 + 65, seqlen_k=seqlen_k
     )
@@ -129,7 +129,7 @@ def test_variant_runs(backend, variant, is_causal):
     run(backend, variant, padded)
 
 
-WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardWhole" and "lengths" in v["needs"]]
+WHOLE = [v for v in SIMULATED if v["pass"] == "BackwardFused" and "lengths" in v["needs"]]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -150,14 +150,14 @@ FP8 = ["fp8", "fp8_e4m3", "fp8_e5m2"]
 INT8 = "int8_per_token_head"
 
 
-def quantised(x, kv_cache_dtype, scale):
+def quantized(x, kv_cache_dtype, scale):
     """x as a cache of this type has it: codes, a scale if each has one of its own, and what both stand for in x's type."""
     kv_dtype = "int8" if kv_cache_dtype == INT8 else "fp8_e5m2" if kv_cache_dtype == "fp8_e5m2" else "fp8_e4m3"
     made = volta_fa.quantize_kv(x, kv_dtype, scale=None if kv_dtype == "int8" else scale)
     return made.data, made.scale, volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, dtype=x.dtype)
 
 
-class QuantisedServer(Server):
+class QuantizedServer(Server):
     """The same with a cache of bytes."""
 
     def __init__(self, backend, kv_cache_dtype, layout="nhd", **sizes):
@@ -180,7 +180,7 @@ class QuantisedServer(Server):
         for s, n in queries.items():
             for i in range(self.lengths[s] - n, self.lengths[s]):
                 at = int(self.table[s, i // self.block]), i % self.block
-                made = [quantised(t, self.kv_cache_dtype, x) for t, x in zip(self.tokens[s][i], self.scales)]
+                made = [quantized(t, self.kv_cache_dtype, x) for t, x in zip(self.tokens[s][i], self.scales)]
                 for name, cache, (codes, scale, _) in zip("kv", caches, made):
                     cache[at] = codes
                     if self.kv_cache_dtype == INT8:
@@ -267,9 +267,9 @@ def test_layouts(backend, layout):
     [(dtype, layout) for dtype in FP8 for layout in ("nhd", "packed-hnd")] + [(INT8, layout) for layout in LAYOUTS if "packed" in layout],
 )
 @BACKENDS
-def test_quantised_caches(backend, kv_cache_dtype, layout):
+def test_quantized_caches(backend, kv_cache_dtype, layout):
     """Bytes to the bit, and attention to what they stand for, also of more rows than decode kernels have."""
-    server = QuantisedServer(backend, kv_cache_dtype, layout=layout)
+    server = QuantizedServer(backend, kv_cache_dtype, layout=layout)
     impl = implementation(server, kv_cache_dtype=kv_cache_dtype)
     for queries in STEPS:
         q, out = run(server, impl, queries)
@@ -323,7 +323,7 @@ def test_slots_in_any_order(backend):
 @on("cpu-fp32", "sim", "cuda")  # the states that are merged have fp32's softmax_lse
 def test_cascade(backend, kv_cache_dtype):
     """Sequences that begin with the same two blocks, by vLLM's common_prefix_len; reading them once makes no difference."""
-    server = Server(backend) if kv_cache_dtype == "auto" else QuantisedServer(backend, kv_cache_dtype, layout="packed-nhd")
+    server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout="packed-nhd")
     impl = implementation(server, sinks=backend.randn(4), logits_soft_cap=5.0, kv_cache_dtype=kv_cache_dtype)
     run(server, impl, {0: 32})
     for s in (1, 2):
@@ -388,7 +388,7 @@ def latent_bytes(row, kv_cache_dtype, scale):
     """A token's content of the cache, and what it stands for."""
     if kv_cache_dtype == "auto":
         return row, row
-    codes, own, numbers = quantised(row[None], kv_cache_dtype, scale)
+    codes, own, numbers = quantized(row[None], kv_cache_dtype, scale)
     if kv_cache_dtype != INT8:
         return codes[0].view(torch.int8), numbers[0]
     beside = torch.zeros(paged.SCALE_BYTES, dtype=torch.int8, device=row.device)
@@ -479,7 +479,7 @@ def test_latents_that_there_are_no_kernels_for():
 @on("cpu-fp32")
 def test_nothing_waits(backend, kv_cache_dtype):
     """Tensors without values: whoever looks at one raises. Building, writing and attending, with a cascade too, and to latents."""
-    server = Server(backend) if kv_cache_dtype == "auto" else QuantisedServer(backend, kv_cache_dtype, "packed-nhd")
+    server = Server(backend) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, "packed-nhd")
     q, k, v, slots, common = server.step({0: 21, 1: 5})
     latents = latent_cache(kv_cache_dtype, 576, of=server.kv_cache)
     q, k, v, slots, kv_cache, latents = (t.to("meta") for t in (q, k, v, slots, server.kv_cache, latents))
@@ -694,7 +694,7 @@ def test_vllm_lays_the_cache_out(backend, layout, kv_cache_dtype):
     memory = torch.zeros(len(layers) * blocks * spec.page_size_bytes, dtype=torch.int8)
     tensor = interface.KVCacheTensor(memory.numel(), layers, layer_stride, block_stride)
     views = interface.create_kv_cache_views(memory, spec, blocks, layout, tensor)
-    server = QuantisedServer(backend, INT8, "packed-hnd") if kv_cache_dtype == INT8 else Server(backend, "packed-hnd")
+    server = QuantizedServer(backend, INT8, "packed-hnd") if kv_cache_dtype == INT8 else Server(backend, "packed-hnd")
     for view in views:
         assert view.shape == server.kv_cache.shape and view.dtype == server.kv_cache.dtype
         view.copy_(server.kv_cache)
@@ -757,7 +757,7 @@ def test_vllm_layer(backend, kv_cache_dtype, monkeypatch):
 
     volta_fa.vllm.register()
     layout = "nhd" if OLD else "packed-nhd"
-    server = Server(backend, layout=layout) if kv_cache_dtype == "auto" else QuantisedServer(backend, kv_cache_dtype, layout=layout)
+    server = Server(backend, layout=layout) if kv_cache_dtype == "auto" else QuantizedServer(backend, kv_cache_dtype, layout=layout)
     cache = CacheConfig(cache_dtype=kv_cache_dtype)
     config = VllmConfig(device_config=DeviceConfig("cpu"))
     with set_current_vllm_config(config):

@@ -26,9 +26,9 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 
 }  // namespace
 
-Tensor as_cache(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
-    const bool quantised = cache.element_size() == 1;
-    return at::autocast::cached_cast(quantised ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
+Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType device) {
+    const bool quantized = cache.element_size() == 1;
+    return at::autocast::cached_cast(quantized ? at::autocast::get_autocast_dtype(device) : cache.scalar_type(), t, device);
 }
 
 TORCH_LIBRARY_IMPL(volta_fa, AutocastCPU, m) { m.impl("fwd", fwd<c10::DeviceType::CPU>); }

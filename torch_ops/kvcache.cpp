@@ -131,15 +131,15 @@ template <c10::DeviceType device>
 Result read_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    return read_op().call(as_cache(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return read_op().call(cast_to_cache_dtype(k_cache, q, device), k_cache, v_cache, VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 template <c10::DeviceType device>
 Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
                        VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-    return append_op().call(as_cache(k_cache, q, device), k_cache, v_cache, as_cache(k_cache, k, device),
-                            as_cache(k_cache, v, device), VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
+    return append_op().call(cast_to_cache_dtype(k_cache, q, device), k_cache, v_cache, cast_to_cache_dtype(k_cache, k, device),
+                            cast_to_cache_dtype(k_cache, v, device), VOLTA_FA_KVCACHE_OPTION_ARGUMENTS);
 }
 
 }  // namespace

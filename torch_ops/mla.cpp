@@ -39,7 +39,7 @@ template <c10::DeviceType device>
 Result autocast(const Tensor& q, const Tensor& latent_cache, VOLTA_FA_MLA_OPTION_PARAMETERS(c10::SymInt)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::fwd_mla", "").typed<Op>();
-    return op.call(as_cache(latent_cache, q, device), latent_cache, VOLTA_FA_MLA_OPTION_ARGUMENTS);
+    return op.call(cast_to_cache_dtype(latent_cache, q, device), latent_cache, VOLTA_FA_MLA_OPTION_ARGUMENTS);
 }
 
 }  // namespace

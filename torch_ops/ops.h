@@ -26,9 +26,9 @@ inline const c10::TypedOperatorHandle<FwdOp>& fwd_op() {
     return op;
 }
 
-// Autocast beside a cache, which is what it is, and is written in place: the rest follows it; beside a quantised one, which any
+// Autocast beside a cache, which is what it is, and is written in place: the rest follows it; beside a quantized one, which any
 // goes with, it has autocast's own type.
-Tensor as_cache(const Tensor& cache, const Tensor& t, c10::DeviceType device);
+Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType device);
 
 inline const c10::TypedOperatorHandle<BwdOp>& bwd_op() {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::bwd", "").typed<BwdOp>();

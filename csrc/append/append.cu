@@ -2,8 +2,8 @@
 // rules. For any family.
 //
 // Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
-// a time. Rows of a quantised cache, which have a scale, are a warp's each.
-#include "append/quantise.cuh"
+// a time. Rows of a quantized cache, which have a scale, are a warp's each.
+#include "append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
 #include "volta_fa_params.h"
@@ -12,7 +12,7 @@ namespace append {
 
 // What the cache's elements are. (All in one kernel would be more code than instruction caches have.)
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kQuantises = kFormat != CacheFormat::Float;
+constexpr bool kQuantizes = kFormat != CacheFormat::Unquantized;
 
 constexpr int kColumns = 2;
 
@@ -35,18 +35,18 @@ __device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
 
 template <ElementType Element>
 __device__ __forceinline__ float2 to_floats(unsigned pair) {
-    return Element == ElementType::Bfloat ? bfloat_to_float2(pair) : to_float2(pair);
+    return Element == ElementType::Bf16 ? bfloat_to_float2(pair) : to_float2(pair);
 }
 template <ElementType Element>
 __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
-    return Element == ElementType::Bfloat ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+    return Element == ElementType::Bf16 ? to_bfloat2(lo, hi) : to_half2(lo, hi);
 }
 
 // Element i of a row of cos or sin.
 __device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
     if (element == ElementType::Float) return static_cast<const float*>(row)[i];
     const unsigned x = static_cast<const unsigned short*>(row)[i];
-    return element == ElementType::Bfloat ? bfloat_to_float2(x).x : to_float2(x).x;
+    return element == ElementType::Bf16 ? bfloat_to_float2(x).x : to_float2(x).x;
 }
 
 // How the rows of one position are rotated.
@@ -107,7 +107,7 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
     }
 }
 
-// A warp writes a row of a quantised cache: a lane has columns 2 * (lane + 32 * i) and the next. All lanes together.
+// A warp writes a row of a quantized cache: a lane has columns 2 * (lane + 32 * i) and the next. All lanes together.
 constexpr int kPairs = 4;  // of a lane, in a row of up to 256 columns
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
                                           int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
@@ -158,13 +158,13 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     }
 }
 
-// The rows of K and V of a block, a warp each at a time, where the cache is quantised.
+// The rows of K and V of a block, a warp each at a time, where the cache is quantized.
 template <ElementType Element>
-__device__ __forceinline__ void append_quantised(const AppendParams& p, const CachedSequence& sequence, int head_k, int batch,
+__device__ __forceinline__ void append_quantized(const AppendParams& p, const CacheSeqlenInfo& sequence, int head_k, int batch,
                                                  int first, int new_rows) {
     const int lane = threadIdx.x & 31;
     for (int i = threadIdx.x / 32; i < 2 * new_rows; i += THREADS / 32) {
-        const int row = first + i / 2, position = sequence.first_k() + sequence.cached_k() + row;
+        const int row = first + i / 2, position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
         const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
         if (!has_page(p.cache, page)) continue;
         const bool is_v = i % 2;
@@ -190,19 +190,19 @@ template <ElementType Element>
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
     const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
-    const CachedSequence sequence(problem, p.lengths, p.cache, batch);
+    const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
     const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;
-    const int new_k = sequence.valid() ? sequence.new_k() : 0;
-    const int rows = min(max(new_k, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
+    const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
+    const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
     // of a row: K's pairs of columns, V's, and of each query head those of q
     const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = pairs + pairs_v + group * pairs;
-    if constexpr (kQuantises) append_quantised<Element>(p, sequence, head_k, batch, first, min(new_k - first, BLOCK_ROWS));
+    if constexpr (kQuantizes) append_quantized<Element>(p, sequence, head_k, batch, first, min(seqlen_knew - first, BLOCK_ROWS));
     for (int i = threadIdx.x; i < rows * units; i += THREADS) {
         const int row = first + i / units, unit = i % units;
-        const int position = sequence.first_k() + sequence.cached_k() + row;
+        const int position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
         if (unit < pairs + pairs_v) {
-            if (kQuantises || row >= new_k) continue;
+            if (kQuantizes || row >= seqlen_knew) continue;
             const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
             if (!has_page(p.cache, page)) continue;
             const bool is_v = unit >= pairs;
@@ -215,22 +215,22 @@ __device__ __forceinline__ void append(const AppendParams& p) {
             store(const_cast<unsigned short*>(place) + column, x, columns - column);
         } else if (row < sequence.seqlen_q()) {
             const int of_q = unit - pairs - pairs_v, head = head_k * group + of_q / pairs, column = of_q % pairs * kColumns;
-            const unsigned short* source = row_of(p.q, batch, head, sequence.first_q() + row);
+            const unsigned short* source = row_of(p.q, batch, head, sequence.q_offset() + row);
             // of a sequence that is not right, NaN
             const int of_row = p.queries_have_positions ? position : position - row;
             const unsigned x = Rotation(p, sequence.valid() ? of_row : p.rotary_rows)
                                    .apply<Element>(load(source + column, problem.headdim - column), source, column);
             const Output& to = p.rotated_q;
             unsigned short* place =
-                to.ptr + batch * to.batch_stride + head * to.head_stride + (sequence.first_q() + row) * to.row_stride;
+                to.ptr + batch * to.batch_stride + head * to.head_stride + (sequence.q_offset() + row) * to.row_stride;
             store(place + column, x, problem.headdim - column);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const AppendParams p) {
-    if (p.element == ElementType::Bfloat)
-        append<ElementType::Bfloat>(p);
+    if (p.element == ElementType::Bf16)
+        append<ElementType::Bf16>(p);
     else
         append<ElementType::Half>(p);
 }

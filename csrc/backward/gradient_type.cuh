@@ -2,11 +2,11 @@
 #pragma once
 
 #include "half.cuh"
-#include "sequence.cuh"
+#include "seqlen_info.cuh"
 #include "volta_fa_params.h"
 
 // Whether it is bf16; plain kernels know fp16 only.
-__device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kRagged && p.gradients_are_bf16; }
+__device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kVarlen && p.gradients_are_bf16; }
 
 template <bool BF16>
 __device__ __forceinline__ unsigned to_gradient2(float lo, float hi) {

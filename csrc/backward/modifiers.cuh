@@ -6,8 +6,8 @@
 #pragma once
 
 #include "backward/memory.cuh"
-#include "backward/score_place.cuh"
-#include "score_modifier.cuh"
+#include "backward/score_coord.cuh"
+#include "score_mod.cuh"
 
 template <int M, int N, int E>
 __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ float capped_score(float s, float statistic, const Bw
 // ALiBi and bias, to scores in units of log2. Queries from query_end on do not exist, or see none of the keys.
 template <class Layout>
 __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdParams& p, int batch, int head, int query_end,
-                                         const ScorePlace<Layout>& place) {
+                                         const ScoreCoord<Layout>& place) {
     const ScoreOptions& options = p.score_options;
     const Bias bias(p.problem, options, batch, head);
     if constexpr (Layout::kKeys == 2) {
@@ -60,27 +60,27 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
 }
 template <class Layout>
 __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
-                                                   const ScorePlace<Layout>& place) {
+                                                   const ScoreCoord<Layout>& place) {
     const ScoreOptions& options = p.score_options;
-    const int batch = block_batch_here();
-    if (asks_for_alibi(options)) {
-        const BlockSequence sequence(p.problem, p.lengths, batch);
+    const int batch = remat_block_batch();
+    if (uses_alibi(options)) {
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
         // one conversion, by the XU pipe, for all elements
         const float first = alibi.distance(place.query(0), place.key(0));
 #pragma unroll
         for (int v = 0; v < Layout::kElements; v++)
-            s[v] = alibi(s[v], first + static_cast<float>(ScorePlace<Layout>::query_minus_key(v)));
+            s[v] = alibi(s[v], first + static_cast<float>(ScoreCoord<Layout>::query_minus_key(v)));
     }
-    if (asks_for_bias(options)) add_bias(s, p, batch, head, query_end, place);
+    if (uses_bias(options)) add_bias(s, p, batch, head, query_end, place);
 }
 
 // Adds the gradient of a tile's scores to that of the bias.
 template <class Layout>
 __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& ds, const BwdParams& p, int head,
-                                                  const ScorePlace<Layout>& place) {
-    const int batch = block_batch_here();
-    const BlockSequence sequence(p.problem, p.lengths, batch);
+                                                  const ScoreCoord<Layout>& place) {
+    const int batch = remat_block_batch();
+    const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
     float* base = p.dbias + batch * p.dbias_batch_stride + head * p.dbias_head_stride;
 #pragma unroll
     for (int v = 0; v < Layout::kElements; v++) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ unsigned halves_of(unsigned signs) {
 }
 
 __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
-    return Philox(p.score_options.rng_state, (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head);
+    return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
 // Of two calls, one of this lane's and one of another's, that have rows 4 apart, what is of the lane's own rows: those with or
@@ -120,7 +120,7 @@ __device__ __forceinline__ unsigned join_calls(unsigned mine, unsigned others, i
 // kept_bit(row_of(v), key_slot(v)) of element v. The lane kQueryMate beside it has the queries with which these share their calls,
 // and each draws for one of two. All lanes of the warp together. (Where a lane has two keys of four, sharing is the family's.)
 template <class Layout>
-__device__ __forceinline__ unsigned kept_of_rows(const Philox& philox, const DropoutRule& rule, const ScorePlace<Layout>& place) {
+__device__ __forceinline__ unsigned kept_of_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& place) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "see above");
     const int has_bit_of_4 = place.query(0) >> 2 & 1;
     const int row = (place.query(0) & ~4) + has_bit_of_4 * Layout::row_slot(1);

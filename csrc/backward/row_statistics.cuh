@@ -29,7 +29,7 @@ template <class RowStats>
 struct RowStatistics {
     static_assert(RowStats::kCopies <= kLanesPerStatistic, "each copy has a lane");
     const BwdParams& p;
-    const BlockSequence& sequence;
+    const BlockSeqlenInfo& sequence;
     const int lane = threadIdx.x % kLanesPerStatistic;
     const int all_rows;          // those that round the sequence up too
     const long long first_row;   // in the scratch memory
@@ -38,10 +38,10 @@ struct RowStatistics {
     float* const stats;
     const float inverse_scale;
 
-    __device__ __forceinline__ RowStatistics(const BwdParams& p_, const BlockSequence& sequence_, int head, int batch)
+    __device__ __forceinline__ RowStatistics(const BwdParams& p_, const BlockSeqlenInfo& sequence_, int head, int batch)
         : p(p_), sequence(sequence_), all_rows(rounded_rows<RowStats>(p, sequence)),
-          first_row(rounded_row<RowStats>(p, sequence, batch, head)), dout(rows_of(p.dout, batch, head, sequence.first_q())),
-          out(rows_of(p.out, batch, head, sequence.first_q())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
+          first_row(rounded_row<RowStats>(p, sequence, batch, head)), dout(rows_of(p.dout, batch, head, sequence.q_offset())),
+          out(rows_of(p.out, batch, head, sequence.q_offset())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
           stats(p.row_stats + first_row * RowStats::kRowFloats), inverse_scale(1.f / p.problem.scale) {}
 
     // A row's delta is the sum of these over the lane's columns, of which it takes eight at once, and over the lanes.

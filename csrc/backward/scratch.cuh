@@ -4,21 +4,21 @@
 // and room for dq, for all of its rows. RowStats is the family's layout of the statistics.
 #pragma once
 
-#include "sequence.cuh"
+#include "seqlen_info.cuh"
 #include "volta_fa_params.h"
 
 // First query row of one head of one batch entry, in the arrays of seqlen_q_rounded rows a head. Packed sequences lie one
 // behind the other in the rows of a head, each from a multiple of kRowRounding on.
 template <class RowStats>
-__device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSequence& sequence, int batch, int head) {
+__device__ __forceinline__ long long rounded_row(const BwdParams& p, const BlockSeqlenInfo& sequence, int batch, int head) {
     constexpr int kRowRounding = RowStats::kRowRounding;
-    if (kRagged && p.lengths.cu_seqlens_q)
-        return static_cast<long long>(head) * p.lengths.scratch_rows + (sequence.first_q() / kRowRounding + batch) * kRowRounding;
+    if (kVarlen && p.lengths.cu_seqlens_q)
+        return static_cast<long long>(head) * p.lengths.scratch_rows + (sequence.q_offset() / kRowRounding + batch) * kRowRounding;
     return (static_cast<long long>(batch) * p.problem.nheads + head) * p.seqlen_q_rounded;
 }
 // Its rows there: seqlen_q rounded up.
 template <class RowStats>
-__device__ __forceinline__ int rounded_rows(const BwdParams& p, const BlockSequence& sequence) {
+__device__ __forceinline__ int rounded_rows(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     constexpr int kRowRounding = RowStats::kRowRounding;
-    return kRagged ? (sequence.seqlen_q() + kRowRounding - 1) / kRowRounding * kRowRounding : p.seqlen_q_rounded;
+    return kVarlen ? (sequence.seqlen_q() + kRowRounding - 1) / kRowRounding * kRowRounding : p.seqlen_q_rounded;
 }

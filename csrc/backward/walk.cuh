@@ -3,7 +3,7 @@
 
 #include "backward/memory.cuh"
 #include "mask.cuh"
-#include "sequence.cuh"
+#include "seqlen_info.cuh"
 
 // Which query rows a block of Keys keys meets in steps of Step, and for which of them it needs the mask.
 template <int Keys, int Step>
@@ -19,18 +19,18 @@ struct QueryRange {
         unmasked.span = pinned(unmasked.span);
     }
     static __device__ __forceinline__ int end_of_seen(const Mask& mask, int first_key) {
-        return kRagged && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
+        return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);
     }
     // First row of the first step: once a head, so it is not kept.
-    static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, block_index_here()); }
+    static __device__ __forceinline__ int first(const Mask& mask) { return first(mask, remat_block_index()); }
     // ... of a block of keys that is not its blockIdx.x.
     static __device__ __forceinline__ int first(const Mask& mask, int block) { return mask.row_first(block * Keys) / Step * Step; }
     // Rows of Q and dO, for loads. Ragged kernels have no register for seqlen_q: rows behind `end`, which the mask hides,
     // may as well not exist.
-    __device__ __forceinline__ int rows(const BwdParams& p) const { return kRagged ? end : p.problem.seqlen_q; }
+    __device__ __forceinline__ int rows(const BwdParams& p) const { return kVarlen ? end : p.problem.seqlen_q; }
     // The next step, or, behind the last, one whose statistics may be loaded.
     __device__ __forceinline__ int next_step(const BwdParams& p, int row) const {
-        return min(row + Step, kRagged ? (end - 1) & -Step : p.seqlen_q_rounded - Step);
+        return min(row + Step, kVarlen ? (end - 1) & -Step : p.seqlen_q_rounded - Step);
     }
 };
 

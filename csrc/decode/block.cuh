@@ -1,7 +1,7 @@
 // The way of a decode block from one segment to the next, for any family.
 #pragma once
 
-#include "decode/rows.cuh"
+#include "decode/partials.cuh"
 
 namespace decode {
 
@@ -31,8 +31,8 @@ struct Block {
         float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
         RowState state[kParts * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
-        Schedule schedule;
-        Segment segment;
+        TileScheduler schedule;
+        WorkTile segment;
         bool is_last;
         bool all_have_queries;
     };
@@ -41,10 +41,10 @@ struct Block {
     __device__ __forceinline__ static void run(const DecodeParams& p) {
         extern __shared__ uint4 shared_memory[];
         Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-        Schedule& schedule = shared.schedule;
-        const Segment& segment = shared.segment;
+        TileScheduler& schedule = shared.schedule;
+        const WorkTile& segment = shared.segment;
         const RowInfo* row_info = shared.row_info;
-        const BlockParts<kParts, kRowsAtOnce> parts = {shared.output, shared.state};
+        const SharedPartials<kParts, kRowsAtOnce> parts = {shared.output, shared.state};
 
         const bool has_queries = schedule.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
@@ -59,14 +59,14 @@ struct Block {
                 const int rows = min(segment.rows - first, kRowsAtOnce);
                 __syncthreads();
                 if (segment.blocks == 1) {
-                    merge_parts(p, parts.from(first), kParts, rows, WriteOutput{p, segment, first});
+                    combine_partials(p, parts.from(first), kParts, rows, WriteOutput{p, segment, first});
                 } else {
-                    const long long place = StoredParts::place(blockIdx.x, segment.first_block);
-                    merge_parts(p, parts.from(first), kParts, rows, WritePart(p.partials, 0, place, first));
+                    const long long place = GlobalPartials::place(blockIdx.x, segment.first_block);
+                    combine_partials(p, parts.from(first), kParts, rows, WritePart(p.partials, 0, place, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
             });
-            if (segment.blocks > 1) merge_blocks(p, segment, shared.is_last);
+            if (segment.blocks > 1) combine_blocks(p, segment, shared.is_last);
             __syncthreads();
         }
         if (p.lengths.cu_seqlens_q) refuse_rows(p, shared.all_have_queries);
@@ -74,7 +74,7 @@ struct Block {
 
 private:
     // Of rows that do not exist: whatever of those that do keeps indices in bounds.
-    __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const Segment& s, int row) {
+    __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
         const int group = p.problem.nheads / p.problem.nheads_k;
         row = s.row + min(row, s.rows - 1);
         const ScoreOptions& o = p.score_options;

@@ -3,14 +3,14 @@
 #pragma once
 
 #include "decode/block.cuh"
-#include "decode/page_walk.cuh"
-#include "quantised.cuh"
+#include "decode/page_iterator.cuh"
+#include "quantized.cuh"
 
 namespace decode {
 
 using CacheElement = Element<kFormat>;
 // What pointers into the cache count.
-template <bool Quantised>
+template <bool Quantized>
 struct CacheUnit {
     using Type = unsigned short;
 };
@@ -18,7 +18,7 @@ template <>
 struct CacheUnit<true> {
     using Type = unsigned char;
 };
-using Stored = CacheUnit<kQuantised>::Type;
+using Stored = CacheUnit<kQuantized>::Type;
 // Columns before `column`, in units of Stored.
 __device__ __forceinline__ constexpr int stored(int column) { return kFormat == CacheFormat::Int4 ? column / 2 : column; }
 
@@ -141,7 +141,7 @@ constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of 
 // of two: what is packed is probability * scale / unit, and accumulated output counts units. Like the softmax's reference it moves
 // lazily: where a product does not fit, and, so that small scales lose no bits, wherever the reference moved. Scales that are
 // negative or not finite make a row's sum NaN.
-struct ValueUnit {
+struct ProbabilityScale {
     float inverse = 1.f;  // 1 / unit
     float offset = 0.f;  // int4: what zero points add to all columns, in units, times 2^-112 as the probabilities
 

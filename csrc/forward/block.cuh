@@ -11,10 +11,10 @@ template <bool EitherOrder>
 __device__ __forceinline__ bool heads_first(const Problem& p) {
     return EitherOrder && gridDim.x == p.nheads;
 }
-// The block's head, for a branch that is rarely taken: thread_index_here().
+// The block's head, for a branch that is rarely taken: remat_thread_index().
 template <bool EitherOrder>
-__device__ __forceinline__ int head_here(const Problem& p) {
-    return heads_first<EitherOrder>(p) ? block_index_here() : block_head_here();
+__device__ __forceinline__ int remat_head(const Problem& p) {
+    return heads_first<EitherOrder>(p) ? remat_block_index() : remat_block_head();
 }
 
 // Blocks start in the order of blockIdx, the first axis first: the last rows first, since under a causal mask they see the most
@@ -26,8 +26,8 @@ struct ForwardBlock {
         : row((heads_first<EitherOrder>(p) ? gridDim.y - 1 - blockIdx.y : gridDim.x - 1 - blockIdx.x) * BlockRows),
           head(heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y),
           head_k((heads_first<EitherOrder>(p) ? blockIdx.x : blockIdx.y) / (p.nheads / p.nheads_k)), batch(blockIdx.z) {}
-    // `row`, for a branch that is rarely taken: thread_index_here().
-    __device__ __forceinline__ static int row_here(const Problem& p) {
-        return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - block_head_here() : gridDim.x - 1 - block_index_here()) * BlockRows;
+    // `row`, for a branch that is rarely taken: remat_thread_index().
+    __device__ __forceinline__ static int remat_row(const Problem& p) {
+        return (heads_first<EitherOrder>(p) ? gridDim.y - 1 - remat_block_head() : gridDim.x - 1 - remat_block_index()) * BlockRows;
     }
 };

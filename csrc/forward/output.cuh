@@ -18,7 +18,7 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
 
 template <class Layout>
 __device__ __forceinline__ float row_sum(float x) {
-    for (int mate : Layout::kRowMates) x += __shfl_xor_sync(~0u, x, mate);
+    for (int mate : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, mate);
     return x;
 }
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head
         row.reference = reference;
         row.sum = sum;
         float other_factor;
-        factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kReferenceShift), exp2_approx(-kReferenceShift), other_factor);
+        factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kMaxOffset), exp2_approx(-kMaxOffset), other_factor);
         reference = row.reference;
         sum = row.sum;
     }
@@ -40,13 +40,13 @@ __device__ __forceinline__ float join_sink(const ScoreOptions& options, int head
 // Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
 // its output is to be multiplied by. The row's mates call this together.
 template <class Layout, int RowTiles>
-__device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSequence& sequence, const typename Layout::Lane& lane,
+__device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
                                             float* lse) {
     const SoftmaxRow& state = softmax.row[mt][r];
     float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
-    constexpr bool kHasFactor = kRagged || kHasDropout;
-    if (kRagged) factor = join_sink(p.score_options, head, reference, sum);
+    constexpr bool kHasFactor = kVarlen || kHasDropout;
+    if (kVarlen) factor = join_sink(p.score_options, head, reference, sum);
     if (kHasDropout && p.score_options.rng_state) factor *= p.score_options.dropout_scale;
     const SoftmaxResult result(reference, sum);
     const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;

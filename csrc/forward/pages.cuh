@@ -4,14 +4,14 @@
 // step before it is needed. The numbers are checked before the first step: has_pages().
 #pragma once
 
-#include "sequence.cuh"
+#include "seqlen_info.cuh"
 
 // Tokens that have one page.
 constexpr int kPageGroup = 16;
 
 // Whether the cache has the pages of all tokens that some row of the sequence sees. (What a window has left behind may be gone.)
 // The whole block asks.
-__device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CachedSequence& sequence, const Mask& mask) {
+__device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CacheSeqlenInfo& sequence, const Mask& mask) {
     bool has = true;
     const int first = mask.key_first(0), end = sequence.seqlen_k();
     if (cache.block_table && first < end) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_page_if(bool has, int& page, const int* fro
 // Where the walk is: at the Groups groups of tokens from the first that a thread takes of a step of Step tokens. InBranch is for
 // kernels that have no register left: ptxas then mixes less.
 template <int Step, int Groups, bool InBranch = false>
-class PageWalk {
+class PageIterator {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "see above");
     int index_;  // of the first group's page in the sequence's row of the block table
     int row_;    // of the first group in that page
@@ -57,11 +57,11 @@ class PageWalk {
 
 public:
     // `token`, a multiple of 16, is the first group's first.
-    __device__ __forceinline__ PageWalk(const Cache& cache, int batch, int first_k, int token, int end) {
-        index_ = (first_k + token) / cache.rows;
-        row_ = first_k + token - index_ * cache.rows;
+    __device__ __forceinline__ PageIterator(const Cache& cache, int batch, int k_offset, int token, int end) {
+        index_ = (k_offset + token) / cache.rows;
+        row_ = k_offset + token - index_ * cache.rows;
 #pragma unroll
-        for (int g = 0; g < Groups; g++) page_[g] = cache.block_table ? 0 : CachedSequence::entry(cache, batch);
+        for (int g = 0; g < Groups; g++) page_[g] = cache.block_table ? 0 : CacheSeqlenInfo::entry(cache, batch);
         look_up(cache, token, end);
     }
     // The pages of the groups, of which the first begins with `token`. Tokens from `end` on have none.
@@ -70,7 +70,7 @@ public:
         for (int g = 0; g < Groups; g++) {
             int index;
             row_of(cache, g, index);
-            const int* sequence = cache.block_table + block_batch_here() * cache.block_table_stride;
+            const int* sequence = cache.block_table + remat_block_batch() * cache.block_table_stride;
             const bool has = cache.block_table && token + g * kPageGroup < end;
             if (!InBranch)
                 load_page_if(has, page_[g], sequence + index);
@@ -111,7 +111,7 @@ struct PageWalkIf {
 };
 template <int Step, int Groups, bool InBranch>
 struct PageWalkIf<true, Step, Groups, InBranch> {
-    using Type = PageWalk<Step, Groups, InBranch>;
+    using Type = PageIterator<Step, Groups, InBranch>;
 };
 
 // TileStream (tile.cuh) through pages.
@@ -120,7 +120,7 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;
     using Stream::has_chunk, Stream::has_row, Stream::next, Stream::row_of;
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
-    using Walk = PageWalk<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
+    using Walk = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
 
     // Rows of a tile before the group of the thread's first.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
@@ -151,11 +151,11 @@ struct KeyTiles {
     TileStream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;
 
-    // The keys `first` to `last` - 1 of a sequence whose key 0 is row first_k of its entry.
+    // The keys `first` to `last` - 1 of a sequence whose key 0 is row k_offset of its entry.
     template <class Block>
-    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int first_k, int first, int last)
-        : k(thread, rows_of(p.k, block.batch, block.head_k, first_k), p.k.row_stride, p.problem.headdim, first, last),
-          v(thread, rows_of(p.v, block.batch, block.head_k, first_k), p.v.row_stride, p.problem.headdim_v, first, last),
+    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
+        : k(thread, rows_of(p.k, block.batch, block.head_k, k_offset), p.k.row_stride, p.problem.headdim, first, last),
+          v(thread, rows_of(p.v, block.batch, block.head_k, k_offset), p.v.row_stride, p.problem.headdim_v, first, last),
           k_stride(p.k.row_stride), v_stride(p.v.row_stride) {}
 
     // Loads the next tile, whose first key is number `key`.
@@ -177,10 +177,10 @@ struct KeyTiles<true, Chunks, Chunks, Rows, Threads> {
     int group, last;
 
     template <class Block>
-    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int first_k, int first, int last_)
+    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
         : k(thread, p.cache.k, block.head_k, p.problem.headdim, last_),
           v(thread, p.cache.v, block.head_k, p.problem.headdim_v, last_),
-          walk(p.cache, block.batch, first_k, first + Stream::first_group(thread), last_), group(Stream::first_group(thread)),
+          walk(p.cache, block.batch, k_offset, first + Stream::first_group(thread), last_), group(Stream::first_group(thread)),
           last(last_) {}
 
     template <class Data>

@@ -8,12 +8,12 @@
 #include "forward/block.cuh"
 #include "mask.cuh"
 #include "score_layout.cuh"
-#include "score_modifier.cuh"
-#include "sequence.cuh"
+#include "score_mod.cuh"
+#include "seqlen_info.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
-__device__ __forceinline__ int lane_here() { return thread_index_here() & 31; }
+__device__ __forceinline__ int remat_lane() { return remat_thread_index() & 31; }
 
 // The softmax state of a warp's rows: RowTiles tiles.
 template <class Layout, int RowTiles>
@@ -43,7 +43,7 @@ struct Scores {
 
     // Sets the scores of pairs outside the mask to -inf.
     __device__ __forceinline__ void apply(const Mask& mask, int row, int key) {
-        const typename Layout::Lane lane(lane_here());
+        const typename Layout::Lane lane(remat_lane());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -73,7 +73,7 @@ struct Scores {
     }
 
     // Whether any row of the warp has a score above its limit, or, with `or_if`, anyway. Warp-uniform.
-    __device__ __forceinline__ bool exceed_limit(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
+    __device__ __forceinline__ bool needs_rescale(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
         bool exceeds = or_if;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -84,11 +84,11 @@ struct Scores {
 
     // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
     // that was made of probabilities of a row.
-    template <MovedRows Rows, class Rescale>
+    template <RescaledRows Rows, class Rescale>
     __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
                                                     float inverse_scale_log2, Rescale rescale) const {
         move_references(softmax, rescale, [&](SoftmaxRow& row, float m) {
-            return row.template move_reference<Rows>(m, scale_log2, inverse_scale_log2);
+            return row.template update_row_max<Rows>(m, scale_log2, inverse_scale_log2);
         });
     }
     // move(row, its maximum) moves one, and returns the factor.
@@ -100,7 +100,7 @@ struct Scores {
             for (int r = 0; r < Layout::kRows; r++) {
                 float m = lane_maximum(mt, r);
 #pragma unroll
-                for (int mate : Layout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                 rescale(mt, r, move(softmax.row[mt][r], m));
             }
     }
@@ -108,7 +108,7 @@ struct Scores {
     // From products q.k to units of log2 (score_modifier.cuh). The bias is not added here: ScoreBias.
     __device__ __forceinline__ void modify(const FwdParams& p, const Mask& mask, int row, int key) {
         const ScoreOptions& options = p.score_options;
-        const typename Layout::Lane lane(lane_here());
+        const typename Layout::Lane lane(remat_lane());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         if (kHasSoftcap && options.softcap > 0.f) {
@@ -118,7 +118,7 @@ struct Scores {
             each([&](float& x, int, int, int) { x *= p.problem.scale_log2; });
         }
         if (kHasAlibi && options.alibi_slopes) {
-            const Alibi alibi(options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem), mask.seqlen_q,
+            const Alibi alibi(options, remat_block_batch(), remat_head<Layout::kEitherOrder>(p.problem), mask.seqlen_q,
                               mask.seqlen_k);
             each([&](float& x, int mt, int nt, int v) {
                 x = alibi(x, alibi.distance(row + Layout::kTileQueries * mt + Layout::query_slot(v), key) -
@@ -151,13 +151,13 @@ struct ScoreBias {
 
     // Where it lies: for all tiles of the block.
     __device__ __forceinline__ static Bias source(const FwdParams& p) {
-        return Bias(p.problem, p.score_options, block_batch_here(), head_here<Layout::kEitherOrder>(p.problem));
+        return Bias(p.problem, p.score_options, remat_block_batch(), remat_head<Layout::kEitherOrder>(p.problem));
     }
 
     // key is a multiple of 4.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) { load(p, source(p), row, key); }
     __device__ __forceinline__ void load(const FwdParams& p, const Bias& bias, int row, int key) {
-        const typename Layout::Lane lane(lane_here());
+        const typename Layout::Lane lane(remat_lane());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -197,14 +197,14 @@ struct KeptProbabilities {
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return Philox(p.score_options.rng_state,
-                      (p.lengths.first_batch + block_batch_here()) * p.problem.nheads + head_here<Layout::kEitherOrder>(p.problem));
+                      (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + remat_head<Layout::kEitherOrder>(p.problem));
     }
 
     // `row` and `key` are the tile's first, multiples of 8 and of 4.
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) { draw(p, numbers_of(p), row, key); }
     __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
         const DropoutRule rule(p.score_options);
-        const typename Layout::Lane lane(lane_here());
+        const typename Layout::Lane lane(remat_lane());
         row += Layout::first_query(lane);
         key += Layout::first_key(lane);
         bits = 0;

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
         const unsigned parts[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float2 pair = Element == ElementType::Bfloat ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
+            const float2 pair = Element == ElementType::Bf16 ? bfloat_to_float2(parts[i]) : to_float2(parts[i]);
             x[2 * i] = pair.x;
             x[2 * i + 1] = pair.y;
         }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
         unsigned parts[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            parts[i] = Element == ElementType::Bfloat ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+            parts[i] = Element == ElementType::Bf16 ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
         *words = make_uint4(parts[0], parts[1], parts[2], parts[3]);
     }
 }
@@ -109,12 +109,12 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const MergeParams p) {
     using E = ElementType;
-    if (p.element == E::Bfloat)
-        merge_rows<E::Bfloat, E::Bfloat>(p);
+    if (p.element == E::Bf16)
+        merge_rows<E::Bf16, E::Bf16>(p);
     else if (p.element == E::Half)
         merge_rows<E::Half, E::Half>(p);
-    else if (p.part == E::Bfloat)
-        merge_rows<E::Float, E::Bfloat>(p);
+    else if (p.part == E::Bf16)
+        merge_rows<E::Float, E::Bf16>(p);
     else if (p.part == E::Half)
         merge_rows<E::Float, E::Half>(p);
     else

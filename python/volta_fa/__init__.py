@@ -89,7 +89,7 @@ place, behind the tokens that are there; queries are aligned to the lengths that
 page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be parts of one tensor, and
 heads may come before tokens in memory. Caches of headdims that are not multiples of 8, or off 16-byte boundaries, and of bfloat16 where a
 sequence has more than 64 rows a key head, are copied at each call. Caches of int8, uint8 (int4: two columns in a byte), float8_e5m2 and
-float8_e4m3fn are quantised: `quantize_kv` has the formats, and q, and k and v to append, are of any type that goes without. softmax_scale,
+float8_e4m3fn are quantized: `quantize_kv` has the formats, and q, and k and v to append, are of any type that goes without. softmax_scale,
 softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
 
     cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; all that there is room for
@@ -118,7 +118,7 @@ that all query heads share, whose first 512 columns are the values:
     softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
 
 cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, num_splits and
-check_lengths are fwd_kvcache's. A latent_cache of another type than q is quantised, as volta_fa.quantize_kv does it (no int4):
+check_lengths are fwd_kvcache's. A latent_cache of another type than q is quantized, as volta_fa.quantize_kv does it (no int4):
 
     latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given

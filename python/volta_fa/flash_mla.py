@@ -72,7 +72,7 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, seqlen_q, nheads, 576); of each head 512 columns for the latent and 64 for positions.
         k_cache: (num_pages, page_size, 1, 576), pages of any multiple of 16 tokens. What lies behind a sequence's length is not
-            looked at. In q's dtype, or quantised by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
+            looked at. In q's dtype, or quantized by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
         block_table: int32 (batch, max_pages).
         cache_seqlens: int32 (batch): tokens of each sequence.
         head_dim_v: 512.

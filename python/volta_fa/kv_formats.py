@@ -1,4 +1,4 @@
-"""The formats of quantised KV caches: what their bytes mean, and how keys and values become bytes.
+"""The formats of quantized KV caches: what their bytes mean, and how keys and values become bytes.
 
 This is their one definition. The CPU backend and the kernels compute the same to the bit, and the tests compare them with it.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class QuantizedKV(NamedTuple):
-    """Keys or values of a quantised cache."""
+    """Keys or values of a quantized cache."""
 
     data: Tensor
     scale: Tensor | None
@@ -62,7 +62,7 @@ def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
 def hadamard(n: int) -> Tensor:
     """Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, n a power of two. Multiplied by n**-0.5 it is orthogonal:
     keys and queries that are both multiplied by it have the same scores, and a channel of keys that is larger than the others is spread
-    over all of them before it is quantised.
+    over all of them before it is quantized.
 
     Raises ValueError for another n.
     """
@@ -75,7 +75,7 @@ def hadamard(n: int) -> Tensor:
 
 
 def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
-    """Keys or values as a quantised cache has them.
+    """Keys or values as a quantized cache has them.
 
     x is (..., nheads, headdim), of any floating-point type. The result is (data, scale, zero_point):
 
@@ -145,7 +145,7 @@ def dequantize_kv(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The numbers that a quantised cache stands for: `quantize_kv` has the formats. Computed in float64 if that is dtype, else in
+    """The numbers that a quantized cache stands for: `quantize_kv` has the formats. Computed in float64 if that is dtype, else in
     float32, and rounded to dtype.
 
     Raises ValueError where data is not of the format's type, or what it needs is missing.

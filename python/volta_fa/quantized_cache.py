@@ -1,4 +1,4 @@
-"""A KV cache for transformers whose layers are quantised and stay so: `volta_fa.transformers.QuantizedCache`.
+"""A KV cache for transformers whose layers are quantized and stay so: `volta_fa.transformers.QuantizedCache`.
 
 transformers' own class of the name returns the whole cache in the model's type at each step. This one returns tensors without memory,
 that say where bytes and scales are, and `volta_fa.transformers.attention` hands these to `volta_fa::fwd_kvcache`.
@@ -90,7 +90,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (batch, nheads_k, tokens, headdim), quantised. Returns `keys` and `values`; of a prompt, before which
+        """Appends keys and values (batch, nheads_k, tokens, headdim), quantized. Returns `keys` and `values`; of a prompt, before which
         there is nothing, its own, which nobody has to read from the cache."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -217,7 +217,7 @@ class QuantizedCache(Cache):
         cache = volta_fa.transformers.QuantizedCache(model.config, kv_dtype="int8")
         model.generate(**inputs, past_key_values=cache)
 
-    It grows as needed (by a quarter, so up to a fifth of its memory is empty). New tokens are quantised where they are appended, and
+    It grows as needed (by a quarter, so up to a fifth of its memory is empty). New tokens are quantized where they are appended, and
     attention reads bytes and scales: at no time is the whole cache in another form, but where `fwd_kvcache` itself takes copies
     (docs/decode.md: bfloat16, many queries). A prompt attends to its own keys and values, before they are rounded; what comes later, a
     second part of the prompt too, to what is in the cache. Layers with a sliding window keep what it shows.
@@ -228,7 +228,7 @@ class QuantizedCache(Cache):
     Args:
         config: the model's.
         kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1.
-        rotate_keys: multiply keys by a Hadamard matrix before they are quantised, and queries with them, so that scores stay what they are
+        rotate_keys: multiply keys by a Hadamard matrix before they are quantized, and queries with them, so that scores stay what they are
             and no channel is much larger than others. A headdim that is no power of two raises ValueError at the first token.
 
     Raises ValueError for another kv_dtype or a config with another attn_implementation, and NotImplementedError for layers that are

@@ -487,8 +487,8 @@ def attention(
     if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
         # its cu_seqlens are on the GPU, where to check them would be to wait
         raise ValueError(f"volta_fa: attention_mask: got {rule}, expected shape ({batch}, 1, {seqlen_q}, {keys})")
-    quantised = isinstance(key, QuantizedStates)
-    if quantised and (packed or dropout > 0.0 or position_bias is not None):
+    quantized = isinstance(key, QuantizedStates)
+    if quantized and (packed or dropout > 0.0 or position_bias is not None):
         name = "cu_seq_lens_q" if packed else "dropout" if dropout > 0.0 else "position_bias"
         raise NotImplementedError(f"volta_fa: {name}: got it with a QuantizedCache, expected none")
 
@@ -496,7 +496,7 @@ def attention(
     bias: Tensor | None = None
     sequences: dict[str, Any] = {}
     tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
-    few = quantised or (
+    few = quantized or (
         seqlen_q < (keys if rule is None else rule.seqlen_k)
         and seqlen_q * query.shape[1] // max(1, key.shape[1]) < _FEW_ROWS
         and dropout == 0.0

@@ -3,13 +3,13 @@
 mod tables;
 
 pub use tables::variants::{
-    CacheFormat, Code, Family, Need, Needs, ParamBlock, Pass, PassFacts, Rows, Scratch, Variant, BACKWARD, DETERMINISTIC_BACKWARD, FORWARD,
-    FORWARD_SHARES, PASSES, PASS_SETS, WHOLE_BACKWARD,
+    CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Variant, BACKWARD,
+    DETERMINISTIC_BACKWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
-use crate::params::{AppendParams, BwdParams, ConvertParams, DecodeParams, FwdParams, FwdSharesParams, MergeParams};
+use crate::params::{AppendParams, BwdParams, DecodeParams, DequantizeParams, FwdParams, FwdStreamKParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
@@ -100,12 +100,12 @@ pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
-        ParamBlock::ForwardShares => size_of::<FwdSharesParams>(),
+        ParamBlock::ForwardStreamK => size_of::<FwdStreamKParams>(),
         ParamBlock::Backward => size_of::<BwdParams>(),
         ParamBlock::Merge => size_of::<MergeParams>(),
         ParamBlock::Decode => size_of::<DecodeParams>(),
         ParamBlock::Append => size_of::<AppendParams>(),
-        ParamBlock::Convert => size_of::<ConvertParams>(),
+        ParamBlock::Dequantize => size_of::<DequantizeParams>(),
     }
 }
 

@@ -12,18 +12,18 @@ pub mod volta;
 /// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
 pub const TABLES: &[&[variants::Variant]] = &[
     volta::FORWARD,
-    volta::FORWARD_SHARES,
+    volta::FORWARD_STREAM_K,
     volta::BACKWARD,
     volta::MERGE,
     volta::PREFILL,
     volta::APPEND,
-    volta::CONVERT,
+    volta::DEQUANTIZE,
     volta::DECODE,
     volta::LATENTS,
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,
     turing::APPEND,
-    turing::CONVERT,
+    turing::DEQUANTIZE,
     turing::DECODE,
 ];

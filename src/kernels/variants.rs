@@ -7,7 +7,7 @@ pub use crate::params::CacheFormat;
 
 /// Something that a problem may ask of a kernel beside softmax(scale * QK^T)V inside a window, with one length for all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Need {
+pub enum Feature {
     /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
     Lengths,
     /// a logit more in the sum of each row
@@ -28,90 +28,91 @@ pub enum Need {
     Fp32Bias,
 }
 
-impl Need {
-    /// In the order of the bits in [`Needs`].
-    pub const ALL: [Need; 9] = [
-        Need::Lengths,
-        Need::Sinks,
-        Need::Bf16Gradients,
-        Need::Softcap,
-        Need::Alibi,
-        Need::Bias,
-        Need::Dropout,
-        Need::Pages,
-        Need::Fp32Bias,
+impl Feature {
+    /// In the order of the bits in [`FeatureSet`].
+    pub const ALL: [Feature; 9] = [
+        Feature::Lengths,
+        Feature::Sinks,
+        Feature::Bf16Gradients,
+        Feature::Softcap,
+        Feature::Alibi,
+        Feature::Bias,
+        Feature::Dropout,
+        Feature::Pages,
+        Feature::Fp32Bias,
     ];
 
     /// As `_info()` and `_plan()` have it.
     pub const fn name(self) -> &'static str {
         match self {
-            Need::Lengths => "lengths",
-            Need::Sinks => "sinks",
-            Need::Bf16Gradients => "bf16_gradients",
-            Need::Softcap => "softcap",
-            Need::Alibi => "alibi",
-            Need::Bias => "bias",
-            Need::Dropout => "dropout",
-            Need::Pages => "pages",
-            Need::Fp32Bias => "fp32_bias",
+            Feature::Lengths => "lengths",
+            Feature::Sinks => "sinks",
+            Feature::Bf16Gradients => "bf16_gradients",
+            Feature::Softcap => "softcap",
+            Feature::Alibi => "alibi",
+            Feature::Bias => "bias",
+            Feature::Dropout => "dropout",
+            Feature::Pages => "pages",
+            Feature::Fp32Bias => "fp32_bias",
         }
     }
 }
 
 /// A set of needs. A kernel with more of them than a problem asks for runs it too, at a price (`plan::cost`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Needs(u32);
+pub struct FeatureSet(u32);
 
-impl Needs {
+impl FeatureSet {
     /// Of plain kernels: one length for all sequences, no option.
-    pub const NONE: Needs = Needs(0);
-    /// What touches a block's bounds and its epilogue; `kRagged` in csrc/sequence.cuh.
-    pub const RAGGED: Needs = Needs::of(&[Need::Lengths, Need::Sinks, Need::Bf16Gradients]);
-    /// That, and what happens to scores and probabilities; `kGeneral` in csrc/sequence.cuh.
-    pub const GENERAL: Needs = Needs::RAGGED.union(Needs::of(&[Need::Softcap, Need::Alibi, Need::Bias, Need::Fp32Bias, Need::Dropout]));
+    pub const NONE: FeatureSet = FeatureSet(0);
+    /// What touches a block's bounds and its epilogue; `kVarlen` in csrc/seqlen_info.cuh.
+    pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
+    /// That, and what happens to scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
+    pub const GENERIC: FeatureSet =
+        FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Fp32Bias, Feature::Dropout]));
 
     /// What the forward kernels of a KV cache cover; no lesser one is built.
-    pub const PAGED: Needs = Needs::of(&[Need::Pages, Need::Lengths, Need::Sinks]);
+    pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
 
     /// The set of these needs.
-    pub const fn of(list: &[Need]) -> Needs {
+    pub const fn of(list: &[Feature]) -> FeatureSet {
         let (mut bits, mut i) = (0, 0);
         while i < list.len() {
             bits |= 1 << list[i] as u32;
             i += 1;
         }
-        Needs(bits)
+        FeatureSet(bits)
     }
 
     /// Those that a condition holds for.
-    pub fn all_where(holds: impl Fn(Need) -> bool) -> Needs {
-        Need::ALL.into_iter().filter(|&n| holds(n)).fold(Needs::NONE, |set, n| set.union(Needs::of(&[n])))
+    pub fn all_where(holds: impl Fn(Feature) -> bool) -> FeatureSet {
+        Feature::ALL.into_iter().filter(|&n| holds(n)).fold(FeatureSet::NONE, |set, n| set.union(FeatureSet::of(&[n])))
     }
 
     /// The needs of either.
-    pub const fn union(self, other: Needs) -> Needs {
-        Needs(self.0 | other.0)
+    pub const fn union(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 | other.0)
     }
 
     /// The needs of both.
-    pub const fn intersection(self, other: Needs) -> Needs {
-        Needs(self.0 & other.0)
+    pub const fn intersection(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 & other.0)
     }
 
     /// The needs of this set that `other` lacks.
-    pub const fn without(self, other: Needs) -> Needs {
-        Needs(self.0 & !other.0)
+    pub const fn without(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 & !other.0)
     }
 
     /// Whether all needs of `other` are in this set.
-    pub const fn covers(self, other: Needs) -> bool {
+    pub const fn covers(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
     }
 
     /// The same, and where there is a bias, one in fp32 too: what a kernel covers that reads either type.
-    pub const fn with_fp32_bias(self) -> Needs {
-        match self.covers(Needs::of(&[Need::Bias])) {
-            true => self.union(Needs::of(&[Need::Fp32Bias])),
+    pub const fn with_fp32_bias(self) -> FeatureSet {
+        match self.covers(FeatureSet::of(&[Feature::Bias])) {
+            true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
             false => self,
         }
     }
@@ -121,12 +122,12 @@ impl Needs {
         self.0.count_ones()
     }
 
-    /// In the order of [`Need::ALL`].
-    pub fn iter(self) -> impl Iterator<Item = Need> {
-        Need::ALL.into_iter().filter(move |&n| self.covers(Needs::of(&[n])))
+    /// In the order of [`Feature::ALL`].
+    pub fn iter(self) -> impl Iterator<Item = Feature> {
+        Feature::ALL.into_iter().filter(move |&n| self.covers(FeatureSet::of(&[n])))
     }
 
-    /// As the device code has it: `-DNEEDS=<bits>`, and `kNeed...` in the generated header.
+    /// As the device code has it: `-DNEEDS=<bits>`, and `kFeature...` in the generated header.
     pub const fn bits(self) -> u32 {
         self.0
     }
@@ -138,19 +139,19 @@ pub enum Pass {
     /// out and softmax_lse
     Forward,
     /// the same on a grid of equal shares: where the usual one's last round would leave much of the GPU idle
-    ForwardShares,
+    ForwardStreamK,
     /// delta and the other row statistics, zeroing of dq's accumulator
-    BackwardPrepare,
+    BackwardPreprocess,
     /// dk, dv, and dq added to its accumulator by atomics
     Backward,
     /// dk and dv alone, for the deterministic mode
-    BackwardKeys,
+    BackwardDkDv,
     /// dq alone, for the deterministic mode
-    BackwardQueries,
+    BackwardDq,
     /// dq's accumulator to fp16 or bf16
-    BackwardFinish,
+    BackwardPostprocess,
     /// all of a backward pass, where one block has all keys of its heads
-    BackwardWhole,
+    BackwardFused,
     /// attention over two sets of keys from that over each
     Merge,
     /// out and softmax_lse of few queries a sequence, over a KV cache
@@ -158,11 +159,11 @@ pub enum Pass {
     /// the same of many queries a sequence
     Prefill,
     /// the same as decode over a cache of latents, whose first columns are the values
-    DecodeLatents,
+    DecodeMla,
     /// keys and values into a KV cache, and rotary embeddings of these and of queries
     Append,
-    /// a quantised KV cache as fp16 or bf16
-    Convert,
+    /// a quantized KV cache as fp16 or bf16
+    Dequantize,
 }
 
 /// What a pass' kernels take as their one argument: a struct of src/params.rs.
@@ -170,8 +171,8 @@ pub enum Pass {
 pub enum ParamBlock {
     /// `FwdParams`
     Forward,
-    /// `FwdSharesParams`
-    ForwardShares,
+    /// `FwdStreamKParams`
+    ForwardStreamK,
     /// `BwdParams`, of every backward pass
     Backward,
     /// `MergeParams`
@@ -180,34 +181,34 @@ pub enum ParamBlock {
     Decode,
     /// `AppendParams`
     Append,
-    /// `ConvertParams`
-    Convert,
+    /// `DequantizeParams`
+    Dequantize,
 }
 
 impl ParamBlock {
     /// Every block: build.rs writes them into the kernels' header.
     pub const ALL: [ParamBlock; 7] = {
         use ParamBlock::*;
-        [Forward, ForwardShares, Backward, Merge, Decode, Append, Convert]
+        [Forward, ForwardStreamK, Backward, Merge, Decode, Append, Dequantize]
     };
 
     /// The struct's.
     pub const fn name(self) -> &'static str {
         match self {
             ParamBlock::Forward => "FwdParams",
-            ParamBlock::ForwardShares => "FwdSharesParams",
+            ParamBlock::ForwardStreamK => "FwdStreamKParams",
             ParamBlock::Backward => "BwdParams",
             ParamBlock::Merge => "MergeParams",
             ParamBlock::Decode => "DecodeParams",
             ParamBlock::Append => "AppendParams",
-            ParamBlock::Convert => "ConvertParams",
+            ParamBlock::Dequantize => "DequantizeParams",
         }
     }
 }
 
 /// What the rows of a pass' blocks are, and so its grid's first two axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rows {
+pub enum RowKind {
     /// queries of a query head
     Queries,
     /// the same, and those that round them up in the scratch memory
@@ -220,43 +221,43 @@ pub enum Rows {
 
 /// A row of the table of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PassFacts {
+pub struct PassInfo {
     /// whose row this is
     pub pass: Pass,
     /// its kernels' argument
     pub params: ParamBlock,
     /// what a block of its kernels has `block_rows` of
-    pub rows: Rows,
+    pub rows: RowKind,
     /// what a problem may need of it at all
-    pub needs: Needs,
+    pub needs: FeatureSet,
 }
 
 /// The table of passes, in the order of the enum.
-pub const PASSES: [PassFacts; 14] = {
-    use {ParamBlock as P, Rows::*};
-    const fn row(pass: Pass, params: ParamBlock, rows: Rows, needs: Needs) -> PassFacts {
-        PassFacts { pass, params, rows, needs }
+pub const PASSES: [PassInfo; 14] = {
+    use {ParamBlock as P, RowKind::*};
+    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, needs: FeatureSet) -> PassInfo {
+        PassInfo { pass, params, rows, needs }
     }
-    let forward = Needs::GENERAL.without(Needs::of(&[Need::Bf16Gradients]));
+    let forward = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bf16Gradients]));
     // backward finds all that sinks did in softmax_lse
-    let gradients = Needs::GENERAL.without(Needs::of(&[Need::Sinks]));
+    let gradients = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Sinks]));
     // these two see no scores
-    let (prepare, finish) = (Needs::of(&[Need::Lengths]), Needs::of(&[Need::Lengths, Need::Bf16Gradients]));
+    let (prepare, finish) = (FeatureSet::of(&[Feature::Lengths]), FeatureSet::of(&[Feature::Lengths, Feature::Bf16Gradients]));
     [
         row(Pass::Forward, P::Forward, Queries, forward),
-        row(Pass::ForwardShares, P::ForwardShares, Queries, forward),
-        row(Pass::BackwardPrepare, P::Backward, ScratchQueries, prepare),
+        row(Pass::ForwardStreamK, P::ForwardStreamK, Queries, forward),
+        row(Pass::BackwardPreprocess, P::Backward, ScratchQueries, prepare),
         row(Pass::Backward, P::Backward, Keys, gradients),
-        row(Pass::BackwardKeys, P::Backward, Keys, gradients),
-        row(Pass::BackwardQueries, P::Backward, Queries, gradients),
-        row(Pass::BackwardFinish, P::Backward, Queries, finish),
-        row(Pass::BackwardWhole, P::Backward, Keys, gradients),
-        row(Pass::Merge, P::Merge, Queries, Needs::NONE),
-        row(Pass::Decode, P::Decode, PackedQueries, Needs::NONE),
-        row(Pass::Prefill, P::Forward, Queries, Needs::PAGED.union(Needs::of(&[Need::Softcap, Need::Alibi]))),
-        row(Pass::DecodeLatents, P::Decode, PackedQueries, Needs::NONE),
-        row(Pass::Append, P::Append, Keys, Needs::NONE),
-        row(Pass::Convert, P::Convert, Keys, Needs::NONE),
+        row(Pass::BackwardDkDv, P::Backward, Keys, gradients),
+        row(Pass::BackwardDq, P::Backward, Queries, gradients),
+        row(Pass::BackwardPostprocess, P::Backward, Queries, finish),
+        row(Pass::BackwardFused, P::Backward, Keys, gradients),
+        row(Pass::Merge, P::Merge, Queries, FeatureSet::NONE),
+        row(Pass::Decode, P::Decode, PackedQueries, FeatureSet::NONE),
+        row(Pass::Prefill, P::Forward, Queries, FeatureSet::PAGED.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi]))),
+        row(Pass::DecodeMla, P::Decode, PackedQueries, FeatureSet::NONE),
+        row(Pass::Append, P::Append, Keys, FeatureSet::NONE),
+        row(Pass::Dequantize, P::Dequantize, Keys, FeatureSet::NONE),
     ]
 };
 
@@ -270,7 +271,7 @@ const _: () = {
 
 impl Pass {
     /// Its row of the table.
-    pub const fn facts(self) -> PassFacts {
+    pub const fn facts(self) -> PassInfo {
         PASSES[self as usize]
     }
 }
@@ -280,13 +281,13 @@ impl Pass {
 /// The set of `volta_fa::fwd`.
 pub const FORWARD: [Pass; 1] = [Pass::Forward];
 /// The same where the grid pays.
-pub const FORWARD_SHARES: [Pass; 1] = [Pass::ForwardShares];
+pub const FORWARD_STREAM_K: [Pass; 1] = [Pass::ForwardStreamK];
 /// The set of `volta_fa::bwd`, where dq is summed by atomics, in any order.
-pub const BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::Backward, Pass::BackwardFinish];
+pub const BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::Backward, Pass::BackwardPostprocess];
 /// The set of `volta_fa::bwd` where there are few keys.
-pub const WHOLE_BACKWARD: [Pass; 1] = [Pass::BackwardWhole];
+pub const FUSED_BACKWARD: [Pass; 1] = [Pass::BackwardFused];
 /// The set of a deterministic `volta_fa::bwd`: dq has a kernel of its own, and no accumulator to finish.
-pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPrepare, Pass::BackwardKeys, Pass::BackwardQueries];
+pub const DETERMINISTIC_BACKWARD: [Pass; 3] = [Pass::BackwardPreprocess, Pass::BackwardDkDv, Pass::BackwardDq];
 /// All of attention, without the merge: `Kernels::serve` asks a family for each of them.
 pub const PASS_SETS: [&[Pass]; 3] = [&FORWARD, &BACKWARD, &DETERMINISTIC_BACKWARD];
 
@@ -309,7 +310,7 @@ pub struct Family {
     pub either_order: &'static [Pass],
     /// whether main backward kernels take a part of the blocks of keys (`BwdParams::first_key_block`), so that the deterministic mode
     /// can launch them one part after the other
-    pub in_rounds: bool,
+    pub has_key_block_offset: bool,
     /// whether its kernels store the gradient of a bias as fp16 where no two scores share an element
     pub stores_dbias: bool,
 }
@@ -324,9 +325,9 @@ pub struct Scratch {
     /// ... in so many floats,
     pub group_floats: u32,
     /// of which these are the rows' -lse/scale, one each,
-    pub minus_lse_at: &'static [u32],
+    pub neg_lse_offsets: &'static [u32],
     /// and these the rows' -delta
-    pub minus_delta_at: &'static [u32],
+    pub neg_delta_offsets: &'static [u32],
 }
 
 /// What a GPU gets of a family: the better first.
@@ -358,10 +359,10 @@ pub struct Variant {
     /// what it computes
     pub pass: Pass,
     /// what it is prepared for
-    pub needs: Needs,
+    pub needs: FeatureSet,
     /// what of that a problem has to ask for: such a kernel does it unasked
-    pub requires: Needs,
-    /// the one kind of cache that it reads; Float too where it reads none
+    pub requires: FeatureSet,
+    /// the one kind of cache that it reads; Unquantized too where it reads none
     pub cache: CacheFormat,
     /// source below `csrc/`
     pub source: &'static str,
@@ -385,7 +386,7 @@ pub struct Variant {
 
 impl Variant {
     /// The same source and tiles, prepared for those of the needs that its pass can have.
-    pub const fn covering(self, needs: Needs, name: &'static str, registers: u32) -> Variant {
+    pub const fn covering(self, needs: FeatureSet, name: &'static str, registers: u32) -> Variant {
         Variant { name, needs: needs.intersection(self.pass.facts().needs), registers, ..self }
     }
 }

@@ -3,7 +3,7 @@
 //! libcuda is opened on first use; a machine without a driver loads this library all the same.
 
 use super::tuning::{self, DeviceTuning};
-use super::{only_family, refusals, KernelLaunch, Launcher};
+use super::{load_errors, only_family, KernelLaunch, Launcher};
 use crate::error::{Error, Result};
 use crate::kernels::{self, Code, Variant};
 use crate::plan::DeviceLimits;
@@ -210,14 +210,14 @@ impl Driver {
             };
             // SAFETY: `code` is a whole cubin or NUL-terminated PTX.
             match unsafe { result::module::load_data(code.as_ptr().cast()) } {
-                Err(e) if refusals::is_refusal(e.0) => answers.push((form, e.0)),
+                Err(e) if load_errors::is_refusal(e.0) => answers.push((form, e.0)),
                 done => return check(what, done),
             }
         }
         let card = result::device::get(self.device as i32).and_then(result::device::get_name);
         let card = card.unwrap_or_else(|_| format!("cuda:{}", self.device));
         let driver = driver_version().unwrap_or_else(|_| "of unknown version".into());
-        Err(Error::runtime(refusals::describe(variant.name, &card, limits.sm(), &driver, &answers)))
+        Err(Error::runtime(load_errors::describe(variant.name, &card, limits.sm(), &driver, &answers)))
     }
 }
 

@@ -2,7 +2,7 @@
 //! [`Launcher`] runs it, on the CUDA driver or in the simulator. All that comes before is the same code.
 
 pub mod driver;
-mod refusals;
+mod load_errors;
 #[cfg(feature = "sim")]
 pub mod simulator;
 pub mod tuning;

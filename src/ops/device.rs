@@ -1,7 +1,7 @@
 //! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
 use super::parameters::{self, broadcast_strides, lengths, score_options};
-use super::{shares, Gradients, Inputs, Saved};
+use super::{stream_k, Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::kernels::Scratch;
 use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
@@ -30,10 +30,10 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let shares = planned.shares.map(|shares| shares::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
+    let shares = planned.shares.map(|shares| stream_k::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
     let ranges = memory(launcher, || {
         let own = [memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
-        own.into_iter().chain(shares.iter().flat_map(shares::Launch::ranges)).chain(parameters::ranges(inputs)).collect()
+        own.into_iter().chain(shares.iter().flat_map(stream_k::Launch::ranges)).chain(parameters::ranges(inputs)).collect()
     });
     launcher.begin(&ranges);
     fill_ragged(a, [&out, &softmax_lse])?;
@@ -48,7 +48,7 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
             lengths: lengths(inputs, a, first, 0),
             score_options: score_options(inputs, a, first),
             cache: parameters::NO_CACHE,
-            least_rows: 0,
+            min_rows: 0,
         };
         match &shares {
             None => run(launcher, &planned, batches, bytes_of(&forward), &ranges)?,
@@ -76,7 +76,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
-    let dq_accum = empty(&[i64::from(plan.dq_sums), entries, a.nheads, rows, columns], Kind::Float)?;
+    let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
     let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| has_scores_of_its_own(b, a));
     let dbias = match bias {
@@ -119,8 +119,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             softmax_lse: lse_at(&softmax_lse, a, first),
             row_stats: at(&row_stats, 0),
             dq_accum: at(&dq_accum, 0),
-            dq_sum_stride: if plan.dq_sums > 1 { entries * a.nheads * rows * columns } else { 0 },
-            dq_sums: plan.dq_sums as i32,
+            dq_accum_split_stride: if plan.dq_accum_splits > 1 { entries * a.nheads * rows * columns } else { 0 },
+            dq_accum_splits: plan.dq_accum_splits as i32,
             first_key_block: 0,
             seqlen_q_rounded: rows as i32,
             headdim_rounded: columns as i32,
@@ -147,7 +147,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             run(launcher, prepare, batches, bytes_of(&params), &ranges)?;
         }
         for round in 0..plan.rounds {
-            params.first_key_block = (round * plan.dq_sums) as i32;
+            params.first_key_block = (round * plan.dq_accum_splits) as i32;
             run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
         }
         if let Some(tail) = &plan.tail {
@@ -171,7 +171,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
 }
 
 /// Lengths in memory may be wrong and nobody may have looked. Rows that belong to no sequence, and those of a sequence whose lengths
-/// cannot be (csrc/sequence.cuh), are written by no kernel: they have to be NaN then, and not what the memory held.
+/// cannot be (csrc/seqlen_info.cuh), are written by no kernel: they have to be NaN then, and not what the memory held.
 fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
     if a.is_ragged() {
         for t in outputs {
@@ -211,7 +211,7 @@ fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scra
         let rows: Vec<_> = at.iter().map(|&i| row_stats.f_select(3, i64::from(i))).collect::<std::result::Result<_, _>>()?;
         Ok(Tensor::f_stack(&rows, 3)?)
     };
-    let (minus_lse, minus_delta) = (of_rows(scratch.minus_lse_at)?, of_rows(scratch.minus_delta_at)?);
+    let (minus_lse, minus_delta) = (of_rows(scratch.neg_lse_offsets)?, of_rows(scratch.neg_delta_offsets)?);
     let p = (minus_lse.f_mul_scalar(f64::from(scale))?.f_add(&sinks.f_view([1, -1, 1, 1])?)?).f_exp()?;
     let products = p.f_mul(&minus_delta)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
     let _ = sums.f_add_(&products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?)?;
@@ -223,8 +223,8 @@ pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64
 }
 
 /// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
-/// know what another of them wrote into memory that nobody has set to zero (csrc/arrivals.cuh).
-pub(super) fn call_number() -> u64 {
+/// know what another of them wrote into memory that nobody has set to zero (csrc/semaphore.cuh).
+pub(super) fn launch_id() -> u64 {
     static FIRST: OnceLock<u64> = OnceLock::new();
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());

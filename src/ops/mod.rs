@@ -7,7 +7,7 @@ pub(crate) mod dropout;
 pub(crate) mod kvcache;
 pub(crate) mod merge;
 mod parameters;
-mod shares;
+mod stream_k;
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
@@ -210,7 +210,7 @@ fn half<T>(kind: Kind, fp16: impl FnOnce() -> Result<T>, bf16: impl FnOnce() -> 
 }
 
 /// Whether to look at the values in cu_seqlens and seqused_k. On a GPU that means waiting for it, so there it is done on request
-/// only, by the call (`requested`) or in the environment; the kernels leave out a sequence that cannot be (csrc/sequence.cuh).
+/// only, by the call (`requested`) or in the environment; the kernels leave out a sequence that cannot be (csrc/seqlen_info.cuh).
 /// Simulated kernels are checked unless the environment says no, and then show what a GPU does. The CPU backend relies on the check.
 fn checks_lengths(target: &Target, device: Device, requested: bool) -> Result<bool> {
     const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";

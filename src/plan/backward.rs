@@ -34,7 +34,7 @@ pub struct BackwardPlan {
     /// the last keys of every head, where they would be a round of their own of large blocks
     pub tail: Option<Tail>,
     /// accumulators of dq. 0: it has a kernel of its own, or `main` does all
-    pub dq_sums: u32,
+    pub dq_accum_splits: u32,
     /// how these three lay out the row statistics
     pub scratch: Scratch,
     /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
@@ -140,7 +140,7 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         deterministic: true,
         rounds: 1,
         tail: None,
-        dq_sums: 0,
+        dq_accum_splits: 0,
         headdim_rounded: 0,
     })
 }
@@ -154,15 +154,15 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     const FEW_ROWS: i64 = 512;
     const ENOUGH_ROUNDS: u64 = 2;
     // before anything is looked up: most problems are larger
-    static MOST_KEYS: LazyLock<u32> = LazyLock::new(|| {
-        let whole = COMPILED.variants().filter(|v| v.pass == Pass::BackwardWhole);
+    static MAX_KEYS: LazyLock<u32> = LazyLock::new(|| {
+        let whole = COMPILED.variants().filter(|v| v.pass == Pass::BackwardFused);
         whole.map(|v| v.block_rows).max().unwrap_or(0)
     });
-    if a.seqlen_k > i64::from(*MOST_KEYS) {
+    if a.seqlen_k > i64::from(*MAX_KEYS) {
         return None;
     }
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
-    let [large] = choose(kernels, kernels::WHOLE_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
+    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
     // instead of one that failed, or of another family's, rather the parts of a pass
     if !is_tuned && large.1 != Reason::Cheapest {
@@ -214,8 +214,8 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         }
     };
     let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
-    let in_rounds = |is_faster: bool| {
-        let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.in_rounds).map(sized)?;
+    let has_key_block_offset = |is_faster: bool| {
+        let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset).map(sized)?;
         let main = chosen[1];
         let (found, parts) = [true, false].into_iter().find_map(|with_tail| {
             let parts @ (blocks, tail) = split(main, with_tail);
@@ -229,9 +229,9 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         (Some(chosen), _) => whole(Dq::Own, sized(because(chosen, Reason::TunedMode))),
         (None, true) => {
             let own = without();
-            let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPrepare && reason == Reason::Tuned;
+            let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
             let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
-            match if forced { None } else { in_rounds(own.is_ok()) } {
+            match if forced { None } else { has_key_block_offset(own.is_ok()) } {
                 Some(found) => found,
                 None => whole(Dq::Own, sized(own?)),
             }
@@ -239,7 +239,7 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         (None, false) => match with_atomics() {
             Ok(chosen) => {
                 let chosen = sized(chosen);
-                (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.in_rounds))
+                (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.has_key_block_offset))
             }
             Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
                 whole(Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
@@ -248,7 +248,7 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         },
     };
     let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
-    let (of_a_round, dq_sums) = match dq {
+    let (of_a_round, dq_accum_splits) = match dq {
         Dq::Atomics => (blocks as u32, 1),
         Dq::Rounds(blocks) => (blocks, blocks),
         Dq::Own => (blocks as u32, 0),
@@ -270,8 +270,8 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         deterministic: !matches!(dq, Dq::Atomics),
         rounds,
         tail,
-        dq_sums,
-        headdim_rounded: if dq_sums == 0 { 0 } else { main.variant.headdim as i64 },
+        dq_accum_splits,
+        headdim_rounded: if dq_accum_splits == 0 { 0 } else { main.variant.headdim as i64 },
     })
 }
 

@@ -1,11 +1,11 @@
 //! Planning attention of few queries a sequence over a KV cache.
 //!
 //! The grid is as large as the GPU, whatever the lengths, which the host does not know: blocks share them on the device
-//! (`csrc/decode/schedule.cuh`). So a plan depends on nothing but headdims and the most rows that a sequence has.
+//! (`csrc/decode/tile_scheduler.cuh`). So a plan depends on nothing but headdims and the most rows that a sequence has.
 
-use super::{choose, holds, remembered, DeviceLimits, PlannedKernel, Reason, Remembered};
+use super::{cached_plan, choose, holds, DeviceLimits, PlanCache, PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{CacheFormat, Kernels, Needs, Pass, COMPILED};
+use crate::kernels::{CacheFormat, FeatureSet, Kernels, Pass, COMPILED};
 use crate::problem::{Attention, MAX_HEADDIM};
 use crate::tuning::Shape;
 use std::cell::Cell;
@@ -24,7 +24,7 @@ pub struct DecodePlan {
     /// floats: what blocks found out of row sets that they share
     pub partials: i64,
     /// 8 bytes each: who has arrived at the merge of those
-    pub arrivals: i64,
+    pub semaphores: i64,
 }
 
 /// Rows of the longest sequence.
@@ -34,24 +34,24 @@ pub fn rows(a: &Attention) -> i64 {
 
 /// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
 pub fn decode(a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    thread_local!(static LAST: Remembered<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
+    thread_local!(static LAST: PlanCache<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache, ..Shape::of(a) };
-    remembered(&LAST, (shape, rows(a), others), d, || decode_among(COMPILED, a, cache, others, d))
+    cached_plan(&LAST, (shape, rows(a), others), d, || decode_among(COMPILED, a, cache, others, d))
 }
 
 /// The same with other kernels to choose from.
 pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     let shape = Shape { cache, ..Shape::of(a) };
     // no decode kernel but those of latents has such a headdim
-    let pass = if a.headdim > MAX_HEADDIM { Pass::DecodeLatents } else { Pass::Decode };
-    let [(chosen, reason)] = choose(kernels, [pass], &shape, Needs::NONE, d)?;
+    let pass = if a.headdim > MAX_HEADDIM { Pass::DecodeMla } else { Pass::Decode };
+    let [(chosen, reason)] = choose(kernels, [pass], &shape, FeatureSet::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.
     const MIXED_ROWS: i64 = 32;
     let wanted = if others { rows(a).min(MIXED_ROWS) } else { rows(a) };
     let fits = |v: &&'static crate::kernels::Variant| {
         (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v)
-            && holds(v, &shape, Needs::NONE, d)
+            && holds(v, &shape, FeatureSet::NONE, d)
             && !d.tuning.is_some_and(|t| t.has_failed(v))
     };
     let badness = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
@@ -60,7 +60,7 @@ pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others:
         _ => kernels.of(&chosen.family, pass).filter(fits).min_by_key(|v| badness(v.block_rows)).unwrap_or(chosen),
     };
     let blocks = d.sms * variant.blocks_per_sm;
-    // csrc/decode/rows.cuh: two places for each block, whose states each level of the merge has for itself
+    // csrc/decode/partials.cuh: two places for each block, whose states each level of the merge has for itself
     let places = 2 * i64::from(blocks);
     let levels = i64::from(merge_levels(blocks));
     let rows_of_place = i64::from(variant.block_rows);
@@ -68,7 +68,7 @@ pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others:
         kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, shares: None },
         max_rows: if others { MAX_ROWS } else { i64::MAX },
         partials: places * rows_of_place * (i64::from(variant.headdim_v) + 2 * levels),
-        arrivals: places * levels,
+        semaphores: places * levels,
     })
 }
 

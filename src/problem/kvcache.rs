@@ -1,6 +1,6 @@
 //! The rules of `volta_fa::fwd_kvcache`, and of `volta_fa::fwd_mla`, whose cache has latents for keys and values.
 
-use super::quantised::{cache_format, check_scales};
+use super::quantized::{cache_format, check_scales};
 use super::*;
 use crate::options::KvCacheOptions;
 use crate::params::CacheFormat;

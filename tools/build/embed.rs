@@ -64,7 +64,16 @@ fn key(compiler: &Compiler, variant: &Variant, params_header: &str, sources: &BT
     hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect()
 }
 
-/// `source` and every file below csrc/ that it includes, directly or not, with their text; paths are relative to csrc/.
+/// Returns a source without its `//` comments and the blanks before them, so that an edited comment compiles no kernel again.
+/// No string of csrc/ holds `//`.
+fn without_comments(text: &str) -> String {
+    text.lines()
+        .map(|line| line.split("//").next().unwrap_or_default().trim_end())
+        .filter(|line| !line.is_empty())
+        .fold(String::with_capacity(text.len()), |code, line| code + line + "\n")
+}
+
+/// `source` and every file below csrc/ that it includes, directly or not, without comments; paths are relative to csrc/.
 fn include_closure(source: &Path) -> Result<BTreeMap<PathBuf, String>> {
     let mut seen = BTreeMap::new();
     let mut todo = vec![source.to_path_buf()];
@@ -73,6 +82,7 @@ fn include_closure(source: &Path) -> Result<BTreeMap<PathBuf, String>> {
             continue;
         }
         let text = std::fs::read_to_string(Path::new("csrc").join(&file)).with_context(|| format!("csrc/{}", file.display()))?;
+        let text = without_comments(&text);
         for line in text.lines() {
             let Some(name) = line.trim().strip_prefix("#include \"").and_then(|r| r.split('"').next()) else { continue };
             let beside = file.parent().unwrap_or(Path::new("")).join(name);

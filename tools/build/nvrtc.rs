@@ -3,7 +3,7 @@
 //! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
 
 use crate::python::Environment;
-use crate::tables::variants::{Need, Needs, ParamBlock, Variant};
+use crate::tables::variants::{Feature, FeatureSet, ParamBlock, Variant};
 use anyhow::{bail, Context, Result};
 use libloading::{Library, Symbol};
 use std::collections::HashSet;
@@ -93,9 +93,9 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// The bits of `NEEDS`, as `kNeedLengths` and so on. Enumerators, since variables would leave their addresses in the cubin.
+/// The bits of `FEATURES`, as `kFeatureLengths` and so on. Enumerators, since variables would leave their addresses in the cubin.
 fn needs() -> String {
-    let bits = Need::ALL.map(|need| format!("kNeed{need:?} = {}u", Needs::of(&[need]).bits()));
+    let bits = Feature::ALL.map(|need| format!("kFeature{need:?} = {}u", FeatureSet::of(&[need]).bits()));
     format!("enum : unsigned {{ {} }};\n", bits.join(", "))
 }
 
@@ -202,7 +202,7 @@ impl Compiler {
             ("THREADS", variant.threads),
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
-            ("NEEDS", variant.needs.bits()),
+            ("FEATURES", variant.needs.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
         }
@@ -215,8 +215,8 @@ impl Compiler {
             options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
             options.push(format!("-DSTATS_GROUP_ROWS={}", scratch.group_rows));
             options.push(format!("-DSTATS_GROUP_FLOATS={}", scratch.group_floats));
-            options.push(format!("-DSTATS_MINUS_LSE_AT={}", list(scratch.minus_lse_at)));
-            options.push(format!("-DSTATS_MINUS_DELTA_AT={}", list(scratch.minus_delta_at)));
+            options.push(format!("-DSTATS_MINUS_LSE_AT={}", list(scratch.neg_lse_offsets)));
+            options.push(format!("-DSTATS_MINUS_DELTA_AT={}", list(scratch.neg_delta_offsets)));
         }
         options
     }

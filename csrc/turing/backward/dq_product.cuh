@@ -70,12 +70,12 @@ struct DqProduct {
     static __device__ __forceinline__ void store(const Accumulator (&c)[1][2], const BwdParams& p, int head, int row, int rows,
                                                  u32 warp, int j) {
         static_assert(kKeyParts == 1, "a warp has the sums over all keys");
-        const int batch = block_batch_here();
-        const BlockSequence sequence(p.problem, p.lengths, batch);  // again: it takes no registers in the loop
+        const int batch = remat_block_batch();
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);  // again: it takes no registers in the loop
         const auto row_of_lane = [](const Lane& lane, int, int h) {
             return (kOwnCalls ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };
-        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.first_q()), p.problem.scale, row + query_tile(warp) * 16,
+        write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
                        rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);
     }
 };

@@ -9,7 +9,7 @@ namespace turing {
 // Where a lane has two keys of a group of four, for two queries: the lane that has the other two has the same queries: each
 // draws for one of them. All lanes of the warp together.
 template <class Layout>
-__device__ __forceinline__ u32 kept_of_pairs(const Philox& philox, const DropoutRule& rule, const ScorePlace<Layout>& place) {
+__device__ __forceinline__ u32 kept_of_pairs(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& place) {
     static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "see above");
     const int odd = place.key(0) & 1, row = place.query(0) + (odd ? Layout::row_slot(1) : 0);
     const u32 mine = rule.kept_bits(philox.numbers(row & ~4, place.key(0) & ~3));
@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 kept_of_pairs(const Philox& philox, const Dropout
 
 // Bit kept_bit(row_of(v), key_slot(v)) of element v, and no others but those of a call.
 template <class Layout>
-__device__ __forceinline__ u32 kept_of_tile(const Philox& philox, const DropoutRule& rule, const ScorePlace<Layout>& place) {
+__device__ __forceinline__ u32 kept_of_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& place) {
     if constexpr (Layout::kKeys == 4)
         return kept_of_rows(philox, rule, place);
     else

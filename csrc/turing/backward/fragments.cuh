@@ -18,9 +18,9 @@
 
 #include "backward/gradient_type.cuh"
 #include "backward/memory.cuh"
-#include "backward/score_place.cuh"
+#include "backward/score_coord.cuh"
 #include "half.cuh"
-#include "score_modifier.cuh"
+#include "score_mod.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "turing/backward/row_stats.cuh"
@@ -28,9 +28,9 @@
 
 namespace turing {
 
-// thread_index_here() and what is made of it, unsigned: divisions by powers of 2 are then one instruction.
-__device__ __forceinline__ u32 thread_here() { return thread_index_here(); }
-__device__ __forceinline__ Lane lane_here() { return Lane(thread_here() % 32); }
+// remat_thread_index() and what is made of it, unsigned: divisions by powers of 2 are then one instruction.
+__device__ __forceinline__ u32 remat_thread() { return remat_thread_index(); }
+__device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ struct QueriesLayout {
 };
 static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
 static_assert(has_rows_and_keys<KeysLayout<1>>() && has_rows_and_keys<KeysLayout<2>>() && has_rows_and_keys<QueriesLayout>(),
-              "backward/score_place.cuh");
+              "backward/score_coord.cuh");
 
 template <int M, int N>
 __device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, 
 
 // swizzled() of unsigned numbers.
 template <int Chunks>
-__device__ __forceinline__ u32 swizzled_here(u32 row, u32 chunk) {
+__device__ __forceinline__ u32 remat_swizzled(u32 row, u32 chunk) {
     const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
 }
@@ -161,21 +161,21 @@ __device__ __forceinline__ u32 swizzled_here(u32 row, u32 chunk) {
 // first eight rows ...
 template <class S>
 __device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
-    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 // ... or all 16 rows of the first chunk.
 template <class S>
 __device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
-    return tile + swizzled_here<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
+    return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
 }
 // The same where rows are keys that become columns of QueriesLayout.
 template <class S>
 __device__ __forceinline__ u32 keys_by_chunks(u32 tile, u32 lane) {
-    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
+    return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 16 * 8, lane / 8 % 2);
 }
 template <class S>
 __device__ __forceinline__ u32 keys_by_rows(u32 tile, u32 lane) {
-    return tile + swizzled_here<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
+    return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
 }
 // Two chunks further in the same rows, `pair` times.
 template <class S>
@@ -189,7 +189,7 @@ __device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
     // Eight rows of two chunks are two wavefronts' worth of banks: the chunks of the second four rows change places.
     if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
-    return swizzled_here<4>(row, chunk);
+    return remat_swizzled<4>(row, chunk);
 }
 // The same of another chunk, from that of chunk 0.
 __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }
@@ -202,7 +202,7 @@ template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
                                                   float factor, int row, int rows, int headdim, RowOfLane row_of_lane,
                                                   int first_pair) {
-    const Lane lane = lane_here();
+    const Lane lane = remat_lane();
     const int first_column = first_pair * 2 * kChunk;
 #pragma unroll
     for (int m = 0; m < M; m++)

@@ -18,12 +18,12 @@ struct InitialScores {
     // `row` and `key` are the warp's first.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
-        const int batch = block_batch_here();
-        const BlockSequence sequence(p.problem, p.lengths, batch);
+        const int batch = remat_block_batch();
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         float slope;  // by a volatile load: it takes no register between the steps
         asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(slope) : "l"(o.alibi_slopes + batch * o.alibi_batch_stride + head));
         slope = __fdividef(-slope, p.problem.scale);
-        const ScorePlace<Layout> place(lane_here(), row, key);
+        const ScoreCoord<Layout> place(remat_lane(), row, key);
         const float first = static_cast<float>(place.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - place.key(0));
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -44,16 +44,16 @@ struct InitialScores {
     static __device__ __forceinline__ const char* bias_base(const BwdParams& p, int head, int key, int bytes) {
         const ScoreOptions& o = p.score_options;
         return reinterpret_cast<const char*>(o.bias) +
-               (block_batch_here() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
+               (remat_block_batch() * o.bias_batch_stride + head * o.bias_head_stride + min(key, p.problem.seqlen_k - 1 & ~3)) *
                    bytes;
     }
     __device__ __forceinline__ void load_bias(const BwdParams& p, int head, int row, int row_end, int key) {
-        if (asks_for_fp32_bias(p.score_options)) {
+        if (uses_fp32_bias(p.score_options)) {
 #pragma unroll
             for (int i = 0; i < 2 * N; i++) loaded[i / 2][i % 2] = make_uint2(0, 0);
             return;
         }
-        const ScorePlace<Layout> place(lane_here(), row, key);
+        const ScoreCoord<Layout> place(remat_lane(), row, key);
         const char* base = bias_base(p, head, place.key(0), 2);
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -65,7 +65,7 @@ struct InitialScores {
     }
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
-        const ScorePlace<Layout> place(lane_here(), row, key);
+        const ScoreCoord<Layout> place(remat_lane(), row, key);
         const char* base = bias_base(p, head, place.key(0), 4);
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -105,7 +105,7 @@ struct KeptOfTile {
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "a call has all of them");
         const DropoutRule rule(p.score_options);
-        const ScorePlace<Layout> place(lane_here(), row, key);
+        const ScoreCoord<Layout> place(remat_lane(), row, key);
         const uint4 of = philox.numbers(place.query(0), place.key(0));
         kept[0] = rule.kept_halves(__byte_perm(of.x, of.z, 0x5410));
         kept[1] = rule.kept_halves(__byte_perm(of.y, of.w, 0x5410));

@@ -13,7 +13,7 @@
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/walk.cuh"
-#include "backward/whole.cuh"
+#include "backward/fused.cuh"
 #include "turing/backward/dq_product.cuh"
 #include "turing/backward/fragments.cuh"
 
@@ -69,12 +69,12 @@ struct HeadRows {
     int head, origin_;
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
-    __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSequence& sequence, int head_)
-        : head(head_), origin_(kRagged && !kGeneral ? pinned(sequence.first_q()) : 0),
-          scratch(pinned(static_cast<int>(rounded_row<RowStats>(p, sequence, block_batch_here(), head_)))) {}
+    __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
+        : head(head_), origin_(kVarlen && !kGeneric ? pinned(sequence.q_offset()) : 0),
+          scratch(pinned(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
     // ... and in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
-        return kGeneral ? BlockSequence(p.problem, p.lengths, block_batch_here()).first_q() : origin_;
+        return kGeneric ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }
     // Offset into the scratch memory, with so many floats a row.
     __device__ __forceinline__ unsigned long long scratch_offset(int row, unsigned floats) const {
@@ -85,7 +85,7 @@ struct HeadRows {
 // The statistics of all rows that a block meets, where no other kernel writes them: before anything else, since between the heads
 // there are no registers for it.
 template <class S>
-__device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSequence& sequence) {
+__device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;
 #pragma unroll 1
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++)
@@ -102,14 +102,14 @@ struct StepStats {
 #pragma unroll
         for (int i = 0; i < kGroups; i++) {
             const float* from =
-                p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats + thread_here() % 32;
+                p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats + remat_thread() % 32;
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
     // To units of P as it is kept (kProbabilityUnit): the lse that exp2 subtracts, and delta for the product with such a P. A
     // kernel that has only one of the two does not look at the other lanes.
     __device__ __forceinline__ void scale(float scale_log2) {
-        const bool is_lse = thread_here() % 32 < RowStats::kDeltaAt;
+        const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
 #pragma unroll
         for (int i = 0; i < kGroups; i++)
             x[i] = is_lse ? fmaf(x[i], scale_log2, kProbabilityBits) : x[i] * (1.f / kProbabilityUnit);
@@ -138,7 +138,7 @@ class TilesOfStep {
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
 
-    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || thread_here() % kLanes < S::kChunks; }
+    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || remat_thread() % kLanes < S::kChunks; }
 
 public:
     // A thread's part of one of the two tiles.
@@ -147,7 +147,7 @@ public:
     // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a
     // branch, which would part the products before it from what is behind it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
-        const u32 thread = thread_here(), column = thread % kLanes * kChunk;
+        const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
         const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
                                      (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
 #pragma unroll
@@ -158,9 +158,9 @@ public:
         }
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
-        const u32 thread = thread_here();
+        const u32 thread = remat_thread();
         const u32 row = kOwnCalls ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
-        tile += swizzled_here<S::kChunks>(row, thread % kLanes);
+        tile += remat_swizzled<S::kChunks>(row, thread % kLanes);
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
             if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);
@@ -193,12 +193,12 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float minus_d
 // The mask on the scores of the queries kernels, c[n][m] (apply_mask has the others' order).
 template <int M, int N>
 __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
-    const Mask mask = mask_of(p.problem, BlockSequence(p.problem, p.lengths, blockIdx.z));
-    const Lane lane = lane_here();
+    const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
+    const Lane lane = remat_lane();
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScorePlace<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
+        for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScoreCoord<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
 }
 
 // ---- products -------------------------------------------------------------------------------------

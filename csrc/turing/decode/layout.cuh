@@ -7,7 +7,7 @@
 // column's.
 #pragma once
 
-#include "decode/attend.cuh"
+#include "decode/mainloop.cuh"
 #include "turing/mma.cuh"
 
 namespace turing {
@@ -30,7 +30,7 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    // The places of decode/shared_steps.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never meet in a
+    // The places of decode/cooperative_loader.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never meet in a
     // bank, neither those that write the chunks of one token nor neighbours that read their operands.
     static constexpr bool kShares = true;
     static constexpr int kKeySlots = 32 ^ 4;
@@ -45,7 +45,7 @@ struct DecodeLayout {
 
     __device__ __forceinline__ static int score_row(const Lane& l) { return l.group; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return 2 * l.quad; }
-    static constexpr int kRowMates[2] = {1, 2};
+    static constexpr int kRowLaneMasks[2] = {1, 2};
 
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {

@@ -16,7 +16,7 @@ struct ForwardLayout {
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
-    static constexpr bool kFourKeys = kGeneral;
+    static constexpr bool kFourKeys = kGeneric;
     // With dropout alone, the two in a tile are those whose random numbers are in one word (philox.cuh).
     static constexpr bool kEverySecondKey = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
     // Two rows, each with two consecutive keys. Rows of Q may be dealt out in any order: with dropout a lane has two that share
@@ -37,7 +37,7 @@ struct ForwardLayout {
     static constexpr int kRows = 2, kKeys = kEverySecondKey ? 4 : 2;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v >> 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return (kHasDropout ? 4 : 8) * r; }
-    static constexpr int kRowMates[2] = {1, 2};
+    static constexpr int kRowLaneMasks[2] = {1, 2};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
 // covers_tile() for the two tiles of a step: each lane's element of a tile is that of C, and each query and key there once.
@@ -84,9 +84,9 @@ template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,
                                              const Accumulator (&o)[RowTiles][OutputTiles]) {
-    const BlockSequence sequence(p, batch);
-    const Lane lane(lane_here());
-    unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    const BlockSeqlenInfo sequence(p, batch);
+    const Lane lane(remat_lane());
+    unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset());
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++)

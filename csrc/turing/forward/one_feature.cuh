@@ -15,8 +15,8 @@ struct InitialAlibi {
 
     // `row` is the warp's first.
     __device__ __forceinline__ void start(const FwdParams& p, const Mask& mask, int row) {
-        const Lane lane(lane_here());
-        const Alibi alibi(p.score_options, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(p.problem), mask.seqlen_q,
+        const Lane lane(remat_lane());
+        const Alibi alibi(p.score_options, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(p.problem), mask.seqlen_q,
                           mask.seqlen_k);
         slope = -alibi.slope / p.problem.scale_log2;
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
@@ -44,11 +44,11 @@ struct InitialBias {
 
     // `row_` is the warp's first.
     __device__ __forceinline__ void start(const FwdParams& p, int row_) {
-        const Lane lane(lane_here());
+        const Lane lane(remat_lane());
         const ScoreOptions& o = p.score_options;
-        const int bytes = asks_for_fp32_bias(o) ? 4 : 2;
+        const int bytes = uses_fp32_bias(o) ? 4 : 2;
         base = reinterpret_cast<const char*>(o.bias) +
-               (block_batch_here() * o.bias_batch_stride + head_here<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
+               (remat_block_batch() * o.bias_batch_stride + remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
                 ForwardLayout::first_key(lane)) *
                    bytes;
         row_bytes = static_cast<unsigned>(o.bias_row_stride) * bytes;
@@ -59,7 +59,7 @@ struct InitialBias {
     }
     // `key` is the first of a step.
     __device__ __forceinline__ void load(const FwdParams& p, int key) {
-        if (asks_for_fp32_bias(p.score_options)) return;
+        if (uses_fp32_bias(p.score_options)) return;
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
     // What the scores of tile number `half` of a step begin with; of the first one, the step that was loaded.
@@ -88,7 +88,7 @@ private:
     // f(row tile, row, where the lane's four keys of that row are); keys beyond the last are the last four.
     template <class F>
     __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
-        key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(lane_here())));
+        key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(remat_lane())));
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -127,7 +127,7 @@ struct KeptOfStep {
     template <bool OneByOne, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
-        const Lane lane(lane_here());
+        const Lane lane(remat_lane());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             const uint4 of = numbers(row + ForwardLayout::kTileQueries * mt + ForwardLayout::first_query(lane),

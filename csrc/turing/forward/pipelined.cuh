@@ -39,7 +39,7 @@ struct ForwardPipelined {
     static constexpr bool kCapped = kOneFeature && kHasSoftcap;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
     // Whether scores are modified where they are complete, in units of log2.
-    static constexpr bool kModified = kGeneral && !kOneFeature;
+    static constexpr bool kHasScoreMod = kGeneric && !kOneFeature;
     // With ALiBi scores mostly rise towards a row's own position, and references with them: so that comes first, and the keys
     // before it backwards, then those behind it, backwards too.
     static constexpr bool kBackwards = kInitialAlibi;
@@ -65,23 +65,23 @@ struct ForwardPipelined {
     // trying until nothing spilled.
     static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kFull = kHeld >= 192;
-    static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneral);  // else a group is loaded when it is used
+    static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
     static constexpr bool kPlacesKept =
-        !(kFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kRagged)));  // else a thread's chunks are derived each time
+        !(kFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));  // else a thread's chunks are derived each time
     static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
     // Whether what a thread moves of K and of V, and ALiBi's constants, are kept behind the ring in shared memory.
     static constexpr bool kStreamsInShared = kFull && kOneFeature && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
-    static constexpr bool kPagesInBranch = kFull && RowTiles == 1 && !kGeneral;  // see PageWalk
+    static constexpr bool kPagesInBranch = kFull && RowTiles == 1 && !kGeneric;  // see PageIterator
     static constexpr bool kMaskKept =
-        !(kFull && (kInitialAlibi || (RowTiles == 1 && kRagged && !kPaged)));  // else it is derived in each masked tile
+        !(kFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else it is derived in each masked tile
     // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
     // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
     static constexpr bool kTestedFirst = kFull || Headdim <= 32;
     static_assert(!kTestedFirst || !kCapped, "see move_references_first");
     static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are derived from references
     static constexpr bool kKeysKept = kHeld < 144;  // of dropout's random numbers, those of all rounds
-    static constexpr bool kUnmaskedLoop = !(kFull && kGeneral);  // else every step is masked
+    static constexpr bool kUnmaskedLoop = !(kFull && kGeneric);  // else every step is masked
 
     // From the address of a chunk of group 0 to that of group c in the same row.
     template <int Chunks>
@@ -103,17 +103,17 @@ struct ForwardPipelined {
         __device__ __forceinline__ void load_v(u32 address, int c) { load_matrices_transposed(v, at_group<kChunksV>(address, c)); }
     };
 
-    __device__ __forceinline__ static int warp_row_here(const FwdParams& p) {
-        return Block::row_here(p.problem) + thread_index_here() / 32 * kWarpRows;
+    __device__ __forceinline__ static int remat_warp_row(const FwdParams& p) {
+        return Block::remat_row(p.problem) + remat_thread_index() / 32 * kWarpRows;
     }
-    __device__ __forceinline__ static Mask mask_here(const FwdParams& p) {
-        return mask_of(p.problem, BlockSequence(p, block_batch_here()));
+    __device__ __forceinline__ static Mask remat_mask(const FwdParams& p) {
+        return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
     // The softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        float largest = 0.f;  // of these sums: whether a probability may be above 2^(kPackedOne + kSlack), packed
+        float largest = 0.f;  // of these sums: whether a probability may be above 2^(kPackedOne + kRescaleThreshold), packed
 
         // Of row r of row tile mt; with MayMask scores may be -inf.
         template <bool MayMask>
@@ -139,8 +139,8 @@ struct ForwardPipelined {
             return pack_probabilities(x[0], x[1]);
         }
     };
-    static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kSlack - 112): see softmax.cuh
-    static_assert(kPackedOne + kSlack == 15.f, "2^-97");
+    static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kRescaleThreshold - 112): see softmax.cuh
+    static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
 
     // Moves references to the maxima of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, TileSoftmax& of_tile,
@@ -153,37 +153,37 @@ struct ForwardPipelined {
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = s.lane_maximum(mt, r);
-                for (int mate : ForwardLayout::kRowMates) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                for (int mate : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
                 if (kCapped) m = CappedSoftmax(p).logistic(m);
-                rescale(mt, r, softmax.row[mt][r].template move_reference<MovedRows::kAll>(m, scale, 0.f));
+                rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
                 p_last[mt][r] = of_tile.template probabilities<true>(p, s, softmax, scale, mt, r);
                 if (kHasDropout) p_last[mt][r] = kept.of(p, p_last[mt][r], mt, r, half);
             }
     }
 
     // Whether a score is above its row's limit, or nearly.
-    __device__ __forceinline__ static bool exceed_limit(const Tile& s, const Softmax& softmax, float scale) {
-        if (kLimitsKept) return s.exceed_limit(softmax);
+    __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
+        if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kSlack - kReferenceShift;
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kRescaleThreshold - kMaxOffset;
         return __any_sync(~0u, exceeds);
     }
     // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
     __device__ __forceinline__ static void move_references_first(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                  Probabilities& p_last) {
         // 1 / scale again, so that it holds no register in between
-        const float inverse_scale = kModified ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
+        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
             SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
-            r.limit = (r.reference - kReferenceShift + kSlack) * inverse_scale;
+            r.limit = (r.reference - kMaxOffset + kRescaleThreshold) * inverse_scale;
         }
-        s.template move_references<MovedRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
+        s.template move_references<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
             multiply_halves(p_last[mt][r], factor);
         });
@@ -194,13 +194,13 @@ struct ForwardPipelined {
         const u32 ring = shared_address(shared);
         const Problem& problem = p.problem;
         const Block block(problem);
-        const BlockSequence sequence(p, block.batch);
-        if (kRagged && block.row >= sequence.seqlen_q()) return;
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x, lane = thread & 31;
         const int row = block.row + thread / 32 * kWarpRows;
         int key_first = mask.key_first(block.row);
-        if (kGeneral) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
+        if (kGeneric) key_first &= ~3;  // bias and random numbers come in groups of 4 keys
         if (kPaged) key_first &= ~(kPageGroup - 1);
         const int key_end = mask.key_end(block.row, kBlockRows);
         if constexpr (kPaged) {
@@ -221,7 +221,7 @@ struct ForwardPipelined {
                 for (int w = 0; w < ForwardLayout::kElements; w++) o[mt][j][w] = 0.f;
         if (key_first < key_end) {
             OperandA q[RowTiles][kChunks];
-            load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.first_q()), row, sequence.seqlen_q(),
+            load_queries(q, p.q, rows_of(p.q, block.batch, block.head, sequence.q_offset()), row, sequence.seqlen_q(),
                          problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
@@ -229,13 +229,13 @@ struct ForwardPipelined {
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             const StreamK kept_k(
                 thread,
-                kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.first_k()),
+                kPaged ? head_base(p.cache.k, 0, block.head_k) : rows_of(p.k, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim);
             const StreamV kept_v(
                 thread_v,
-                kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.first_k()),
+                kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim_v);
-            typename PageWalkIf<kPaged, kStep, 1, kPagesInBranch>::Type walk(p.cache, block.batch, sequence.first_k(), key,
+            typename PageWalkIf<kPaged, kStep, 1, kPagesInBranch>::Type walk(p.cache, block.batch, sequence.k_offset(), key,
                                                                              key_end);
             const int head_k = kPaged ? pinned(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
@@ -262,7 +262,7 @@ struct ForwardPipelined {
             };
             const auto load = [&](int pass, int first_key) {
                 if constexpr (kPaged) {
-                    const int t = kPlacesKept ? thread : thread_index_here();
+                    const int t = kPlacesKept ? thread : remat_thread_index();
                     const StreamK k_here = kStreamsKept ? kept_k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
                     const StreamV v_here = kStreamsKept ? kept_v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
                     // Rows behind the last are not loaded, and what was loaded last stays: it is multiplied by 0.
@@ -276,7 +276,7 @@ struct ForwardPipelined {
                 StreamK k = kept_k;
                 StreamV v = kept_v;
                 if (kStreamsInShared) {
-                    const u32 from = ring + kRingBytes + 16 * thread_index_here();
+                    const u32 from = ring + kRingBytes + 16 * remat_thread_index();
                     const uint4 columns = load_shared(from);
                     k.column =
                         reinterpret_cast<const unsigned short*>(columns.x | static_cast<unsigned long long>(columns.y) << 32);
@@ -290,20 +290,20 @@ struct ForwardPipelined {
                 }
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
-                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(thread_index_here())), key_end - 1);
+                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(remat_thread_index())), key_end - 1);
                 if (pass < StreamV::kPasses)
                     v.template load<false>(v_data, pass, v_stride,
-                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(thread_index_here())), key_end - 1);
+                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(remat_thread_index())), key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
-                const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(thread_index_here());
+                const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(remat_thread_index());
                 if (pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
-                const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(thread_index_here());
+                const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
 
             // Modified scores are in units of log2 already.
-            const float scale = kModified ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
+            const float scale = kHasScoreMod ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
             TileSoftmax of_tile;  // of the last one
             InitialAlibi<RowTiles> alibi;
@@ -323,7 +323,7 @@ struct ForwardPipelined {
                 if (kInitialAlibi) {
                     InitialAlibi<RowTiles> here = alibi;
                     if (kStreamsInShared) {
-                        const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread_index_here() + 8);
+                        const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * remat_thread_index() + 8);
                         here.slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
                     }
                     here.to(s, first_key + half * kNextTile);
@@ -388,29 +388,29 @@ struct ForwardPipelined {
                                   int half) {
                 const int first_key = step_key + half * kNextTile;
                 end_softmax(s_next, p_last, 1 - half);
-                if (kInitialBias && asks_for_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
-                if (kModified) {
-                    s.modify(p, mask, warp_row_here(p), first_key);
+                if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
+                if (kHasScoreMod) {
+                    s.modify(p, mask, remat_warp_row(p), first_key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
-                        bias.load(p, warp_row_here(p), first_key);
+                        bias.load(p, remat_warp_row(p), first_key);
                         bias.add_to(s, p.score_options);
                     }
                 }
                 if (kHasDropout && !kCarriedDropout && half == 0) {
                     if (p.score_options.rng_state) {
                         const Philox philox = kept.numbers_of(p);
-                        kept.template draw<kFull>(p, warp_row_here(p), step_key,
+                        kept.template draw<kFull>(p, remat_warp_row(p), step_key,
                                                   [&](int row, int key) { return philox.numbers(row, key); });
                     } else {
                         kept.keep_all(p);
                     }
                 }
-                if (may_mask) s.apply(kMaskKept ? mask : mask_here(p), warp_row_here(p), first_key);
-                if (kTestedFirst && exceed_limit(s, softmax, scale)) move_references_first(s, softmax, scale, o, p_last);
+                if (may_mask) s.apply(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
+                if (kTestedFirst && needs_rescale(s, softmax, scale)) move_references_first(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
-                    kept.template draw<kFull>(p, warp_row_here(p), step_key, [&](int row, int key) {
+                    kept.template draw<kFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
                 if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
@@ -457,7 +457,7 @@ struct ForwardPipelined {
             u32 slot = 0;  // of this step
             // The steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
-                const Mask mask = mask_here(p);
+                const Mask mask = remat_mask(p);
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) {
                     if (!kEverySecond || slot % (2 * kSlotBytes) == 0) barrier();
@@ -482,7 +482,7 @@ struct ForwardPipelined {
             int first_step = key_first;  // backwards, of this part of the walk
             for (;;) {
                 // (The shuffle tells ptxas that a warp is of one mind.)
-                const UnmaskedKeys<kStep> unmasked(mask_here(p), __shfl_sync(~0u, warp_row_here(p), 0), kWarpRows);
+                const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
                 if (kBackwards) {
                     const int none = key + 1;
@@ -514,7 +514,7 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(o[mt][4 * c + i], probabilities[1][mt], fragments.v[i]);
             }
         }
-        write_output(p, block_batch_here(), head_here<ForwardLayout::kEitherOrder>(problem), warp_row_here(p), softmax, o);
+        write_output(p, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(problem), remat_warp_row(p), softmax, o);
     }
 
 private:

@@ -9,7 +9,7 @@ namespace volta {
 // A tile of dS, as fp16, to the gradient of the bias. A lane has four queries of two keys, and the lane beside it those of the keys
 // behind: each takes two of the queries, so that a store has two keys. seqlen_k is even, so both exist or neither.
 __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
-                                                    const ScorePlace<KeysLayout>& place) {
+                                                    const ScoreCoord<KeysLayout>& place) {
     const int odd = place.key(0) & 1;
     u32 first[2], second[2];  // of a key and of the one two behind: two queries
 #pragma unroll
@@ -19,9 +19,9 @@ __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const 
         first[i] = odd ? others : mine, second[i] = odd ? mine : others;
     }
     __syncwarp();  // what follows is made of parameters behind this
-    const BlockSequence sequence(p.problem, p.lengths, block_batch_here());
+    const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
     const int query = place.query(0) + 2 * odd, key = place.key(0) & ~1;
-    unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + block_batch_here() * p.dbias_batch_stride +
+    unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + remat_block_batch() * p.dbias_batch_stride +
                          head * p.dbias_head_stride + query * p.dbias_row_stride + key;
 #pragma unroll
     for (int r = 0; r < 2; r++, to += p.dbias_row_stride) {

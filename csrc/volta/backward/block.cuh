@@ -13,14 +13,14 @@ struct KeysBlock {
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
     __device__ __forceinline__ static int head(const BwdParams& p) {
-        return heads_first(p) ? block_index_here() : block_head_here();
+        return heads_first(p) ? remat_block_index() : remat_block_head();
     }
     // What it adds dq to: the one accumulator, where the stride is 0, or one that no other block of this launch adds to.
-    __device__ __forceinline__ static float* dq_sum(const BwdParams& p) { return p.dq_accum + in_launch(p) * p.dq_sum_stride; }
+    __device__ __forceinline__ static float* dq_sum(const BwdParams& p) { return p.dq_accum + in_launch(p) * p.dq_accum_split_stride; }
 
 private:
     __device__ __forceinline__ static int in_launch(const BwdParams& p) {
-        return heads_first(p) ? block_head_here() : block_index_here();
+        return heads_first(p) ? remat_block_head() : remat_block_index();
     }
 };
 

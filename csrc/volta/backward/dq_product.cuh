@@ -22,7 +22,7 @@ struct DqProduct {
     static constexpr int kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
     // 16 hide more latency, 8 leave more of the instruction cache. (Which is better where, the simulator said.)
-    static constexpr int kKeysAtOnce = !kGeneral && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
+    static constexpr int kKeysAtOnce = !kGeneric && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
     // Column-major A operand: four keys of four queries, the first of the lane's eight. The others are 8 bytes before or behind.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
@@ -40,7 +40,7 @@ struct DqProduct {
     }
     // Where the units do not divide evenly, the last warps have one less.
     static __device__ __forceinline__ bool has_unit(int u) {
-        return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || thread_index_here() < kAllUnits % S::kWarps * 32;
+        return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || remat_thread_index() < kAllUnits % S::kWarps * 32;
     }
 
     Accumulator c[2][kUnits];  // of the tile that the lane keeps, and of the other lane's
@@ -86,12 +86,12 @@ struct DqProduct {
     // what that has the rest of, and stores one row.
     __device__ __forceinline__ void store(const BwdParams& p, int head, int row, int rows) {
         static_assert(!kShortSteps, "a unit is eight columns");
-        const int thread = thread_index_here(), batch = block_batch_here();
+        const int thread = remat_thread_index(), batch = remat_block_batch();
         const Lane lane(thread % 32);
         const bool is_second = lane.quad / 2;
         row += lane.quad + 4 * lane.qn + 8 * lane.half + 16 * lane.qm;
-        const BlockSequence sequence(p.problem, p.lengths, batch);
-        unsigned short* to = rows_of(p.dq, batch, head, sequence.first_q() + row);
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        unsigned short* to = rows_of(p.dq, batch, head, sequence.q_offset() + row);
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
             if (!has_unit(u)) continue;

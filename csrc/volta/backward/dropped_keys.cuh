@@ -12,7 +12,7 @@ class DroppedKeys {
     u32 kept_;
 
 public:
-    __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScorePlace<KeysLayout>& place) {
+    __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScoreCoord<KeysLayout>& place) {
         const int odd = place.key(0) & 1, has_bit_of_4 = place.query(0) >> 2 & 1;
         const u32 drawn = rule.kept_bits(philox.numbers((place.query(0) & ~4) + odd + 2 * has_bit_of_4, place.key(0) & ~3));
         // Of the lane's queries number `odd` and odd + 2, then of the other two; of these the lane's keys, as those of columns

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "backward/memory.cuh"
-#include "backward/score_place.cuh"
+#include "backward/score_coord.cuh"
 #include "half.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ constexpr int score_step(const Lane& lane, int n, int
     return step_row(16 * n + 8 * lane.qn + 4 * ((lane.t >> 1) & 1), v);
 }
 
-// S^T and dP^T in the main kernels, whose rows are keys (backward/score_place.cuh says what a layout is).
+// S^T and dP^T in the main kernels, whose rows are keys (backward/score_coord.cuh says what a layout is).
 struct KeysLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -74,7 +74,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j % 2 + 4 * (j / 2); }
 };
 static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
-static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_place.cuh");
+static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_coord.cuh");
 
 // A 16x16 tile of P^T or dS^T as a lane holds it in fp16: queries 0,1 and 2,3 of its first key, then of
 // the key two rows below.

@@ -15,7 +15,7 @@ namespace volta {
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];
-    using Place = ScorePlace<KeysLayout>;
+    using Place = ScoreCoord<KeysLayout>;
 
     // Softcap needs the product itself, dropout dP: their initial accumulators are 0, and the statistic is added behind.
     static constexpr bool kBeginWithLse = !kHasSoftcap, kBeginWithDelta = !kHasDropout;
@@ -26,7 +26,7 @@ struct JointScores {
     }
 
     // What ALiBi's distance of the lane's first key is more than a step's first query.
-    static __device__ __forceinline__ int first_distance(const BlockSequence& sequence, const Lane& lane, int key) {
+    static __device__ __forceinline__ int first_distance(const BlockSeqlenInfo& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
         return pinned(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
                       KeysLayout::first_key(lane));
@@ -38,15 +38,15 @@ struct JointScores {
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         const ScoreOptions& options = p.score_options;
         float slope = 0.f;
-        if (asks_for_alibi(options)) slope = load_slope(options, head);
+        if (uses_alibi(options)) slope = load_slope(options, head);
 #pragma unroll 1
         for (int tile = 0; tile < 4; tile++) {
             const int m = tile / 2, n = tile % 2;
             Accumulator &x = s[0][0], &dx = dp[0][0];
-            if (asks_for_softcap(options)) {
+            if (uses_softcap(options)) {
                 float lse[KeysLayout::kRows];
                 load_rows(lse, stats + RowStats::kLseAt + 16 * n * RowStats::kRowFloats);
-                const Softcap softcap = softcap_here(p);
+                const Softcap softcap = remat_softcap(p);
 #pragma unroll
                 for (int r = 0; r < KeysLayout::kRows; r++)
                     lse[r] = fmaf(lse[r], p.problem.scale_log2, softcap.cap + kExponentShift);
@@ -60,23 +60,23 @@ struct JointScores {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = fmaf(x[v], p.problem.scale_log2, kExponentShift);
             }
-            if (asks_for_alibi(options)) {
+            if (uses_alibi(options)) {
                 const float first = static_cast<float>(distance + row + 16 * (n - m));
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Place::query_minus_key(v))), x[v]);
             }
-            if (asks_for_bias(options)) {
-                if (asks_for_fp32_bias(options))
+            if (uses_bias(options)) {
+                if (uses_fp32_bias(options))
                     add_bias<true>(x, p, head, row_end, place(p, row, m, n));
                 else
                     add_bias<false>(x, p, head, row_end, place(p, row, m, n));
             }
             if (masked)
-                mask_tile(x, mask_of(p.problem, BlockSequence(p.problem, p.lengths, block_batch_here())), place(p, row, m, n));
+                mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place(p, row, m, n));
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v]);
             PackedTile probabilities = pack_probability_tile(x);
-            if (asks_for_dropout(options)) {
+            if (uses_dropout(options)) {
                 const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place(p, row, m, n));
                 float delta[KeysLayout::kRows];
                 load_rows(delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
@@ -123,13 +123,13 @@ private:
         asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
         return y;
     }
-    static __device__ __forceinline__ Softcap softcap_here(const BwdParams& p) {
+    static __device__ __forceinline__ Softcap remat_softcap(const BwdParams& p) {
         ScoreOptions options = p.score_options;
         options.softcap = here(options.softcap), options.inverse_softcap = here(options.inverse_softcap);
         return Softcap(p.problem, options);
     }
     static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
-        return __ldg(o.alibi_slopes + block_batch_here() * o.alibi_batch_stride + head) * -kLog2e;
+        return __ldg(o.alibi_slopes + remat_block_batch() * o.alibi_batch_stride + head) * -kLog2e;
     }
     // As that of modifiers.cuh, with one branch on the type around all of it and four registers less for fp32.
     template <bool FP32>
@@ -137,7 +137,7 @@ private:
         ScoreOptions options = p.score_options;
         options.bias_is_fp32 = FP32;
         asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as here()
-        const Bias bias(p.problem, options, block_batch_here(), head);
+        const Bias bias(p.problem, options, remat_block_batch(), head);
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll
         for (int first = 0; first < kRows; first += kAtOnce) {
@@ -166,7 +166,7 @@ private:
     }
     // Derived again wherever it is asked for.
     static __device__ __forceinline__ Place place(const BwdParams& p, int row, int m, int n) {
-        const int thread = thread_index_here();
+        const int thread = remat_thread_index();
         return Place(Lane(thread & 31), row + 16 * n, KeysBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
     }
     // As store_packed(), without branches.

@@ -53,7 +53,7 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
-    if (kGeneral) {  // by four rows: general code is past the instruction cache
+    if (kGeneric) {  // by four rows: general code is past the instruction cache
 #pragma unroll 1
         for (int row = 0; row < kRows; row += 4) {
             const u32 a0 = a_address ^ (row * 2);  // chunks of a row of scores are a power of two

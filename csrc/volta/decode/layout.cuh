@@ -6,7 +6,7 @@
 // columns of the output.
 #pragma once
 
-#include "decode/attend.cuh"
+#include "decode/mainloop.cuh"
 #include "volta/mma.cuh"
 
 namespace volta {
@@ -28,7 +28,7 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // The places of decode/shared_steps.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those
+    // The places of decode/cooperative_loader.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those
     // that write the chunks of one token nor neighbours that read their operands.
     static constexpr bool kShares = true;
     static constexpr int kKeySlots = 32 ^ 2;
@@ -45,7 +45,7 @@ struct DecodeLayout {
     // after the exchange
     __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 4) >> 1) + 4 * l.half; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
-    static constexpr int kRowMates[2] = {2, 8};
+    static constexpr int kRowLaneMasks[2] = {2, 8};
 
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {

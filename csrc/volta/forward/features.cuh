@@ -9,12 +9,12 @@ namespace volta {
 
 // The needs of such a kernel, which requires all of them and does them unasked; 0 in others. (A bias in fp32 is among them
 // although none reads one: a row that covers it finds no class below, and does not compile.)
-constexpr unsigned kFeature = kRagged ? 0 : NEEDS & (kNeedSoftcap | kNeedAlibi | kNeedBias | kNeedFp32Bias | kNeedDropout);
+constexpr unsigned kFeature = kVarlen ? 0 : FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureFp32Bias | kFeatureDropout);
 constexpr bool kTwoFeatures = (kFeature & (kFeature - 1)) != 0;
 // Other kernels' scores leave the first product unscaled, and get what the parameters ask for behind it.
-constexpr bool kModified = kGeneral && !kFeature;
+constexpr bool kHasScoreMod = kGeneric && !kFeature;
 // Whether first keys are rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
-constexpr bool kRoundedKeys = kPaged || kModified || kFeature & (kNeedBias | kNeedDropout);
+constexpr bool kRoundedKeys = kPaged || kHasScoreMod || kFeature & (kFeatureBias | kFeatureDropout);
 
 // Shared memory for what a lane would have no registers for: chunks of its own, so many bytes from one to the next.
 struct LaneMemory {
@@ -38,7 +38,7 @@ public:
     // It may shorten the interval of tiles that need no mask.
     __device__ __forceinline__ FeatureOf(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneMemory&, int, int) {}
     // What the softmax multiplies scores by.
-    __device__ __forceinline__ float scale(const FwdParams& p) const { return kModified ? 1.f : p.problem.scale_log2; }
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
     // Where references begin. `q` and `k` are the sequences' first rows.
     __device__ __forceinline__ void seed(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,
                                          const unsigned short*, int) const {}
@@ -52,7 +52,7 @@ public:
     template <class Rescale>
     __device__ __forceinline__ void move_references(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale,
                                                     float inverse_scale, Rescale rescale) const {
-        s.template move_references<MovedRows::kAll>(softmax, scale, inverse_scale, rescale);
+        s.template move_references<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
     // Behind mask and references.
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
@@ -71,7 +71,7 @@ public:
 // The softmax takes logistics for scores, so that the capped score is never made: it is cap - 2 * cap * logistic. References are
 // less by the cap until finish().
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedSoftcap, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureSoftcap, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     Softcap softcap_;
     float one_ = 1.f;
@@ -91,7 +91,7 @@ public:
     __device__ __forceinline__ void move_references(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale,
                                                     float inverse_scale, Rescale rescale) const {
         s.move_references(softmax, rescale, [&](SoftmaxRow& row, float m) {
-            const float factor = row.template move_reference<MovedRows::kAll>(scale * softcap_.logistic(m), 1.f, 1.f);
+            const float factor = row.template update_row_max<RescaledRows::kAll>(scale * softcap_.logistic(m), 1.f, 1.f);
             row.limit = softcap_.product(row.limit * inverse_scale);
             return factor;
         });
@@ -134,7 +134,7 @@ class AlibiOf : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
 
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const ScoreOptions& o = p.score_options;
-        const int head = grid_.head_here(p.problem), batch = grid_.batch_here(p.problem);
+        const int head = grid_.remat_head(p.problem), batch = grid_.remat_batch(p.problem);
         return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * (Capped ? kLog2e : __fdividef(1.f, p.problem.scale));
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
@@ -203,7 +203,7 @@ public:
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 const float of_row = __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
-                softmax.row[mt][r].template move_reference<MovedRows::kAll>(of_row, scale(p), __fdividef(1.f, scale(p)));
+                softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(of_row, scale(p), __fdividef(1.f, scale(p)));
             }
     }
 
@@ -242,7 +242,7 @@ public:
                                             const Mask& mask, int row, int key) {
         const float up_to_diagonal = slope_of(p);
         if (slope_ != up_to_diagonal) return;  // behind it for good (or no slope, or NaN)
-        const ForwardLane lane(thread_index_here() & 31);
+        const ForwardLane lane(remat_thread_index() & 31);
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
         const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is behind the diagonal, of all rows
@@ -263,7 +263,7 @@ public:
         set_interval(unmasked, mask, row, true);
     }
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
-        const ForwardLane lane(thread_index_here() & 31);
+        const ForwardLane lane(remat_thread_index() & 31);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -275,12 +275,12 @@ public:
 };
 
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedAlibi, Grid> : public AlibiOf<RowTiles, KeyTiles, false, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureAlibi, Grid> : public AlibiOf<RowTiles, KeyTiles, false, Grid> {
 public:
     using AlibiOf<RowTiles, KeyTiles, false, Grid>::AlibiOf;
 };
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedAlibi | kNeedSoftcap, Grid> : public AlibiOf<RowTiles, KeyTiles, true, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureAlibi | kFeatureSoftcap, Grid> : public AlibiOf<RowTiles, KeyTiles, true, Grid> {
 public:
     using AlibiOf<RowTiles, KeyTiles, true, Grid>::AlibiOf;
 };
@@ -290,7 +290,7 @@ public:
 // In fp16, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
 // it lies; with more it would take too many registers during the product, and is added behind it.
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureBias, Grid> : public FeatureOf<RowTiles, KeyTiles, 0, Grid> {
     using Base = FeatureOf<RowTiles, KeyTiles, 0, Grid>;
     static_assert(Grid::kIndexed, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
@@ -320,8 +320,8 @@ class FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid> : public FeatureOf<RowTiles
     }
     __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const ForwardLane& lane, int row) {
         const ScoreOptions& o = p.score_options;
-        return o.bias + block_batch_here() * o.bias_batch_stride +
-               head_here<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
+        return o.bias + remat_block_batch() * o.bias_batch_stride +
+               remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
     // made of an opaque copy, so that it holds no register in between
@@ -344,7 +344,7 @@ public:
     __device__ __forceinline__ FeatureOf(const FwdParams& p, const Grid& grid, const Mask& mask, typename Base::Unmasked& unmasked,
                                          const LaneMemory& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
-        const ForwardLane lane(thread_index_here() & 31);  // so that the epilogue's is none of this, held until then
+        const ForwardLane lane(remat_thread_index() & 31);  // so that the epilogue's is none of this, held until then
         place_.base = base_of(p, lane, row);
         if (!kStarts) return;
         const unsigned long long base = reinterpret_cast<unsigned long long>(place_.base);
@@ -360,7 +360,7 @@ public:
             place.rows_left = x.z;
             place.first_key = x.w;
         } else {
-            const ForwardLane lane(thread_index_here() & 31);
+            const ForwardLane lane(remat_thread_index() & 31);
             place.rows_left = rows_left(p, lane, row);
             place.first_key = ForwardLayout::first_key(lane);
         }
@@ -407,9 +407,9 @@ class DropoutOf {
     Seed seed_;  // with kSeed
     LaneMemory memory_;
 
-    __device__ __forceinline__ static u32 head_here(const FwdParams& p) {
-        return (p.lengths.first_batch + block_batch_here()) * p.problem.nheads +
-               ::head_here<ForwardLayout::kEitherOrder>(p.problem);
+    __device__ __forceinline__ static u32 remat_head(const FwdParams& p) {
+        return (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
+               ::remat_head<ForwardLayout::kEitherOrder>(p.problem);
     }
     __device__ __forceinline__ static Seed seed(const Philox& philox, int row) {
         return {
@@ -417,15 +417,15 @@ class DropoutOf {
             philox_second(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
     }
     // The state again, by loads that stay where they are.
-    __device__ __forceinline__ static u32 offset_here(const FwdParams& p) {
+    __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) {
         u32 offset;
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
         return offset;
     }
-    __device__ __forceinline__ static Seed seed_here(const FwdParams& p, const ForwardLane& lane, int row) {
+    __device__ __forceinline__ static Seed remat_seed(const FwdParams& p, const ForwardLane& lane, int row) {
         Seed x;
         asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.key[0]), "=r"(x.key[1]) : "l"(p.score_options.rng_state));
-        x.row = philox_second(head_here(p)).high ^ x.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(lane));
+        x.row = philox_second(remat_head(p)).high ^ x.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(lane));
         return x;
     }
     __device__ __forceinline__ static PhiloxWide of_row(const Seed& x, int mt) { return philox_first(x.row ^ 16 * mt); }
@@ -438,7 +438,7 @@ public:
 
     __device__ __forceinline__ DropoutOf(const FwdParams& p, const LaneMemory& memory, int row) : memory_(memory) {
         if constexpr (Keeps == DropoutKeeps::kNothing) return;
-        const Philox philox(p.score_options.rng_state, head_here(p));
+        const Philox philox(p.score_options.rng_state, remat_head(p));
         seed_ = seed(philox, row);
         if constexpr (kInMemory) {
             static_assert(RowTiles == 2, "two chunks");
@@ -453,7 +453,7 @@ public:
         u32 keys[2];
         if constexpr (kInMemory) {
             __syncwarp();  // ptxas would load these beside what is loaded before
-            const ForwardLane lane(thread_index_here() & 31);
+            const ForwardLane lane(remat_thread_index() & 31);
             const uint4 x = memory_.load(0), of_rows = memory_.load(1);
             const u32 column = key + ForwardLayout::first_key(lane);
             const PhiloxWide of_column = philox_first(column / 4), of_both = philox_second(of_column.high ^ x.z);
@@ -463,19 +463,19 @@ public:
                 numbers.of[mt] = make_uint4(of_both.high ^ x.w, of_both.low, (mt ? of_rows.y : of_rows.x) ^ of_column.low,
                                             mt ? of_rows.w : of_rows.z);
         } else {
-            const ForwardLane lane(thread_index_here() & 31);
-            const Seed x = Keeps == DropoutKeeps::kSeed ? seed_ : seed_here(p, lane, row);
+            const ForwardLane lane(remat_thread_index() & 31);
+            const Seed x = Keeps == DropoutKeeps::kSeed ? seed_ : remat_seed(p, lane, row);
             const u32 k0 = x.key[0] + kPhiloxSteps[0], k1 = x.key[1] + kPhiloxSteps[1];
             const u32 column = key + ForwardLayout::first_key(lane);
             const PhiloxWide of_column = philox_first(column / 4),
-                             of_both = philox_second(of_column.high ^ offset_here(p) ^ x.key[1]);
-            const u32 of_head = philox_second(head_here(p)).low;
+                             of_both = philox_second(of_column.high ^ remat_offset(p) ^ x.key[1]);
+            const u32 of_head = philox_second(remat_head(p)).low;
             keys[0] = x.key[0], keys[1] = x.key[1];
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                const PhiloxWide row_here = of_row(x, mt);
+                const PhiloxWide remat_row = of_row(x, mt);
                 numbers.of[mt] =
-                    make_uint4(of_both.high ^ of_head ^ k0, of_both.low, row_here.high ^ of_column.low ^ k1, row_here.low);
+                    make_uint4(of_both.high ^ of_head ^ k0, of_both.low, remat_row.high ^ of_column.low ^ k1, remat_row.low);
             }
         }
         constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // for the instruction cache
@@ -522,17 +522,17 @@ template <int RowTiles, int KeyTiles, class Grid>
 using Dropout = WithDropout<RowTiles, KeyTiles, Grid, FeatureOf<RowTiles, KeyTiles, 0, Grid>,
                             KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kSeed>;
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedDropout, Grid> : public Dropout<RowTiles, KeyTiles, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureDropout, Grid> : public Dropout<RowTiles, KeyTiles, Grid> {
 public:
     using Dropout<RowTiles, KeyTiles, Grid>::Dropout;
 };
 
 // With more than one tile of keys the path through a step is as long as the instruction cache.
 template <int RowTiles, int KeyTiles, class Grid>
-using BiasAndDropout = WithDropout<RowTiles, KeyTiles, Grid, FeatureOf<RowTiles, KeyTiles, kNeedBias, Grid>,
+using BiasAndDropout = WithDropout<RowTiles, KeyTiles, Grid, FeatureOf<RowTiles, KeyTiles, kFeatureBias, Grid>,
                                    KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kNothing, (KeyTiles > 1)>;
 template <int RowTiles, int KeyTiles, class Grid>
-class FeatureOf<RowTiles, KeyTiles, kNeedBias | kNeedDropout, Grid> : public BiasAndDropout<RowTiles, KeyTiles, Grid> {
+class FeatureOf<RowTiles, KeyTiles, kFeatureBias | kFeatureDropout, Grid> : public BiasAndDropout<RowTiles, KeyTiles, Grid> {
 public:
     using BiasAndDropout<RowTiles, KeyTiles, Grid>::BiasAndDropout;
 };

@@ -45,7 +45,7 @@ struct ForwardLayout {
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
     // lane ^ 2 inside the quad-pair, lane ^ 8 in the quad-pair beside it
-    static constexpr int kRowMates[2] = {2, 8};
+    static constexpr int kRowLaneMasks[2] = {2, 8};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
 };
 static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_layout.cuh");
@@ -101,8 +101,8 @@ template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
     const Problem& problem = p.problem;
-    const BlockSequence sequence(p, batch);
-    unsigned short* out = rows_of(p.out, batch, head, sequence.first_q());
+    const BlockSeqlenInfo sequence(p, batch);
+    unsigned short* out = rows_of(p.out, batch, head, sequence.q_offset());
     float* lse = p.softmax_lse + sequence.lse_row(batch, head);
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++) {
@@ -205,8 +205,8 @@ struct WholeRows {
     __device__ __forceinline__ bool join(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
         return true;
     }
-    __device__ __forceinline__ static int batch_here(const Problem&) { return block_batch_here(); }
-    __device__ __forceinline__ static int head_here(const Problem& p) { return ::head_here<ForwardLayout::kEitherOrder>(p); }
+    __device__ __forceinline__ static int remat_batch(const Problem&) { return remat_block_batch(); }
+    __device__ __forceinline__ static int remat_head(const Problem& p) { return ::remat_head<ForwardLayout::kEitherOrder>(p); }
 };
 
 }  // namespace volta

@@ -34,7 +34,7 @@ struct ForwardRegisterQ {
     static constexpr int kSharedBytes = kRingBytes + FeaturesHere::kLaneChunks * kStep * kPitch;
 
     // Three blocks an SM leave ragged kernels no registers for the mask, which is made again in masked tiles.
-    static constexpr bool kMaskKept = !(kRagged && Headdim == 32);
+    static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
     // Loads run this many fragments ahead of the products that use them.
     static constexpr int kAhead = 2;
@@ -135,12 +135,12 @@ struct ForwardRegisterQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const Block block(problem, grid);
-        const BlockSequence sequence(p, block.batch);
-        if (kRagged && block.row >= sequence.seqlen_q()) return;
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int row = block.row + threadIdx.x / 32 * kWarpRows;
 
-        const unsigned short* q_base = rows_of(p.q, block.batch, block.head, sequence.first_q());
+        const unsigned short* q_base = rows_of(p.q, block.batch, block.head, sequence.q_offset());
         uint4 q[kRowTiles][kChunks];
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++) {
@@ -160,7 +160,7 @@ struct ForwardRegisterQ {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        typename LoaderOf<kPaged>::Type loader(p, block, sequence.first_k(), key, key_end, ring);
+        typename LoaderOf<kPaged>::Type loader(p, block, sequence.k_offset(), key, key_end, ring);
         const u32 k_lane = ring + lane.k_row() * kPitch;
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
@@ -173,7 +173,7 @@ struct ForwardRegisterQ {
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
 
         SoftmaxState<kRowTiles> softmax;
-        features.seed(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.first_k()), row);
+        features.seed(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulator o[kRowTiles][kOutputTiles];
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++)
@@ -228,8 +228,8 @@ struct ForwardRegisterQ {
                 if constexpr (kMaskKept)
                     s.apply(mask, row, key);
                 else
-                    s.apply(mask_of(problem, BlockSequence(p, block_batch_here())),
-                            Block::row_here(problem) + thread_index_here() / 32 * kWarpRows, key);
+                    s.apply(mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())),
+                            Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows, key);
             }
             if (exceeds) features.move_references(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
@@ -271,7 +271,7 @@ struct ForwardRegisterQ {
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
             }
-            if (kFeature & kNeedBias) {  // behind the product, before the barrier: ptxas would move it
+            if (kFeature & kFeatureBias) {  // behind the product, before the barrier: ptxas would move it
                 __syncwarp();
                 features.load(p, row, key + 2 * kStep);
                 __syncwarp();
@@ -310,12 +310,12 @@ struct ForwardRegisterQ {
                 for (int mt = 0; mt < kRowTiles; mt++)
                     mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z, v[i].w);
                 // Without the mask, which is applied when the step begins: at worst that moves a reference early.
-                if (i == kLoads / 2 - 1) exceeds = s.exceed_limit(softmax);
+                if (i == kLoads / 2 - 1) exceeds = s.needs_rescale(softmax);
             }
         }
         features.finish(softmax, scale);
         if (!grid.template join<kThreads>(softmax, o)) return;
-        write_output<kRowTiles, kOutputTiles>(p, lane, grid.batch_here(problem), grid.head_here(problem), row, softmax, o);
+        write_output<kRowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
 

@@ -1,5 +1,5 @@
 // Forward kernel with Q in shared memory: for headdims whose Q does not fit beside the output in
-// registers. Schedule of one step of Step keys (TurboMind's order: a global load is in flight during
+// registers. TileScheduler of one step of Step keys (TurboMind's order: a global load is in flight during
 // one product and its registers are free for the other operand in the next):
 //
 //   S = Q K^T  |  store V, load next K  |  barrier  |  mask, softmax, O += P V  |  store K, load next V  |  barrier
@@ -39,9 +39,9 @@ struct ForwardSharedQ {
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
     // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache
     // otherwise, and with two features.
-    static constexpr bool kColumnsRolled = kFeature & kNeedBias || kTwoFeatures;
+    static constexpr bool kColumnsRolled = kFeature & kFeatureBias || kTwoFeatures;
     // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
-    static constexpr bool kBiasAhead = kModified && kHasBias && BlocksPerSm == 1;
+    static constexpr bool kBiasAhead = kHasScoreMod && kHasBias && BlocksPerSm == 1;
 
     // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
     // 0) ^ (low bits of c) + (the rest of c), in bytes.
@@ -154,8 +154,8 @@ struct ForwardSharedQ {
         const Problem& problem = p.problem;
         const ForwardLane lane;
         const typename Grid::template Block<kBlockRows> block(problem, grid);
-        const BlockSequence sequence(p, block.batch);
-        if (kRagged && block.row >= sequence.seqlen_q()) return;
+        const BlockSeqlenInfo sequence(p, block.batch);
+        if (kVarlen && block.row >= sequence.seqlen_q()) return;
         const Mask mask = mask_of(problem, sequence);
         const int thread = threadIdx.x;
         const int warp_row = thread / 32 % kGroupWarps * kWarpRows;
@@ -165,7 +165,7 @@ struct ForwardSharedQ {
         {
             constexpr int kRows = kThreads / threads_per_row(kChunks);
             TileLoader<kChunks, kRows, kThreads> q(
-                thread, rows_of(p.q, block.batch, block.head, sequence.first_q()) + block.row * p.q.row_stride, p.q.row_stride,
+                thread, rows_of(p.q, block.batch, block.head, sequence.q_offset()) + block.row * p.q.row_stride, p.q.row_stride,
                 problem.headdim);
 #pragma unroll 4
             for (int i = 0; i < kBlockRows; i += kRows) {
@@ -181,7 +181,7 @@ struct ForwardSharedQ {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        KeyTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads> tiles(thread, p, block, sequence.first_k(), key, key_end);
+        KeyTiles<kPaged, kChunks, kChunksV, kTileKeys, kThreads> tiles(thread, p, block, sequence.k_offset(), key, key_end);
         auto& k = tiles.k;
         auto& v = tiles.v;
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
@@ -198,15 +198,15 @@ struct ForwardSharedQ {
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kFeature || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneMemory(), row, key);
-        if (!(kFeature & kNeedBias)) {  // for which there are no registers there
+        if (!(kFeature & kFeatureBias)) {  // for which there are no registers there
             unmasked.first = pinned(unmasked.first);
             unmasked.span = pinned(unmasked.span);
         }
 
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
         SoftmaxState<RowTiles> softmax;
-        features.seed(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.first_q()),
-                      rows_of(p.k, block.batch, block.head_k, sequence.first_k()), row);
+        features.seed(softmax, p, mask, rows_of(p.q, block.batch, block.head, sequence.q_offset()),
+                      rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulators o;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -226,7 +226,7 @@ struct ForwardSharedQ {
             features.load(p, row, key + group_key);
             add_scores(s, q_lane, k_lane);
             features.add_to(p, s);
-            if (kModified) {
+            if (kHasScoreMod) {
                 s.modify(p, mask, row, key + group_key);
                 if (kHasBias && p.score_options.bias) {
                     if (!kBiasAhead) bias.load(p, row, key + group_key);
@@ -244,7 +244,7 @@ struct ForwardSharedQ {
             v.store(staging, v_store, kPitchV, false);
             tiles.load_k(staging, p, key + kTileKeys);
             __syncthreads();
-            if (s.exceed_limit(softmax))
+            if (s.needs_rescale(softmax))
                 features.move_references(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
             // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
@@ -253,7 +253,7 @@ struct ForwardSharedQ {
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {
                 Probabilities<RowTiles> probabilities;
                 KeptProbabilities<ForwardLayout, RowTiles> kept;
-                if (kModified && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
+                if (kHasScoreMod && kHasDropout && p.score_options.rng_state) kept.draw(p, row, key + group_key + 16 * tile);
                 typename Features<RowTiles, kKeyTiles, Grid>::Numbers numbers;
                 features.draw(numbers, p, row, key + group_key + 16 * tile);
 #pragma unroll
@@ -264,7 +264,7 @@ struct ForwardSharedQ {
                         for (int w = 4 * u; w < 4 * u + 4; w++) {
                             s.tile[mt][0][w] =
                                 softmax.row[mt][ForwardLayout::row_of(w)].probability(features.score(s.tile[mt][0][w]), scale);
-                            if (kModified && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
+                            if (kHasScoreMod && kHasDropout && !kept(mt, w)) s.tile[mt][0][w] = 0.f;
                         }
                         probabilities.pack_own(lane, mt, u, s.tile[mt][0],
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
@@ -284,7 +284,7 @@ struct ForwardSharedQ {
         features.finish(softmax, scale);
         if (KeyGroups > 1 && !merge(base, thread, group, softmax, o)) return;
         if (!grid.template join<kThreads>(softmax, o)) return;
-        write_output<RowTiles, kOutputTiles>(p, lane, grid.batch_here(problem), grid.head_here(problem), row, softmax, o);
+        write_output<RowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };
 

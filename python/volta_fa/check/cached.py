@@ -19,7 +19,7 @@ from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
 
 #: Kernels of these passes get the problems here.
-PASSES = ("Decode", "DecodeLatents", "Prefill", "Append", "Convert")
+PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
 _NHEADS_K = 2
 #: src/plan/decode.rs
 _DECODE_ROWS = 64
@@ -62,7 +62,7 @@ class Problem:
         return self.group * self.nheads_k
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether what the cache has stands for other numbers."""
         return self.cache not in ("float", "bfloat16")
 
@@ -73,8 +73,8 @@ class Problem:
 
     @property
     def is_converted(self) -> bool:
-        """Whether kernels get a quantised cache as numbers of the dtype: where a sequence has more rows than decode takes."""
-        return self.is_quantised and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
+        """Whether kernels get a quantized cache as numbers of the dtype: where a sequence has more rows than decode takes."""
+        return self.is_quantized and self.group * max(n for n, _, _ in self.lengths) > _DECODE_ROWS
 
     @property
     def needs(self) -> list[str]:
@@ -107,7 +107,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(((3, 40, 5), (0, 9, 0), (1, 15, 0), (2, 0, 9)), 72, 40, 2, page=0, packed=True, rotary="interleaved"),
             Problem(((2, 37, 2), (2, 0, 2)), 36, 20, 2, page=48, dtype=torch.bfloat16, rotary="half"),
         ]
-    if pass_ == "Convert":  # the same
+    if pass_ == "Dequantize":  # the same
         return [
             Problem(((45, 205, 0), (45, 31, 0)), 64, 64, 2, cache="int8"),
             Problem(((45, 300, 0), (45, 47, 0)), 128, 64, 2, page=48, dtype=torch.bfloat16, cache="int4"),
@@ -115,7 +115,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
             Problem(((65, 130, 0), (65, 81, 0)), 72, 40, 1, page=64, window_left=20, cache="fp8_e4m3"),
         ]
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
-    if pass_ == "DecodeLatents":
+    if pass_ == "DecodeMla":
         # of each tile some rows are nobody's; of the others a sequence has several tiles
         found = [
             Problem(((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), d, dv, rows - 1, latents=True),
@@ -163,10 +163,10 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
     with target.running(variant):
         plan = json.loads(torch.ops.volta_fa._plan(*shape, needs=",".join(p.needs), device=target.number))
     plans = plan["cache"]
-    if p.is_quantised and news:  # (to few rows)
-        return [plans["append_quantised"][p.cache], plans["quantised"][p.cache]]
-    if p.is_quantised:
-        return [plans["quantised"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
+    if p.is_quantized and news:  # (to few rows)
+        return [plans["append_quantized"][p.cache], plans["quantized"][p.cache]]
+    if p.is_quantized:
+        return [plans["quantized"][p.cache]] if plans["convert"] is None else [plans["convert"], plan["forward"]]
     if p.cache != "float":  # (likewise, and of few rows)
         return [plans[p.cache]]
     passes = ["append"] if news else []
@@ -218,7 +218,7 @@ class Inputs:
             cache = torch.full((entries, rows, p.nheads_k, headdim), math.nan)
             for (_, cached, _), (entry, row) in zip(p.lengths, places):
                 cache[entry[:cached], row[:cached]] = randn(cached, p.nheads_k, headdim)
-            if not p.is_quantised:
+            if not p.is_quantized:
                 caches.append(cache.to(p.dtype).to(device))
                 continue
             # NaN becomes codes of NaN or has a scale of NaN
@@ -284,9 +284,9 @@ class Inputs:
         return {"out": out, "softmax_lse": softmax_lse, "k_cache": caches[0], "v_cache": caches[1]}
 
     def numbers(self, which: str, cache: Tensor) -> Tensor:
-        """A copy of what the cache `which`, k or v, stands for: of a quantised one in float64."""
+        """A copy of what the cache `which`, k or v, stands for: of a quantized one in float64."""
         format, given = self.problem.cache, self.options.get
-        if not self.problem.is_quantised:
+        if not self.problem.is_quantized:
             return cache.clone()
         x = "k" if self.problem.latents else which  # values that are keys have their scales
         scale = given(f"{x}_scale", given(f"{x}_descale"))
@@ -295,7 +295,7 @@ class Inputs:
     def appended(self, which: str, new: Tensor) -> Tensor:
         """What the cache stands for where these tokens were appended."""
         format = self.problem.cache
-        if not self.problem.is_quantised:
+        if not self.problem.is_quantized:
             return new
         made = quantize_kv(new, format, scale=self.options.get(f"{which}_descale"))
         return dequantize_kv(made.data, format, made.scale, made.zero_point, dtype=torch.float64)
@@ -371,7 +371,7 @@ def expect(inputs: Inputs) -> Expected:
             nearest = rule.attend(*(t.double() for t in in_dtype), **doubled)
             allowed += rule.max_error(nearest.softmax_lse, ref.softmax_lse)
         tolerance = max(tolerance, allowed)
-        if p.is_quantised:
+        if p.is_quantized:
             # kernels round a probability times its token's scale, also a single token's, whose probability is exactly 1 in eager attention
             rounded = rule.rounded_probabilities(ref.probabilities, rule.heads_first(tensors[2].double(), p.nheads), p.dtype)
             largest, squares = max(largest, rounded.largest), squares + rounded.rms**2 * ref.out.numel()

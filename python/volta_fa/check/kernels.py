@@ -15,7 +15,7 @@ import torch
 from .problems import Problem
 
 #: The passes of `volta_fa::fwd`.
-FORWARD = ("Forward", "ForwardShares")
+FORWARD = ("Forward", "ForwardStreamK")
 SIMULATE_VARIABLE = "VOLTA_FA_SIMULATE"
 #: Unset, the simulator is a V100.
 SIMULATED_GPU_VARIABLE = "VOLTA_FA_SIM_GPU"
@@ -154,8 +154,8 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     else:
         d, dv, needs, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
         plain = []
-    deterministic = variant["pass"] in ("BackwardKeys", "BackwardQueries")
-    if variant["pass"] in ("BackwardPrepare", "BackwardFinish"):
+    deterministic = variant["pass"] in ("BackwardDkDv", "BackwardDq")
+    if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # they take any headdim
     ragged = "lengths" in needs
     if own := set(variant.get("requires", ())):
@@ -187,7 +187,7 @@ def problems(variant: dict[str, Any]) -> list[Problem]:
     reads_bf16 = "bias" not in needs or "fp32_bias" in needs
     if "bf16_gradients" in needs or (variant["pass"] in FORWARD and needs and reads_bf16 and variant["family"] != "cpu"):
         found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
-    if variant["pass"] == "BackwardWhole":  # a block has all keys
+    if variant["pass"] == "BackwardFused":  # a block has all keys
         found = [dataclasses.replace(p, seqlen_k=min(p.seqlen_k, variant["block_rows"]) - 3) for p in found]
     asked = {name: value for need in own for name, value in _ASKING[need].items()}
     found = [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]

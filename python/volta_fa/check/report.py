@@ -30,19 +30,19 @@ _console = Console(highlight=False)
 
 _PASSES = {
     "Forward": "forward",
-    "ForwardShares": "forward, equal shares",
-    "BackwardPrepare": "backward, prepare",
+    "ForwardStreamK": "forward, equal shares",
+    "BackwardPreprocess": "backward, prepare",
     "Backward": "backward, atomics",
-    "BackwardKeys": "deterministic, dk and dv",
-    "BackwardQueries": "deterministic, dq",
-    "BackwardFinish": "backward, finish",
-    "BackwardWhole": "backward, whole",
+    "BackwardDkDv": "deterministic, dk and dv",
+    "BackwardDq": "deterministic, dq",
+    "BackwardPostprocess": "backward, finish",
+    "BackwardFused": "backward, whole",
     "Merge": "merge",
     "Decode": "KV cache, decode",
-    "DecodeLatents": "KV cache, latents",
+    "DecodeMla": "KV cache, latents",
     "Prefill": "KV cache, prefill",
     "Append": "KV cache, append",
-    "Convert": "KV cache, convert",
+    "Dequantize": "KV cache, convert",
 }
 
 

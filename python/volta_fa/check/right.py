@@ -70,9 +70,9 @@ class Verdict:
 
 #: Backward's results that each kind of kernel computes; those of the rest of its pass do not speak against it.
 _OF_PASS = {
-    "BackwardKeys": ("dk", "dv", "dattn_bias"),
-    "BackwardQueries": ("dq",),
-    "BackwardFinish": ("dq",),
+    "BackwardDkDv": ("dk", "dv", "dattn_bias"),
+    "BackwardDq": ("dq",),
+    "BackwardPostprocess": ("dq",),
 }
 
 
@@ -288,7 +288,7 @@ def share_blame(verdicts: Sequence[Verdict]) -> None:
 
 
 #: What of a complaint says that it may be a helper's: the result's name.
-_HELPERS = {"BackwardPrepare": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardFinish": ("dq: ",)}
+_HELPERS = {"BackwardPreprocess": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardPostprocess": ("dq: ",)}
 
 
 def _absolve(verdict: Verdict, why: str) -> None:

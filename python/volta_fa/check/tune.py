@@ -145,7 +145,7 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
             shares = (
                 v
                 for v in plain
-                if v["pass"] == "ForwardShares" and (v["family"], v["headdim"], v["headdim_v"]) == (family, headdim, headdim)
+                if v["pass"] == "ForwardStreamK" and (v["family"], v["headdim"], v["headdim_v"]) == (family, headdim, headdim)
             )
             kernels += [Alternative({"pass": v["pass"], "variant": v["name"]}, v) for v in shares]
             for nheads, seqlen, causal in itertools.product(_FORWARD_HEADS, _FORWARD_SEQLENS, (False, True)):

@@ -242,7 +242,7 @@ class VoltaAttentionImpl(AttentionImpl):
         """
         for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if t is not None:
-                raise NotImplementedError(f"volta_fa: {name}: got a tensor, expected None: the output is not quantised")
+                raise NotImplementedError(f"volta_fa: {name}: got a tensor, expected None: the output is not quantized")
         if attn_metadata is None:
             return output.zero_()
         attention = self._attention.to(query.device)

@@ -162,7 +162,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
 
         Args:
             q: (tokens, num_heads, kv_lora_rank + rotary), or both parts.
-            kv_c_and_k_pe_cache: as `paged.split_latents` takes it; vLLM's layer has viewed a quantised one as e4m3, whatever it is.
+            kv_c_and_k_pe_cache: as `paged.split_latents` takes it; vLLM's layer has viewed a quantized one as e4m3, whatever it is.
             layer: which has the scale of an fp8 cache.
         """
         if isinstance(q, tuple):

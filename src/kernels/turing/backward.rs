@@ -1,6 +1,6 @@
 //! The backward kernels. docs/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{CacheFormat, Need, Needs, Pass, Variant, TURING};
+use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, TURING};
 
 /// `turing/backward/small`: 4 warps of 32 keys, two blocks an SM. Shared: K, and two tiles of Q, of dO and of dS.
 const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> Variant {
@@ -9,10 +9,10 @@ const fn small(name: &'static str, headdim: u32, step: u32, registers: u32) -> V
         name,
         family: TURING,
         pass: Pass::Backward,
-        needs: Needs::NONE,
-        requires: Needs::NONE,
-        cache: CacheFormat::Float,
-        source: "turing/backward/small.cu",
+        needs: FeatureSet::NONE,
+        requires: FeatureSet::NONE,
+        cache: CacheFormat::Unquantized,
+        source: "turing/backward/single_role.cu",
         headdim,
         headdim_v: headdim,
         block_rows,
@@ -42,8 +42,8 @@ const fn split(name: &'static str, headdim: u32, block_rows: u32, step: u32, reg
         headdim_v: headdim,
         block_rows,
         step,
-        cache: CacheFormat::Float,
-        source: "turing/backward/split.cu",
+        cache: CacheFormat::Unquantized,
+        source: "turing/backward/warp_specialized.cu",
         threads: 256,
         shared_bytes: 2 * headdim * block_rows + slots * (4 * headdim * step + scores) + scores + values,
         blocks_per_sm: 1,
@@ -69,12 +69,12 @@ const SPLIT: [Variant; 5] = [
 const fn queries(name: &'static str, headdim: u32, step: u32, threads: u32, registers: u32) -> Variant {
     Variant {
         name,
-        pass: Pass::BackwardQueries,
+        pass: Pass::BackwardDq,
         headdim,
         headdim_v: headdim,
         step,
-        cache: CacheFormat::Float,
-        source: "turing/backward/queries.cu",
+        cache: CacheFormat::Unquantized,
+        source: "turing/backward/dq.cu",
         threads,
         shared_bytes: 8 * headdim * step,
         blocks_per_sm: if threads == 128 { 2 } else { 1 },
@@ -89,8 +89,8 @@ const fn queries_split(name: &'static str, headdim: u32, registers: u32) -> Vari
     let (block_rows, step) = (64, 16);
     Variant {
         block_rows,
-        cache: CacheFormat::Float,
-        source: "turing/backward/queries_split.cu",
+        cache: CacheFormat::Unquantized,
+        source: "turing/backward/dq_warp_specialized.cu",
         shared_bytes: 12 * headdim * step + 3 * 2 * block_rows * step,
         ..queries(name, headdim, step, 256, registers)
     }
@@ -98,25 +98,25 @@ const fn queries_split(name: &'static str, headdim: u32, registers: u32) -> Vari
 
 const QUERIES: [Variant; 6] = [
     // four warps of 32 queries
-    queries("turing_bwd_queries_32", 32, 32, 128, 177),
-    queries("turing_bwd_queries_64", 64, 16, 128, 210),
+    queries("turing_bwd_dq_32", 32, 32, 128, 177),
+    queries("turing_bwd_dq_64", 64, 16, 128, 210),
     // eight of 16
-    queries("turing_bwd_queries_96", 96, 16, 256, 163),
-    queries("turing_bwd_queries_128", 128, 16, 256, 196),
-    queries_split("turing_bwd_queries_192", 192, 168),
-    queries_split("turing_bwd_queries_256", 256, 254),
+    queries("turing_bwd_dq_96", 96, 16, 256, 163),
+    queries("turing_bwd_dq_128", 128, 16, 256, 196),
+    queries_split("turing_bwd_dq_192", 192, 168),
+    queries_split("turing_bwd_dq_256", 256, 254),
 ];
 
 /// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with two or
 /// more 16-byte loads each in flight.
 const PREPARE: Variant = Variant {
-    name: "turing_bwd_prepare",
+    name: "turing_bwd_preprocess",
     family: TURING,
-    pass: Pass::BackwardPrepare,
-    needs: Needs::NONE,
-    requires: Needs::NONE,
-    cache: CacheFormat::Float,
-    source: "turing/backward/prepare.cu",
+    pass: Pass::BackwardPreprocess,
+    needs: FeatureSet::NONE,
+    requires: FeatureSet::NONE,
+    cache: CacheFormat::Unquantized,
+    source: "turing/backward/preprocess.cu",
     headdim: 256,
     headdim_v: 256,
     block_rows: 64,
@@ -128,42 +128,47 @@ const PREPARE: Variant = Variant {
 };
 
 /// As `PREPARE`: any headdim.
-const FINISH: Variant =
-    Variant { name: "turing_bwd_finish", pass: Pass::BackwardFinish, source: "turing/backward/finish.cu", registers: 38, ..PREPARE };
+const FINISH: Variant = Variant {
+    name: "turing_bwd_postprocess",
+    pass: Pass::BackwardPostprocess,
+    source: "turing/backward/postprocess.cu",
+    registers: 38,
+    ..PREPARE
+};
 
 /// The main kernel `main` without its dQ product.
 const fn keys(main: Variant, name: &'static str, source: &'static str, registers: u32) -> Variant {
-    Variant { name, pass: Pass::BackwardKeys, source, registers, ..main }
+    Variant { name, pass: Pass::BackwardDkDv, source, registers, ..main }
 }
 /// Ragged kernels that do one thing to scores besides, the one that a problem asks for. (At headdim 64 the plain kernel has room for
 /// that; all else takes `split`.)
-const fn with(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
-    let requires = Needs::of(&[need]);
-    Variant { requires, ..plain }.covering(Needs::RAGGED.union(requires).with_fp32_bias(), name, registers)
+const fn with(need: Feature, name: &'static str, plain: Variant, registers: u32) -> Variant {
+    let requires = FeatureSet::of(&[need]);
+    Variant { requires, ..plain }.covering(FeatureSet::VARLEN.union(requires).with_fp32_bias(), name, registers)
 }
 
-const SMALL_KEYS: &str = "turing/backward/small_keys.cu";
-const SPLIT_KEYS: &str = "turing/backward/split_keys.cu";
+const SMALL_KEYS: &str = "turing/backward/single_role_dkdv.cu";
+const SPLIT_KEYS: &str = "turing/backward/warp_specialized_dkdv.cu";
 
 const KEYS: [Variant; 7] = [
-    keys(SMALL[0], "turing_bwd_keys_32", SMALL_KEYS, 206),
-    keys(SMALL[1], "turing_bwd_keys_64", SMALL_KEYS, 243),
-    keys(SPLIT[1], "turing_bwd_keys_96", SPLIT_KEYS, 208),
-    keys(SPLIT[2], "turing_bwd_keys_128", SPLIT_KEYS, 240),
-    keys(SPLIT[3], "turing_bwd_keys_192", SPLIT_KEYS, 213),
-    keys(SPLIT[4], "turing_bwd_keys_256", SPLIT_KEYS, 232),
+    keys(SMALL[0], "turing_bwd_dkdv_32", SMALL_KEYS, 206),
+    keys(SMALL[1], "turing_bwd_dkdv_64", SMALL_KEYS, 243),
+    keys(SPLIT[1], "turing_bwd_dkdv_96", SPLIT_KEYS, 208),
+    keys(SPLIT[2], "turing_bwd_dkdv_128", SPLIT_KEYS, 240),
+    keys(SPLIT[3], "turing_bwd_dkdv_192", SPLIT_KEYS, 213),
+    keys(SPLIT[4], "turing_bwd_dkdv_256", SPLIT_KEYS, 232),
     // for general kernels alone
-    keys(SPLIT[0], "turing_bwd_split_keys_64", SPLIT_KEYS, 190),
+    keys(SPLIT[0], "turing_bwd_split_dkdv_64", SPLIT_KEYS, 190),
 ];
 
 /// A main kernel that does all of a backward pass.
 const fn whole(name: &'static str, main: Variant, source: &'static str, registers: u32) -> Variant {
-    Variant { name, pass: Pass::BackwardWhole, source, registers, ..main }
+    Variant { name, pass: Pass::BackwardFused, source, registers, ..main }
 }
 
 const WHOLE: [Variant; 2] = [
-    whole("turing_bwd_whole_64", SMALL[1], "turing/backward/small_whole.cu", 254),
-    whole("turing_bwd_whole_128", SPLIT[2], "turing/backward/split_whole.cu", 252),
+    whole("turing_bwd_fused_64", SMALL[1], "turing/backward/single_role_fused.cu", 254),
+    whole("turing_bwd_fused_128", SPLIT[2], "turing/backward/warp_specialized_fused.cu", 252),
 ];
 
 pub const BACKWARD: &[Variant] = &[
@@ -187,37 +192,37 @@ pub const BACKWARD: &[Variant] = &[
     QUERIES[4],
     QUERIES[5],
     FINISH,
-    PREPARE.covering(Needs::RAGGED, "turing_bwd_ragged_prepare", 56),
-    SMALL[0].covering(Needs::RAGGED, "turing_bwd_ragged_32", 220),
-    SMALL[1].covering(Needs::RAGGED, "turing_bwd_ragged_64", 255),
-    SPLIT[1].covering(Needs::RAGGED, "turing_bwd_ragged_96", 216),
-    SPLIT[2].covering(Needs::RAGGED, "turing_bwd_ragged_128", 252),
-    SPLIT[3].covering(Needs::RAGGED, "turing_bwd_ragged_192", 248),
-    SPLIT[4].covering(Needs::RAGGED, "turing_bwd_ragged_256", 238),
-    FINISH.covering(Needs::RAGGED, "turing_bwd_ragged_finish", 44),
-    with(Need::Softcap, "turing_bwd_softcap_64", SMALL[1], 255),
-    with(Need::Softcap, "turing_bwd_softcap_128", SPLIT[2], 252),
-    with(Need::Alibi, "turing_bwd_alibi_64", SMALL[1], 255),
-    with(Need::Bias, "turing_bwd_bias_64", SMALL[1], 252),
-    with(Need::Dropout, "turing_bwd_dropout_64", SMALL[1], 251),
-    with(Need::Dropout, "turing_bwd_dropout_128", SPLIT[2], 250),
-    SPLIT[0].covering(Needs::GENERAL, "turing_bwd_general_64", 218),
-    SPLIT[1].covering(Needs::GENERAL, "turing_bwd_general_96", 224),
-    SPLIT[2].covering(Needs::GENERAL, "turing_bwd_general_128", 247),
-    SPLIT[3].covering(Needs::GENERAL, "turing_bwd_general_192", 248),
-    SPLIT[4].covering(Needs::GENERAL, "turing_bwd_general_256", 236),
-    KEYS[6].covering(Needs::GENERAL, "turing_bwd_general_keys_64", 225),
-    KEYS[2].covering(Needs::GENERAL, "turing_bwd_general_keys_96", 223),
-    KEYS[3].covering(Needs::GENERAL, "turing_bwd_general_keys_128", 255),
-    KEYS[4].covering(Needs::GENERAL, "turing_bwd_general_keys_192", 216),
-    KEYS[5].covering(Needs::GENERAL, "turing_bwd_general_keys_256", 254),
-    QUERIES[1].covering(Needs::GENERAL, "turing_bwd_general_queries_64", 218),
-    QUERIES[2].covering(Needs::GENERAL, "turing_bwd_general_queries_96", 166),
-    QUERIES[3].covering(Needs::GENERAL, "turing_bwd_general_queries_128", 198),
-    QUERIES[4].covering(Needs::GENERAL, "turing_bwd_general_queries_192", 198),
-    QUERIES[5].covering(Needs::GENERAL, "turing_bwd_general_queries_256", 232),
+    PREPARE.covering(FeatureSet::VARLEN, "turing_bwd_varlen_preprocess", 56),
+    SMALL[0].covering(FeatureSet::VARLEN, "turing_bwd_varlen_32", 220),
+    SMALL[1].covering(FeatureSet::VARLEN, "turing_bwd_varlen_64", 255),
+    SPLIT[1].covering(FeatureSet::VARLEN, "turing_bwd_varlen_96", 216),
+    SPLIT[2].covering(FeatureSet::VARLEN, "turing_bwd_varlen_128", 252),
+    SPLIT[3].covering(FeatureSet::VARLEN, "turing_bwd_varlen_192", 248),
+    SPLIT[4].covering(FeatureSet::VARLEN, "turing_bwd_varlen_256", 238),
+    FINISH.covering(FeatureSet::VARLEN, "turing_bwd_varlen_postprocess", 44),
+    with(Feature::Softcap, "turing_bwd_softcap_64", SMALL[1], 255),
+    with(Feature::Softcap, "turing_bwd_softcap_128", SPLIT[2], 252),
+    with(Feature::Alibi, "turing_bwd_alibi_64", SMALL[1], 255),
+    with(Feature::Bias, "turing_bwd_bias_64", SMALL[1], 252),
+    with(Feature::Dropout, "turing_bwd_dropout_64", SMALL[1], 251),
+    with(Feature::Dropout, "turing_bwd_dropout_128", SPLIT[2], 250),
+    SPLIT[0].covering(FeatureSet::GENERIC, "turing_bwd_generic_64", 218),
+    SPLIT[1].covering(FeatureSet::GENERIC, "turing_bwd_generic_96", 224),
+    SPLIT[2].covering(FeatureSet::GENERIC, "turing_bwd_generic_128", 247),
+    SPLIT[3].covering(FeatureSet::GENERIC, "turing_bwd_generic_192", 248),
+    SPLIT[4].covering(FeatureSet::GENERIC, "turing_bwd_generic_256", 236),
+    KEYS[6].covering(FeatureSet::GENERIC, "turing_bwd_generic_dkdv_64", 225),
+    KEYS[2].covering(FeatureSet::GENERIC, "turing_bwd_generic_dkdv_96", 223),
+    KEYS[3].covering(FeatureSet::GENERIC, "turing_bwd_generic_dkdv_128", 255),
+    KEYS[4].covering(FeatureSet::GENERIC, "turing_bwd_generic_dkdv_192", 216),
+    KEYS[5].covering(FeatureSet::GENERIC, "turing_bwd_generic_dkdv_256", 254),
+    QUERIES[1].covering(FeatureSet::GENERIC, "turing_bwd_generic_dq_64", 218),
+    QUERIES[2].covering(FeatureSet::GENERIC, "turing_bwd_generic_dq_96", 166),
+    QUERIES[3].covering(FeatureSet::GENERIC, "turing_bwd_generic_dq_128", 198),
+    QUERIES[4].covering(FeatureSet::GENERIC, "turing_bwd_generic_dq_192", 198),
+    QUERIES[5].covering(FeatureSet::GENERIC, "turing_bwd_generic_dq_256", 232),
     WHOLE[0],
     WHOLE[1],
-    WHOLE[0].covering(Needs::RAGGED, "turing_bwd_ragged_whole_64", 255),
-    WHOLE[1].covering(Needs::RAGGED, "turing_bwd_ragged_whole_128", 255),
+    WHOLE[0].covering(FeatureSet::VARLEN, "turing_bwd_varlen_fused_64", 255),
+    WHOLE[1].covering(FeatureSet::VARLEN, "turing_bwd_varlen_fused_128", 255),
 ];

@@ -13,7 +13,7 @@ const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, 
 
 /// The same of a cache of bf16.
 const fn bfloat(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
-    Variant { cache: CacheFormat::Bfloat, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
+    Variant { cache: CacheFormat::Bf16, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
 pub const DECODE: &[Variant] = &[

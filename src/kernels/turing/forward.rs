@@ -1,7 +1,7 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
 //! `docs/turing-kernels.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
-use super::{CacheFormat, Need, Needs, Pass, Variant, TURING};
+use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, TURING};
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
 /// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
@@ -18,9 +18,9 @@ const fn pipelined(
         name,
         family: TURING,
         pass: Pass::Forward,
-        needs: Needs::NONE,
-        requires: Needs::NONE,
-        cache: CacheFormat::Float,
+        needs: FeatureSet::NONE,
+        requires: FeatureSet::NONE,
+        cache: CacheFormat::Unquantized,
         source: "turing/forward/pipelined.cu",
         headdim,
         headdim_v,
@@ -35,22 +35,22 @@ const fn pipelined(
 
 /// What changes scores lives beside them: fewer rows a warp than the plain kernel has.
 const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
-    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(Needs::GENERAL, name, registers)
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(FeatureSet::GENERIC, name, registers)
 }
 
 /// Ragged kernels that do one thing to scores besides, the one that a problem asks for: what the general ones ask at every tile is
 /// known here, and what can be is carried from tile to tile.
-const fn with(need: Need, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
-    let requires = Needs::of(&[need]);
+const fn with(need: Feature, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
+    let requires = FeatureSet::of(&[need]);
     Variant { block_rows: warps * warp_rows, threads: 32 * warps, requires, ..plain }.covering(
-        Needs::RAGGED.union(requires).with_fp32_bias(),
+        FeatureSet::VARLEN.union(requires).with_fp32_bias(),
         name,
         registers,
     )
 }
 
 /// `with` as many rows a warp as plain has, where all registers are in use: half the slots, and behind them 32 bytes of a thread's own.
-const fn with_all_rows(need: Need, name: &'static str, plain: Variant, registers: u32) -> Variant {
+const fn with_all_rows(need: Feature, name: &'static str, plain: Variant, registers: u32) -> Variant {
     let plain = Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain };
     with(need, name, plain, (plain.threads / 32, 32 * plain.block_rows / plain.threads), registers)
 }
@@ -86,51 +86,51 @@ pub const FORWARD: &[Variant] = &[
     PLAIN[4],
     PLAIN[5],
     PLAIN[6],
-    PLAIN[0].covering(Needs::RAGGED, "turing_fwd_ragged_32x32", 128),
-    PLAIN[1].covering(Needs::RAGGED, "turing_fwd_ragged_64x64", 246),
-    MEDIUM_64.covering(Needs::RAGGED, "turing_fwd_ragged_64x64_medium", 181),
-    PLAIN[2].covering(Needs::RAGGED, "turing_fwd_ragged_96x96", 238),
-    PLAIN[3].covering(Needs::RAGGED, "turing_fwd_ragged_128x128", 255),
-    PLAIN[4].covering(Needs::RAGGED, "turing_fwd_ragged_192x128", 209),
-    PLAIN[5].covering(Needs::RAGGED, "turing_fwd_ragged_192x192", 253),
-    PLAIN[6].covering(Needs::RAGGED, "turing_fwd_ragged_256x256", 255),
-    with(Need::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 188),
-    with(Need::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 189),
-    with(Need::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 254),
-    with(Need::Alibi, "turing_fwd_alibi_64x64_medium", PLAIN[1], (4, 32), 195),
-    with_all_rows(Need::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], 255),
-    with(Need::Alibi, "turing_fwd_alibi_128x128_medium", PLAIN[3], (8, 16), 195),
-    with(Need::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 218),
-    with(Need::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 210),
-    with(Need::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 205),
-    with_all_rows(Need::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], 255),
-    with(Need::Dropout, "turing_fwd_dropout_128x128_medium", PLAIN[3], (8, 16), 200),
-    Variant { blocks_per_sm: 3, ..general("turing_fwd_general_32x32", PLAIN[0], (4, 32), 150) },
-    general("turing_fwd_general_64x64", PLAIN[1], (4, 32), 195),
-    general("turing_fwd_general_96x96", PLAIN[2], (8, 16), 162),
-    general("turing_fwd_general_128x128", PLAIN[3], (8, 16), 189),
-    general("turing_fwd_general_192x128", PLAIN[4], (8, 16), 213),
-    general("turing_fwd_general_192x192", PLAIN[5], (8, 16), 255),
-    general("turing_fwd_general_256x256", PLAIN[6], (8, 16), 255),
+    PLAIN[0].covering(FeatureSet::VARLEN, "turing_fwd_varlen_32x32", 128),
+    PLAIN[1].covering(FeatureSet::VARLEN, "turing_fwd_varlen_64x64", 246),
+    MEDIUM_64.covering(FeatureSet::VARLEN, "turing_fwd_varlen_64x64_medium", 181),
+    PLAIN[2].covering(FeatureSet::VARLEN, "turing_fwd_varlen_96x96", 238),
+    PLAIN[3].covering(FeatureSet::VARLEN, "turing_fwd_varlen_128x128", 255),
+    PLAIN[4].covering(FeatureSet::VARLEN, "turing_fwd_varlen_192x128", 209),
+    PLAIN[5].covering(FeatureSet::VARLEN, "turing_fwd_varlen_192x192", 253),
+    PLAIN[6].covering(FeatureSet::VARLEN, "turing_fwd_varlen_256x256", 255),
+    with(Feature::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 188),
+    with(Feature::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 189),
+    with(Feature::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 254),
+    with(Feature::Alibi, "turing_fwd_alibi_64x64_medium", PLAIN[1], (4, 32), 195),
+    with_all_rows(Feature::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], 255),
+    with(Feature::Alibi, "turing_fwd_alibi_128x128_medium", PLAIN[3], (8, 16), 195),
+    with(Feature::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 218),
+    with(Feature::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 210),
+    with(Feature::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 205),
+    with_all_rows(Feature::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], 255),
+    with(Feature::Dropout, "turing_fwd_dropout_128x128_medium", PLAIN[3], (8, 16), 200),
+    Variant { blocks_per_sm: 3, ..general("turing_fwd_generic_32x32", PLAIN[0], (4, 32), 150) },
+    general("turing_fwd_generic_64x64", PLAIN[1], (4, 32), 195),
+    general("turing_fwd_generic_96x96", PLAIN[2], (8, 16), 162),
+    general("turing_fwd_generic_128x128", PLAIN[3], (8, 16), 189),
+    general("turing_fwd_generic_192x128", PLAIN[4], (8, 16), 213),
+    general("turing_fwd_generic_192x192", PLAIN[5], (8, 16), 255),
+    general("turing_fwd_generic_256x256", PLAIN[6], (8, 16), 255),
 ];
 
 /// Kernels of a KV cache: the same with rows that come through a table of pages. `(warps, warp_rows)` as in `general`.
-const fn paged(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), needs: Needs, registers: u32) -> Variant {
+const fn paged(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), needs: FeatureSet, registers: u32) -> Variant {
     Variant { pass: Pass::Prefill, block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
 }
-const PAGED_GENERAL: Needs = Needs::GENERAL.union(Needs::PAGED);
+const PAGED_GENERIC: FeatureSet = FeatureSet::GENERIC.union(FeatureSet::PAGED);
 
 /// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
 pub const PREFILL: &[Variant] = &[
-    paged("turing_prefill_64x64", PLAIN[1], (4, 48), Needs::PAGED, 247),
+    paged("turing_prefill_64x64", PLAIN[1], (4, 48), FeatureSet::PAGED, 247),
     // Fewer rows a warp, as above: chunks have few.
-    paged("turing_prefill_64x64_medium", PLAIN[1], (4, 32), Needs::PAGED, 190),
-    paged("turing_prefill_64x64_small", PLAIN[1], (4, 16), Needs::PAGED, 128),
-    paged("turing_prefill_128x128", PLAIN[3], (8, 32), Needs::PAGED, 255),
-    paged("turing_prefill_128x128_medium", PLAIN[3], (8, 16), Needs::PAGED, 192),
-    paged("turing_prefill_128x128_small", PLAIN[3], (4, 16), Needs::PAGED, 188),
-    paged("turing_prefill_256x256", PLAIN[6], (8, 16), Needs::PAGED, 255),
-    paged("turing_prefill_general_64x64", PLAIN[1], (4, 32), PAGED_GENERAL, 190),
-    paged("turing_prefill_general_128x128", PLAIN[3], (8, 16), PAGED_GENERAL, 190),
-    paged("turing_prefill_general_256x256", PLAIN[6], (8, 16), PAGED_GENERAL, 255),
+    paged("turing_prefill_64x64_medium", PLAIN[1], (4, 32), FeatureSet::PAGED, 190),
+    paged("turing_prefill_64x64_small", PLAIN[1], (4, 16), FeatureSet::PAGED, 128),
+    paged("turing_prefill_128x128", PLAIN[3], (8, 32), FeatureSet::PAGED, 255),
+    paged("turing_prefill_128x128_medium", PLAIN[3], (8, 16), FeatureSet::PAGED, 192),
+    paged("turing_prefill_128x128_small", PLAIN[3], (4, 16), FeatureSet::PAGED, 188),
+    paged("turing_prefill_256x256", PLAIN[6], (8, 16), FeatureSet::PAGED, 255),
+    paged("turing_prefill_generic_64x64", PLAIN[1], (4, 32), PAGED_GENERIC, 190),
+    paged("turing_prefill_generic_128x128", PLAIN[3], (8, 16), PAGED_GENERIC, 190),
+    paged("turing_prefill_generic_256x256", PLAIN[6], (8, 16), PAGED_GENERIC, 255),
 ];

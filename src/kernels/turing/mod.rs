@@ -2,17 +2,17 @@
 
 mod append;
 mod backward;
-mod convert;
 mod decode;
+mod dequantize;
 mod forward;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
-pub use convert::CONVERT;
 pub use decode::DECODE;
+pub use dequantize::DEQUANTIZE;
 pub use forward::{FORWARD, PREFILL};
 
-use super::variants::{CacheFormat, Family, Need, Needs, Pass, Scratch, Variant};
+use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
 
 pub const TURING: Family = Family {
     name: "turing",
@@ -21,14 +21,14 @@ pub const TURING: Family = Family {
     shared_bytes: 64 * 1024,
     threads: 1024,
     either_order: &[Pass::Forward, Pass::Prefill],
-    in_rounds: false,
+    has_key_block_offset: false,
     stores_dbias: false,
     // csrc/turing/backward/row_stats.cuh
     scratch: Some(Scratch {
         row_rounding: 32,
         group_rows: 16,
         group_floats: 32,
-        minus_lse_at: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
-        minus_delta_at: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
+        neg_lse_offsets: &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+        neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
     }),
 };

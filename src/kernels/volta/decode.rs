@@ -1,11 +1,11 @@
 //! The decode kernels: few queries a sequence over a KV cache. docs/decode-kernels.md has what was tried.
 //!
 //! `block_rows` are queries of all heads of a key head, `step` those of a warp; warps beside each other take the same tokens for other
-//! rows: of two the second finds the bytes in the first cache, four share what each loads (csrc/decode/shared_steps.cuh). What decides is
+//! rows: of two the second finds the bytes in the first cache, four share what each loads (csrc/decode/cooperative_loader.cuh). What decides is
 //! how many bytes an SM has in flight, and so registers: a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what
 //! warps with other tokens found out, in fp32, for the merge behind the loop.
 
-use super::{CacheFormat, Family, Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, Family, FeatureSet, Pass, Variant, VOLTA};
 
 /// What csrc/decode/block.cuh has in shared memory: outputs, whose rows are four floats longer than columns, half of them at a time where
 /// an SM has no room for all; two floats of states of each part's rows, two of the row; and where the block is.
@@ -24,9 +24,9 @@ pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u
         name,
         family: VOLTA,
         pass: Pass::Decode,
-        needs: Needs::NONE,
-        requires: Needs::NONE,
-        cache: CacheFormat::Float,
+        needs: FeatureSet::NONE,
+        requires: FeatureSet::NONE,
+        cache: CacheFormat::Unquantized,
         source: "volta/decode/decode.cu",
         headdim,
         headdim_v: headdim,
@@ -52,7 +52,7 @@ const fn of_cache(
     Variant { cache, ..decode(name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
-/// int4. The steps that its warps lay down (csrc/decode/staged_steps.cuh) lie where outputs will, and may be longer.
+/// int4. The steps that its warps lay down (csrc/decode/staged_loader.cuh) lie where outputs will, and may be longer.
 const fn int4(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
     let v = of_cache(CacheFormat::Int4, name, headdim, rows, threads, blocks_per_sm, registers);
     let warps = threads / 32;
@@ -79,17 +79,17 @@ pub const DECODE: &[Variant] = &[
     decode("volta_decode_256x16", 256, [16, 8], 128, 2, 216),
     decode("volta_decode_256x32", 256, [32, 8], 128, 2, 186),
     decode("volta_decode_256x64", 256, [64, 16], 256, 1, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 96),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 139),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 128),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 146),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x8", 128, [8, 8], 128, 3, 167),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x16", 128, [16, 16], 128, 2, 230),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 230),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 195),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 255),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 223),
-    of_cache(CacheFormat::Bfloat, "volta_decode_bf16_256x64", 256, [64, 16], 256, 1, 255),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_64x8", 64, [8, 8], 128, 4, 96),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_64x16", 64, [16, 16], 128, 3, 139),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_64x32", 64, [32, 16], 128, 3, 128),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_64x64", 64, [64, 16], 384, 1, 146),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_128x8", 128, [8, 8], 128, 3, 167),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_128x16", 128, [16, 16], 128, 2, 230),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_128x32", 128, [32, 16], 128, 2, 230),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_128x64", 128, [64, 16], 256, 1, 195),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_256x8", 256, [8, 8], 128, 2, 255),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_256x32", 256, [32, 8], 128, 2, 223),
+    of_cache(CacheFormat::Bf16, "volta_decode_bf16_256x64", 256, [64, 16], 256, 1, 255),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x8", 64, [8, 8], 128, 4, 110),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x16", 64, [16, 16], 128, 3, 158),
     of_cache(CacheFormat::Int8, "volta_decode_int8_64x32", 64, [32, 16], 128, 3, 159),
@@ -128,7 +128,7 @@ pub const DECODE: &[Variant] = &[
     of_cache(CacheFormat::E4m3, "volta_decode_e4m3_256x32", 256, [32, 8], 128, 2, 203),
 ];
 
-/// Latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/latents.cuh). All warps of a block have the same
+/// Latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/mla.cuh). All warps of a block have the same
 /// tokens: four share the columns, more than four the rows too. Of `rows` the first are `block_rows`, the second `step` those whose
 /// output shared memory has room for at a time.
 const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
@@ -149,21 +149,21 @@ const fn latents(cache: CacheFormat, name: &'static str, rows: [u32; 2], threads
     let work = queries + 16 * (2 * 576 + 16) + 16 * 4 + block_rows * (4 * 16 * 4 + 16 * 2 + 4);
     let output = step * (512 + 4) * 4;
     let shared_bytes = if work > output { work } else { output } + block_rows * 16 + 256;
-    Variant { pass: Pass::DecodeLatents, source: "volta/decode/latents.cu", headdim: 576, block_rows, step, threads, shared_bytes, ..v }
+    Variant { pass: Pass::DecodeMla, source: "volta/decode/mla.cu", headdim: 576, block_rows, step, threads, shared_bytes, ..v }
 }
 
 /// With 16 rows memory decides, and what is in flight; with more the time goes into products and shared memory.
 pub const LATENTS: &[Variant] = &[
-    latents(CacheFormat::Float, "volta_latents_16", [16, 16], 128, 2, 216),
-    latents(CacheFormat::Float, "volta_latents_32", [32, 32], 256, 1, 202),
-    latents(CacheFormat::Float, "volta_latents_64", [64, 32], 256, 1, 255),
-    latents(CacheFormat::Int8, "volta_latents_int8_16", [16, 8], 128, 3, 168),
-    latents(CacheFormat::Int8, "volta_latents_int8_32", [32, 32], 256, 1, 196),
-    latents(CacheFormat::Int8, "volta_latents_int8_64", [64, 32], 256, 1, 251),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_16", [16, 8], 128, 3, 168),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_32", [32, 32], 256, 1, 194),
-    latents(CacheFormat::E5m2, "volta_latents_e5m2_64", [64, 32], 256, 1, 247),
-    latents(CacheFormat::E4m3, "volta_latents_e4m3_16", [16, 8], 128, 3, 168),
-    latents(CacheFormat::E4m3, "volta_latents_e4m3_32", [32, 32], 256, 1, 192),
-    latents(CacheFormat::E4m3, "volta_latents_e4m3_64", [64, 32], 256, 1, 247),
+    latents(CacheFormat::Unquantized, "volta_mla_decode_16", [16, 16], 128, 2, 216),
+    latents(CacheFormat::Unquantized, "volta_mla_decode_32", [32, 32], 256, 1, 202),
+    latents(CacheFormat::Unquantized, "volta_mla_decode_64", [64, 32], 256, 1, 255),
+    latents(CacheFormat::Int8, "volta_mla_decode_int8_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::Int8, "volta_mla_decode_int8_32", [32, 32], 256, 1, 196),
+    latents(CacheFormat::Int8, "volta_mla_decode_int8_64", [64, 32], 256, 1, 251),
+    latents(CacheFormat::E5m2, "volta_mla_decode_e5m2_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::E5m2, "volta_mla_decode_e5m2_32", [32, 32], 256, 1, 194),
+    latents(CacheFormat::E5m2, "volta_mla_decode_e5m2_64", [64, 32], 256, 1, 247),
+    latents(CacheFormat::E4m3, "volta_mla_decode_e4m3_16", [16, 8], 128, 3, 168),
+    latents(CacheFormat::E4m3, "volta_mla_decode_e4m3_32", [32, 32], 256, 1, 192),
+    latents(CacheFormat::E4m3, "volta_mla_decode_e4m3_64", [64, 32], 256, 1, 247),
 ];

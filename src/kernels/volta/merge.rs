@@ -1,6 +1,6 @@
 //! The kernel that merges attention states.
 
-use super::{CacheFormat, Needs, Pass, Variant, VOLTA};
+use super::{CacheFormat, FeatureSet, Pass, Variant, VOLTA};
 
 /// One for all headdims, which it learns at run time: bound by memory. Four blocks an SM have 1024 threads with two
 /// 16-byte loads each (fp32: four) at a time.
@@ -8,9 +8,9 @@ pub const MERGE: &[Variant] = &[Variant {
     name: "volta_merge",
     family: VOLTA,
     pass: Pass::Merge,
-    needs: Needs::NONE,
-    requires: Needs::NONE,
-    cache: CacheFormat::Float,
+    needs: FeatureSet::NONE,
+    requires: FeatureSet::NONE,
+    cache: CacheFormat::Unquantized,
     source: "merge/merge.cu",
     headdim: 256,
     headdim_v: 256,

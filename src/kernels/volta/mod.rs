@@ -2,19 +2,19 @@
 
 mod append;
 mod backward;
-mod convert;
 mod decode;
+mod dequantize;
 mod forward;
 mod merge;
 
 pub use append::APPEND;
 pub use backward::BACKWARD;
-pub use convert::CONVERT;
 pub use decode::{decode, shared_bytes, DECODE, LATENTS};
-pub use forward::{FORWARD, FORWARD_SHARES, PREFILL};
+pub use dequantize::DEQUANTIZE;
+pub use forward::{FORWARD, FORWARD_STREAM_K, PREFILL};
 pub use merge::MERGE;
 
-use super::variants::{CacheFormat, Family, Need, Needs, Pass, Scratch, Variant};
+use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {
@@ -29,10 +29,10 @@ pub const VOLTA: Family = Family {
         group_rows: 4,
         group_floats: 16,
         // every value is there twice: these are the first copies
-        minus_lse_at: &[0, 1, 4, 5],
-        minus_delta_at: &[8, 9, 12, 13],
+        neg_lse_offsets: &[0, 1, 4, 5],
+        neg_delta_offsets: &[8, 9, 12, 13],
     }),
-    either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardKeys],
-    in_rounds: true,
+    either_order: &[Pass::Forward, Pass::Backward, Pass::BackwardDkDv],
+    has_key_block_offset: true,
     stores_dbias: true,
 };

@@ -56,8 +56,8 @@ pub fn chunks(a: &Attention) -> Vec<Chunk> {
     let (first, last) = window_offsets(a);
     let most_rows = (CHUNK_ROWS / heads).max(1);
     let most_keys = a.seqlen_k.min(last - first + most_rows).max(1);
-    let least_rows = (MIN_CHUNK_ROWS / heads).clamp(1, most_rows);
-    let rows = (CHUNK_SCORES / (heads * most_keys)).clamp(least_rows, most_rows);
+    let min_rows = (MIN_CHUNK_ROWS / heads).clamp(1, most_rows);
+    let rows = (CHUNK_SCORES / (heads * most_keys)).clamp(min_rows, most_rows);
     let most_groups = (CHUNK_SCORES / (rows.min(a.seqlen_q).max(1) * heads * most_keys)).max(1);
 
     let mut chunks = Vec::new();

@@ -34,7 +34,7 @@ pub fn run(call: &Call, a: &CachedAttention, launcher: &dyn Launcher) -> Result<
         launcher.begin(&memory(launcher, || vec![memory_range("q, rotated", &rotated, true)]));
     }
     let o = &call.options;
-    // what a quantised cache's scales are written to
+    // what a quantized cache's scales are written to
     let written = o.token_scales();
     let ranges = memory(launcher, || {
         let own = [

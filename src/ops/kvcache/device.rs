@@ -4,7 +4,7 @@ use super::{parameters, prefill, Call};
 use crate::error::Result;
 use crate::launch::{bytes_of, memory, KernelLaunch, Launcher};
 use crate::log;
-use crate::ops::device::{at, call_number};
+use crate::ops::device::{at, launch_id};
 use crate::params::{CacheFormat, DecodeParams};
 use crate::plan;
 use crate::problem::{Attention, CachedAttention};
@@ -55,14 +55,14 @@ fn decode(
     others: bool,
     launcher: &dyn Launcher,
 ) -> Result<()> {
-    let cache = if q.kind() == Kind::BFloat16 { CacheFormat::Bfloat } else { a.format };
+    let cache = if q.kind() == Kind::BFloat16 { CacheFormat::Bf16 } else { a.format };
     let plan = plan::decode(padded, cache, others, &launcher.limits()?)?;
     log::decode(a, &plan)?;
     // most calls have neither, and need no other view of their options
     let converted = if a.alibi || a.sinks { Some(parameters::readable_scores(&call.options)?) } else { None };
     let options = converted.as_ref().unwrap_or(&call.options);
-    // one allocation: states and outputs are pairs of floats and more, so the arrivals behind them are aligned
-    let scratch = tensor::empty(&[plan.partials + 2 * plan.arrivals], Kind::Float, q.device(), launcher.output_alignment())?;
+    // one allocation: states and outputs are pairs of floats and more, so the semaphores behind them are aligned
+    let scratch = tensor::empty(&[plan.partials + 2 * plan.semaphores], Kind::Float, q.device(), launcher.output_alignment())?;
     let ranges = memory(launcher, || {
         let own = [
             memory_range("q", q, false),
@@ -86,8 +86,8 @@ fn decode(
         max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
         num_splits: a.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
         partials: at(&scratch, 0),
-        arrivals: at(&scratch, plan.partials).cast(),
-        call_number: call_number(),
+        semaphores: at(&scratch, plan.partials).cast(),
+        launch_id: launch_id(),
         scales: parameters::scales(call, a, 0),
     };
     let [blocks, _] = plan.kernel.blocks;

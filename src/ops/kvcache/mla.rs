@@ -2,7 +2,7 @@
 //!
 //! To everything but the kernels such a cache is a KV cache with one head, of which the cache of values is a view.
 
-use super::{device, empty, gathered, has_room, sequences, Call};
+use super::{device, empty, gather, has_room, sequences, Call};
 use crate::error::Result;
 use crate::launch::Launcher;
 use crate::ops::bf16::saturated;
@@ -36,12 +36,12 @@ pub(crate) fn forward(call: MlaCall) -> Result<(Tensor, Tensor)> {
         false => None,
     };
     let seqlen_k = sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
-    if sequences.is_some() && a.format != CacheFormat::Float {
-        gathered::check_scales(&call, &a, seqlen_k)?;
+    if sequences.is_some() && a.format != CacheFormat::Unquantized {
+        gather::check_scales(&call, &a, seqlen_k)?;
     }
     match target {
         _ if a.is_empty() => empty(&call, &a),
-        Target::Cpu => gathered::forward(&call, &a, seqlen_k),
+        Target::Cpu => gather::forward(&call, &a, seqlen_k),
         Target::Kernels(launcher) if has_room(&a) && call.q.kind() == Kind::Half && is_readable(&call.k_cache) => {
             device::attend_to_latents(&readable(&call.q)?, &call, &a, &*launcher)
         }
@@ -71,7 +71,7 @@ fn validate(call: MlaCall, q: &TensorDesc, backend: Backend) -> Result<(Call, Ca
 /// in fp16.
 fn on_copies(call: &Call, a: &CachedAttention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let half = |t: &Tensor| readable(&if t.kind() == Kind::Half { t.shallow_clone() } else { saturated(t)? });
-    let (tokens, used) = gathered::collected(call, a, seqlen_k)?;
+    let (tokens, used) = gather::collected(call, a, seqlen_k)?;
     let tokens = match seqlen_k {
         // without elements a tensor may have no address, by which kernels tell what is given
         0 => Tensor::f_zeros([a.batch, 1, 1, a.headdim], (Kind::Half, call.q.device()))?,
@@ -87,7 +87,7 @@ fn on_copies(call: &Call, a: &CachedAttention, seqlen_k: i64, launcher: &dyn Lau
     };
     let values = tokens.f_narrow(-1, 0, a.headdim_v)?;
     let rows = tokens.size()[1];
-    let dense = CachedAttention { format: CacheFormat::Float, entries: a.batch, rows, max_pages: None, seqlen_k: rows, ..*a };
+    let dense = CachedAttention { format: CacheFormat::Unquantized, entries: a.batch, rows, max_pages: None, seqlen_k: rows, ..*a };
     let copied = Call { q: q.shallow_clone(), k_cache: tokens, v_cache: values, appended: None, options, stream: call.stream };
     let (out, softmax_lse) = device::attend_to_latents(&q, &copied, &dense, launcher)?;
     Ok((out.f_to_kind(call.q.kind())?, softmax_lse))

@@ -1,13 +1,13 @@
 //! `volta_fa::fwd_kvcache`: attention of new queries over keys and values in a cache, to which more may be appended first.
 
 mod append;
-mod converted;
+mod dequantize;
 mod device;
-mod gathered;
+mod gather;
 pub(crate) mod mla;
 mod parameters;
 mod prefill;
-mod quantised;
+mod quantized;
 
 use super::{checks_lengths, Target};
 use crate::error::{Error, Result};
@@ -45,8 +45,8 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
     };
     // what the gathered tokens take memory for
     let seqlen_k = sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
-    if sequences.is_some() && a.format != CacheFormat::Float {
-        gathered::check_scales(call, &a, seqlen_k)?;
+    if sequences.is_some() && a.format != CacheFormat::Unquantized {
+        gather::check_scales(call, &a, seqlen_k)?;
     }
     match target {
         Target::Kernels(launcher) if has_room(&a) => {
@@ -56,10 +56,10 @@ pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
             } else if readable(call, &a) {
                 device::attend(&q, call, &a, &*launcher)
             } else {
-                gathered::attend(&q, call, &a, seqlen_k, sequences.as_deref(), &*launcher)
+                gather::attend(&q, call, &a, seqlen_k, sequences.as_deref(), &*launcher)
             }
         }
-        _ => gathered::forward(call, &a, seqlen_k),
+        _ => gather::forward(call, &a, seqlen_k),
     }
 }
 
@@ -69,11 +69,13 @@ fn has_room(a: &CachedAttention) -> bool {
 }
 
 /// Whether the kernels can attend to the caches where they are: all rows on 16-byte boundaries, of whole groups of 16 bytes. Of a cache that
-/// is not fp16 they read what decode reads, of a quantised one beside fp16 queries.
+/// is not fp16 they read what decode reads, of a quantized one beside fp16 queries.
 fn readable(call: &Call, a: &CachedAttention) -> bool {
     let own = match (call.q.kind(), a.format) {
-        (Kind::Half, CacheFormat::Float) => true,
-        (Kind::Half, _) | (Kind::BFloat16, CacheFormat::Float) => plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS,
+        (Kind::Half, CacheFormat::Unquantized) => true,
+        (Kind::Half, _) | (Kind::BFloat16, CacheFormat::Unquantized) => {
+            plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS
+        }
         _ => false,
     };
     own && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)

@@ -4,7 +4,7 @@ use super::Call;
 use crate::launch::MemoryRange;
 use crate::options::KvCacheOptions;
 use crate::params::{Cache, CacheScale, CacheScales, Lengths, ScoreOptions};
-use crate::problem::{Attention, CachedAttention, Features, Packed};
+use crate::problem::{Attention, CachedAttention, Packed, RequestedFeatures};
 use crate::tensor::{self, memory_range, padded_headdim};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
@@ -22,7 +22,7 @@ pub fn attention(a: &CachedAttention) -> Attention {
         softmax_scale: a.softmax_scale,
         window: a.window,
         packed: a.total_q.map(|total_q| Packed { total_q, total_k: a.seqlen_k }),
-        features: Features {
+        features: RequestedFeatures {
             softcap: a.softcap,
             dropout_p: 0.0,
             alibi: a.alibi,
@@ -61,7 +61,7 @@ pub fn cache([k, v]: [&Tensor; 2], call: &Call, a: &CachedAttention, first: i64)
     }
 }
 
-/// What belongs to the data of a quantised cache.
+/// What belongs to the data of a quantized cache.
 pub fn scales(call: &Call, a: &CachedAttention, first: i64) -> CacheScales {
     let o = &call.options;
     const NONE: CacheScale = CacheScale { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };

@@ -11,7 +11,7 @@ use crate::problem::CachedAttention;
 use crate::tensor::{memory_range, operand, output};
 use tch::Tensor;
 
-/// Attends for the sequences that have at least `least_rows` rows: queries of all heads of a key head. Of the others nothing is written.
+/// Attends for the sequences that have at least `min_rows` rows: queries of all heads of a key head. Of the others nothing is written.
 ///
 /// q and the caches are those of the call, rotated or copied where the kernels could not read them as they are; out and softmax_lse
 /// are to be written, out with headdim_v in whole groups of 8, and what belongs to sequences that are not right stays as it is.
@@ -21,7 +21,7 @@ pub fn run(
     [out, softmax_lse]: [&Tensor; 2],
     call: &Call,
     given: &CachedAttention,
-    least_rows: i64,
+    min_rows: i64,
     launcher: &dyn Launcher,
 ) -> Result<()> {
     let a = &parameters::attention(given);
@@ -51,7 +51,7 @@ pub fn run(
             lengths: parameters::lengths(call, given, first),
             score_options: parameters::score_options(&options, given, first),
             cache,
-            least_rows: least_rows as i32,
+            min_rows: min_rows as i32,
         };
         device::run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
     }

@@ -1,0 +1,59 @@
+// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides. Where there are several accumulators,
+// their sum in a fixed order.
+//
+// The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
+// computed with carry the sign (Problem::sign_flip).
+//
+// The same for every family but for RowStats (scratch.cuh) and DqAccumulator, the order of the accumulator: where a row and a
+// column of it lie, how eight neighbouring columns are loaded, and, since that decides how well it reads, which of kThreads threads
+// begins with which row and which eight columns.
+#pragma once
+
+#include "backward/gradient_type.cuh"
+#include "backward/scratch.cuh"
+#include "tile.cuh"
+
+template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
+struct BackwardPostprocess {
+    static constexpr int kBlockRows = BlockRows, kThreads = Threads;
+    static constexpr int kLanesPerRow = DqAccumulator::kLanesPerRow;
+    static constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
+    static_assert(kBlockRows % kRowsAtOnce == 0, "the threads' rows do not leave the block");
+
+    template <bool BF16>
+    static __device__ __forceinline__ void convert(const BwdParams& p, const BlockSeqlenInfo& sequence, int head, int batch) {
+        const int end = min((static_cast<int>(blockIdx.x) + 1) * kBlockRows, sequence.seqlen_q());
+        const float* accum = p.dq_accum + rounded_row<RowStats>(p, sequence, batch, head) * p.headdim_rounded;
+        unsigned short* dq = rows_of(p.dq, batch, head, sequence.q_offset());
+        const float scale = p.problem.scale;
+
+        for (int row = blockIdx.x * kBlockRows + DqAccumulator::row_of(threadIdx.x); row < end; row += kRowsAtOnce) {
+            const float* from = accum + DqAccumulator::row(static_cast<long long>(row), p.headdim_rounded);
+            unsigned short* to = dq + row * p.dq.row_stride;
+            for (int d = DqAccumulator::chunk_of(threadIdx.x) * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
+                const float* eight = from + DqAccumulator::column(d, p.headdim_rounded);
+                float4 a, b;
+                DqAccumulator::eight(eight, a, b);
+#pragma unroll 1
+                for (int sum = 1; sum < p.dq_accum_splits; sum++) {
+                    float4 c, d;
+                    DqAccumulator::eight(eight += p.dq_accum_split_stride, c, d);
+                    a = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
+                    b = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
+                }
+                *reinterpret_cast<uint4*>(to + d) =
+                    make_uint4(to_gradient2<BF16>(a.x * scale, a.y * scale), to_gradient2<BF16>(a.z * scale, a.w * scale),
+                               to_gradient2<BF16>(b.x * scale, b.y * scale), to_gradient2<BF16>(b.z * scale, b.w * scale));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        const int head = blockIdx.y, batch = blockIdx.z;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        if (gradients_are_bf16(p))
+            convert<true>(p, sequence, head, batch);
+        else
+            convert<false>(p, sequence, head, batch);
+    }
+};

@@ -1,0 +1,40 @@
+// Backward, first kernel: the row statistics and a zeroed dq accumulator. Bound by memory: reads dout and out once, writes the
+// accumulator.
+#pragma once
+
+#include "backward/row_statistics.cuh"
+
+template <class RowStats, int BlockRows, int Threads>
+struct BackwardPreprocess {
+    static constexpr int kBlockRows = BlockRows, kThreads = Threads;
+    static constexpr int kRowsAtOnce = kThreads / kLanesPerStatistic;
+    static_assert(kBlockRows % kRowsAtOnce == 0, "the loop has no remainder");
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        const int head = blockIdx.y, batch = blockIdx.z;
+        const int block_row = blockIdx.x * kBlockRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+        const RowStatistics<RowStats> statistics(p, sequence, head, batch);
+        const int all_rows = statistics.all_rows;
+        if (kVarlen && block_row >= all_rows) return;
+
+        // All lanes of a warp stay in the loop together, for the shuffles.
+        for (int r = threadIdx.x / kLanesPerStatistic; r < kBlockRows; r += kRowsAtOnce) {
+            const int row = block_row + r;
+            float delta = 0.f;
+            if (row < sequence.seqlen_q()) {
+#pragma unroll 2
+                for (int d = statistics.first_column(); d < p.problem.headdim_v; d += kLanesPerStatistic * kChunk)
+                    delta += statistics.part_of_delta(row, d);
+            }
+            statistics.write(row, delta);
+        }
+
+        // The block's rows of an accumulator are contiguous, in whatever order it has inside.
+        const int rows = min(kBlockRows, all_rows - block_row);
+        float* accum = p.dq_accum + (statistics.first_row + block_row) * p.headdim_rounded;
+        for (int sum = 0; sum < p.dq_accum_splits; sum++, accum += p.dq_accum_split_stride)
+            for (int i = threadIdx.x; i < rows * (p.headdim_rounded / 4); i += kThreads)
+                reinterpret_cast<float4*>(accum)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+};

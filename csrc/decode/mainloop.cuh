@@ -1,0 +1,420 @@
+// The main loop of a decode block, for any layout: keys and values go from global memory straight into operand registers.
+//
+// A step of a warp is eight tokens. A load of keys is all eight tokens, of each 64 contiguous bytes, one of values four tokens, of
+// each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
+// Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
+// step in flight, and nothing twice.
+// (Otherwise are steps that more than two warps share, shared_steps.cuh, and those of int4, staged_steps.cuh.)
+//
+// A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
+//   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
+//   queries
+//                         have the same columns, of each 32; its values, of each 64, are of two tokens, value_token and value_token
+//                         + kValueTokens
+//   scores(q, k, x)       x is two scores of each row tile: row score_row, tokens score_token and the next. kRowLaneMasks are the
+//                         distances of lanes that have others of the row
+//   rescale(o, factor)    factor is that of the lane's score_row
+//   add_values(o, p, v)   p are packed probabilities, of the scores' lanes
+//   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
+#pragma once
+
+#include "decode/bf16_value.cuh"
+#include "decode/direct_loader.cuh"
+#include "decode/cooperative_loader.cuh"
+#include "decode/staged_loader.cuh"
+
+namespace decode {
+
+// A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
+template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
+struct DecodeMainloop {
+    using Layout = LayoutOf<RowTiles>;
+    static constexpr int kParts = Warps / RowGroups;
+    // Two beside each other find each other's bytes in the first cache; four share what they load.
+    static constexpr bool kShares = Layout::kShares && RowGroups == 4 && !kQuantized;
+    static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
+    // 16 rows of 256 columns are 128 registers of output and 64 of queries: half of these lie in shared memory.
+    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
+    using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
+    static constexpr int kRowsAtOnce =
+        kParts * BLOCK_ROWS * kPartStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
+    static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
+    static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
+
+private:
+    enum class How { Registers, Shared, Staged };
+    template <How, class = void>
+    struct StepsOf {
+        using Steps = DirectLoader<OperandPlaces<Layout>>;
+        using Scales = StepScales;
+        static constexpr int kWorkBytes = 0;
+    };
+    template <class Unused>
+    struct StepsOf<How::Shared, Unused> : StepsOf<How::Registers> {
+        using Steps = CooperativeLoader<Layout>;
+        static constexpr int kWorkBytes = kParts * Steps::kBytes;
+    };
+    template <class Unused>
+    struct StepsOf<How::Staged, Unused> {
+        using Steps = StagedLoader<Layout, RowGroups>;
+        using Scales = StagedScales;
+        static constexpr int kWorkBytes = Warps * Steps::kBytes;
+    };
+    using OwnSteps = StepsOf<kShares ? How::Shared : kStages ? How::Staged : How::Registers>;
+
+public:
+    // Steps, then each warp's queries. Both lie where the warps' parts will.
+    static constexpr int kWorkBytes = OwnSteps::kWorkBytes + Warps * OwnQueries::kBytes;
+
+    template <class Finish>
+    __device__ __forceinline__ static void attend(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
+                                                  const SharedPartials<kParts, kRowsAtOnce>& parts, Finish finish) {
+        const typename Layout::Lane lane;
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
+                  first_row = warp % RowGroups * (8 * RowTiles);
+        const ScoreOptions& options = p.score_options;
+
+        OwnQueries q;
+        if constexpr (kStored > 0) {
+            char* stored = reinterpret_cast<char*>(parts.output) + OwnSteps::kWorkBytes + warp * OwnQueries::kBytes;
+            q.stored = reinterpret_cast<uint4*>(stored) + (threadIdx.x & 31);
+        }
+        load_queries(p, s, first_row, q);
+        typename Layout::template Output<kValueLoads> o = {};
+        SoftmaxRow softmax[RowTiles];
+        ProbabilityScale unit[RowTiles];
+        Bf16ValueScaler value_scaler;
+        float shared_inverse = 1.f;  // of values that warps share
+
+        // the warps' pieces are contiguous too, and whole steps
+        const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
+        int left = min(each, steps - part * each);
+        bool is_wrong = false;
+        if (left > 0) {
+            const int seqlen_k = s.seqlen_k;
+            // tokens that all of the warp's rows see
+            const int full_first = row_info[first_row + 8 * RowTiles - 1].position - p.problem.window_left;
+            const int full_end = min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
+            const bool is_modified = options.softcap > 0.f || options.alibi_slopes;
+            const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
+
+            const int first = s.first + part * each * kUnit;
+            typename OwnSteps::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
+            Keys<kKeyLoads> k[kTiles] = {};
+            Values<kValueLoads> v[kTiles] = {};
+            [[maybe_unused]] StepScales next_scales;
+            const float key_scale =
+                kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
+            float query_sum[RowTiles] = {};
+            if constexpr (kZeroPoints) sum_queries(q, query_sum);
+            if constexpr (kStages) {
+                steps.begin(p, s, seqlen_k, left);
+            } else if constexpr (!kShares) {
+                if (steps.page_valid()) {
+                    steps.load_keys(p, seqlen_k, k);
+                    steps.load_values(p, seqlen_k, v);
+                    if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                }
+            }
+            for (int token = first; left > 0 && (kShares || kStages || steps.page_valid()); token += kUnit) {
+                left--;
+                float change = 1.f;  // of the factor that values have
+                if constexpr (kShares) {
+                    change = steps.share(p, s, seqlen_k, left > 0);
+                } else if constexpr (kStages) {
+                    steps.take(p, s, seqlen_k, left);
+                    steps.keys(k);
+                }
+                float2 x[kTiles][RowTiles];
+                if constexpr (kBf16 && !kShares) {
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; tile++) keys_of_bf16(k[tile]);
+                }
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    if constexpr (kShares)
+                        Layout::scores(q, steps.keys(tile), x[tile]);
+                    else
+                        Layout::scores(q, k[tile], x[tile]);
+                }
+                typename OwnSteps::Scales scales;
+                if constexpr (kStages)
+                    scales = steps.scales();
+                else
+                    scales = next_scales;
+                if constexpr (kStages) {
+                    steps.values(v);
+                } else if constexpr (!kShares) {
+                    if (left > 0) {
+                        steps.advance(p, s);
+                        if (steps.page_valid()) {
+                            steps.load_keys(p, seqlen_k, k);
+                            if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                        }
+                    }
+                }
+                if constexpr (kQuantized) scale_scores(lane, scales, key_scale, query_sum, x);
+
+                const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
+                const int first_token = token + Layout::score_token(lane);
+                if (is_modified) {
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token + kTile * tile, x[tile][mt]);
+                }
+                if (token < full_first || token + kUnit > full_end) {
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; tile++) {
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) {
+                            const int position = rows[8 * mt].position, first = first_token + kTile * tile;
+                            const int low = position - p.problem.window_left - first;
+                            const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
+                            if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
+                            if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
+                        }
+                        if constexpr (kShares || kStages) continue;
+                        // of tokens that do not exist registers hold what was there before
+#pragma unroll
+                        for (int h = 0; h < 2; h++)
+                            if (token + kTile * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
+                                v[tile].token[h].clear();
+                    }
+                }
+
+                if constexpr (kBf16 && !kShares) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
+
+                bool exceeds = change != 1.f;
+#pragma unroll
+                for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
+                const bool moved = __any_sync(~0u, exceeds);
+                if (moved) {
+                    float factor[RowTiles];
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) {
+                        float m = largest(x, mt);
+#pragma unroll
+                        for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                        factor[mt] = softmax[mt].template update_row_max<RescaledRows::kAll>(m, scale_log2, inverse_scale_log2);
+                        if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
+                        factor[mt] *= change;
+                    }
+                    Layout::rescale(lane, o, factor);
+                }
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++)
+                        x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
+                                                  softmax[mt].probability(x[tile][mt].y, scale_log2));
+                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, unit, o);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    unsigned packed[RowTiles];
+#pragma unroll
+                    for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
+                    if constexpr (kZeroPoints) {
+                        const float2 zero = scales.pair(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+                        for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
+                    }
+                    if constexpr (kShares)
+                        Layout::add_values(lane, o, packed, steps.values(tile));
+                    else
+                        Layout::add_values(lane, o, packed, v[tile]);
+                }
+                if constexpr (!kShares && !kStages) {
+                    if (left > 0 && steps.page_valid()) steps.load_values(p, seqlen_k, v);
+                }
+            }
+            is_wrong = !steps.page_valid();
+            if constexpr (kBf16 && kShares) shared_inverse = steps.inverse();
+        }
+        if constexpr (kShares || kStages) __syncthreads();  // parts are written where steps were
+        if constexpr (kQuantized) finish_values(p, s, lane, unit, o);
+        if constexpr (kBf16) rescale_all(lane, o, kShares ? shared_inverse : value_scaler.inverse());
+
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            float sum = softmax[mt].sum;
+            int mates = 0;
+#pragma unroll
+            for (int mate : Layout::kRowLaneMasks) {
+                sum += __shfl_xor_sync(~0u, sum, mate);
+                mates |= mate;
+            }
+            if (is_wrong) sum = __int_as_float(0x7fffffff);
+            if ((threadIdx.x & mates) == 0)
+                parts.state[part * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].reference, sum};
+        }
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
+            if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
+                float* output = parts.output + (part * kRowsAtOnce + first_row - first) * kPartStride;
+                Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
+                    using Order = Columns<kValueLoads, 64>;
+                    float* to = output + row * kPartStride;
+                    if constexpr (CacheElement::column(1) == 1) {
+                        *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+                    } else {
+                        to[Order::of(column)] = x;
+                        to[Order::of(column + 1)] = y;
+                    }
+                });
+            }
+            finish(first);
+        }
+    }
+
+private:
+    // Of each row, for zero points: its product with keys of ones.
+    __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
+        float2 x[RowTiles];
+        Layout::scores(q, Ones(), x);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x * CacheElement::kScale;
+    }
+
+    __device__ __forceinline__ static float largest(const float2 (&x)[kTiles][RowTiles], int mt) {
+        float m = fmaxf(x[0][mt].x, x[0][mt].y);
+#pragma unroll
+        for (int tile = 1; tile < kTiles; tile++) m = fmaxf(m, fmaxf(x[tile][mt].x, x[tile][mt].y));
+        return m;
+    }
+
+    // From products with codes to products with keys.
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnSteps::Scales& scales,
+                                                        float key_scale, const float (&query_sum)[RowTiles],
+                                                        float2 (&x)[kTiles][RowTiles]) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int token = kTile * tile + Layout::score_token(lane);
+            float2 scale = make_float2(key_scale, key_scale), zero = {};
+            if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
+            if constexpr (kZeroPoints) {
+                zero = scales.pair(StepScales::kKeyZeroPoint, token);
+                scale = make_float2(scale.x * (1.f / CacheElement::kScale), scale.y * (1.f / CacheElement::kScale));
+            }
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float2& y = x[tile][mt];
+                // e4m3's NaN came as an infinity
+                if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
+                if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
+                y = make_float2(y.x * scale.x, y.y * scale.y);
+            }
+        }
+    }
+
+    // From probabilities to what is packed; `moved`: whether references have.
+    __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
+                                                               const typename OwnSteps::Scales& scales, bool moved,
+                                                               float2 (&p)[kTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               ProbabilityScale (&unit)[RowTiles],
+                                                               typename Layout::template Output<kValueLoads>& o) {
+        float2 scale[kTiles], product[kTiles][RowTiles];
+        bool exceeds = moved;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            scale[tile] = scales.pair(StepScales::kValueScale, kTile * tile + Layout::score_token(lane));
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                exceeds |= ProbabilityScale::exceeds(product[tile][mt]);
+            }
+        }
+        if (__any_sync(~0u, exceeds)) {
+            float factor[RowTiles];
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) {
+                float m = 0.f;
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++)
+                    m = fmaxf(m, fmaxf(p[tile][mt].x * kTwo112 * scale[tile].x, p[tile][mt].y * kTwo112 * scale[tile].y));
+#pragma unroll
+                for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                factor[mt] = unit[mt].move(m);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++) {
+                    product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                    if (ProbabilityScale::exceeds(product[tile][mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+                }
+            }
+            Layout::rescale(lane, o, factor);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
+    }
+
+    // From units to what the other kernels have.
+    __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s, const typename Layout::Lane& lane,
+                                                         const ProbabilityScale (&unit)[RowTiles],
+                                                         typename Layout::template Output<kValueLoads>& o) {
+        float factor[RowTiles], offset[RowTiles] = {};
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            factor[mt] =
+                kTokenScales ? 1.f / unit[mt].inverse : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
+            if constexpr (kZeroPoints) {
+                offset[mt] = unit[mt].offset * kTwo112;
+#pragma unroll
+                for (int mate : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], mate);
+            }
+        }
+        // e4m3's NaN came as an infinity
+        if constexpr (kFormat == CacheFormat::E4m3)
+            Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
+        if constexpr (kZeroPoints)
+            Layout::each_output(lane, o, offset, [](float x, float own, bool later) {
+                return fmaf(x, later ? 1.f / (16.f * CacheElement::kScale) : 1.f / CacheElement::kScale, own);
+            });
+        Layout::rescale(lane, o, factor);
+    }
+
+    __device__ __forceinline__ static void rescale_all(const typename Layout::Lane& lane,
+                                                       typename Layout::template Output<kValueLoads>& o, float factor) {
+        float of_rows[RowTiles];
+#pragma unroll
+        for (float& x : of_rows) x = factor;
+        Layout::rescale(lane, o, of_rows);
+    }
+
+    // What does not exist is zero.
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q) {
+        const typename Layout::Lane lane;
+        const int group = p.problem.nheads / p.problem.nheads_k;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++) {
+            const int row = first_row + 8 * mt + Layout::query_row(lane), packed = s.row + row;
+            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
+                                         (s.head_k * group + packed % group) * p.q.head_stride;
+#pragma unroll
+            for (int j = 0; j < kKeyLoads; j++) {
+                const int column = Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
+                x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
+                if constexpr (kBf16) x = halves_of_bf16(x);
+                q.set(mt, j, x);
+            }
+        }
+    }
+
+    // From products to units of log2.
+    __device__ __forceinline__ static void modify(const DecodeParams& p, const RowInfo& row, int token, float2& x) {
+        if (p.score_options.softcap > 0.f) {
+            const Softcap softcap(p.problem, p.score_options);
+            x = make_float2(softcap(x.x), softcap(x.y));
+        } else {
+            x = make_float2(x.x * p.problem.scale_log2, x.y * p.problem.scale_log2);
+        }
+        const int distance = row.position - token;
+        x.x = fmaf(-row.slope, fabsf(static_cast<float>(distance)), x.x);
+        x.y = fmaf(-row.slope, fabsf(static_cast<float>(distance - 1)), x.y);
+    }
+};
+
+}  // namespace decode

@@ -1,0 +1,164 @@
+// What general kernels do to scores before the softmax, and to probabilities behind it, for one head of one batch entry:
+//
+//   x = softmax_scale * q.k    softcap * tanh(x / softcap)    - slope * |i + o - j|    + bias
+//
+// with o = seqlen_k - seqlen_q, in units of log2: the results are ready for exp2. Every step is taken only where the
+// parameters ask for it; these branches are the same for the whole grid.
+#pragma once
+
+#include "half.cuh"
+#include "philox.cuh"
+#include "softmax.cuh"
+#include "volta_fa_params.h"
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Of what general kernels can do, what this one is compiled for: FEATURES is its row's in src/kernels.
+constexpr bool kHasSoftcap = FEATURES & kFeatureSoftcap;
+constexpr bool kHasAlibi = FEATURES & kFeatureAlibi;
+constexpr bool kHasBias = FEATURES & kFeatureBias;
+constexpr bool kHasFp32Bias = FEATURES & kFeatureFp32Bias;  // beside kHasBias
+constexpr bool kHasDropout = FEATURES & kFeatureDropout;
+// Such kernels require what they have one of: they run only what asks for it (plan::holds).
+constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
+
+// Whether the problem asks for it.
+__device__ __forceinline__ bool uses_softcap(const ScoreOptions& o) { return kHasSoftcap && (kOneFeature || o.softcap > 0.f); }
+__device__ __forceinline__ bool uses_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
+__device__ __forceinline__ bool uses_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
+__device__ __forceinline__ bool uses_fp32_bias(const ScoreOptions& o) { return kHasFp32Bias && o.bias_is_fp32; }
+__device__ __forceinline__ bool uses_dropout(const ScoreOptions& o) { return kHasDropout && (kOneFeature || o.rng_state); }
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+struct Softcap {
+    float to_exponent;  // 2 * softmax_scale / softcap, in units of log2
+    float cap;          // in units of log2
+
+    __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
+        : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e) {}
+
+    // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
+    // is what a score needs; sm_70 has no tanh instruction.
+    __device__ __forceinline__ float logistic(float product) const {
+        return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f);
+    }
+    // The capped score, in units of log2, of a product q.k.
+    __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
+    // The product that has this logistic; infinite where none has.
+    __device__ __forceinline__ float product(float logistic) const {
+        if (logistic <= 0.f) return positive_infinity();
+        return __fdividef(log2_approx(fmaxf(__fdividef(1.f, logistic) - 1.f, 0.f)), to_exponent);
+    }
+    // The derivative there, 1 - tanh(x)^2.
+    __device__ __forceinline__ static float derivative(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
+};
+
+struct Alibi {
+    float slope;  // in units of log2
+    int offset;   // seqlen_k - seqlen_q
+
+    __device__ __forceinline__ Alibi(const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
+        : slope(__ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e), offset(seqlen_k - seqlen_q) {}
+
+    // i + o - j.
+    __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
+    __device__ __forceinline__ float operator()(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
+};
+
+template <int Keys>
+struct LoadedBias;
+template <>
+struct LoadedBias<2> {
+    using Type = uint2;
+};
+template <>
+struct LoadedBias<4> {
+    using Type = uint4;
+};
+
+// The bias of one head. It has a row and a key for all that the longest sequence has.
+class Bias {
+    const char* base_;
+    long long row_bytes_;
+    int last_key_;
+
+public:
+    __device__ __forceinline__ Bias(const Problem& p, const ScoreOptions& o, int batch, int head) : last_key_(p.seqlen_k - 1) {
+        const int bytes = uses_fp32_bias(o) ? 4 : 2;
+        base_ = reinterpret_cast<const char*>(o.bias) + (batch * o.bias_batch_stride + head * o.bias_head_stride) * bytes;
+        row_bytes_ = o.bias_row_stride * bytes;
+    }
+
+    // The bias of Keys consecutive keys, as it lies in memory.
+    template <int Keys>
+    using Loaded = typename LoadedBias<Keys>::Type;
+
+    // Of a row that exists; key is a multiple of Keys, and keys beyond the last are the last.
+    template <int Keys>
+    __device__ __forceinline__ Loaded<Keys> load(const ScoreOptions& o, int row, int key) const {
+        if constexpr (Keys == 4)
+            return load4(o, row, key);
+        else
+            return load2(o, row, key);
+    }
+    __device__ __forceinline__ uint2 load2(const ScoreOptions& o, int row, int key) const {
+        const char* from = base_ + row * row_bytes_;
+        key = min(key, last_key_ & ~1);
+        if (uses_fp32_bias(o)) return __ldg(reinterpret_cast<const uint2*>(from + key * 4));
+        return make_uint2(__ldg(reinterpret_cast<const unsigned*>(from + key * 2)), 0);
+    }
+    __device__ __forceinline__ uint4 load4(const ScoreOptions& o, int row, int key) const {
+        const char* from = base_ + row * row_bytes_;
+        key = min(key, last_key_ & ~3);
+        if (uses_fp32_bias(o)) return __ldg(reinterpret_cast<const uint4*>(from + key * 4));
+        const uint2 x = __ldg(reinterpret_cast<const uint2*>(from + key * 2));
+        return make_uint4(x.x, x.y, 0, 0);
+    }
+    __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint4& loaded, float (&x)[4]) {
+        if (uses_fp32_bias(o)) {
+            const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = bounded(__uint_as_float(words[i]));
+        } else {
+            const float2 low = to_float2(loaded.x), high = to_float2(loaded.y);
+            x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+        }
+    }
+    __device__ __forceinline__ static void to_float(const ScoreOptions& o, const uint2& loaded, float (&x)[2]) {
+        if (uses_fp32_bias(o)) {
+            x[0] = bounded(__uint_as_float(loaded.x)), x[1] = bounded(__uint_as_float(loaded.y));
+        } else {
+            const float2 both = to_float2(loaded.x);
+            x[0] = both.x, x[1] = both.y;
+        }
+    }
+    // Of each four the first and third, or the second and fourth.
+    template <int N>
+    __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second,
+                                                        float2 (&x)[N]) {
+        if (uses_fp32_bias(o)) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                x[i].x = bounded(__uint_as_float(second ? loaded[i].y : loaded[i].x));
+                x[i].y = bounded(__uint_as_float(second ? loaded[i].w : loaded[i].z));
+            }
+        } else {
+            const unsigned selector = second ? 0x7632 : 0x5410;  // halves of two words
+#pragma unroll
+            for (int i = 0; i < N; i++) x[i] = to_float2(__byte_perm(loaded[i].x, loaded[i].y, selector));
+        }
+    }
+
+private:
+    // An fp32 bias may be larger than scores may be. (Infinity and NaN stay: they are for the result. Low ones need nothing:
+    // softmax.cuh.)
+    __device__ __forceinline__ static float bounded(float bias) {
+        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves as much to the score itself
+        return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
+    }
+};

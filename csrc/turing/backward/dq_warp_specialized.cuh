@@ -1,0 +1,246 @@
+// Backward, dQ alone, for headdims of which a warp has no registers for fragments of both Q and dO: 8 warps in two roles of four,
+// as in split.cuh. Of a pair with the same queries one warp computes S and P, the other dP and dS, and each half of dQ's columns. P
+// goes to the partner and dS back lane by lane, through shared memory, and dS is used a step later.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+template <int Headdim, int BlockRows, int Step, int Threads>
+struct BackwardQueriesSplit {
+    using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
+    static_assert(S::kStep == 16, "a parcel is 16 bytes of a lane");
+    static constexpr int kPartners = S::kWarps / 2;
+    static constexpr int kWarpRows = BlockRows / kPartners, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
+    static_assert(kWarpRows % 16 == 0, "whole tiles");
+    static constexpr int kPairs = S::kChunks / 2, kOwnPairs = kPairs / 2;
+    static_assert(kOwnPairs * 2 == kPairs, "each role has every second pair of column tiles");
+    using Layout = QueriesLayout;
+    using Scores = Accumulator[kColumnTiles][kRowTiles];
+    using PackedScores = OperandA[kColumnTiles][kRowTiles];
+
+    static constexpr int kParcelBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kParcelBytes;
+    static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
+    static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
+
+    static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
+    static __device__ __forceinline__ int remat_pair() { return remat_thread() / 32 % kPartners; }
+    static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
+    static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
+    static __device__ __forceinline__ void wait_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_pair()) : "memory"); }
+    static __device__ __forceinline__ u32 parcels(u32 region) {
+        return region + remat_pair() * kRowTiles * kParcelBytes + remat_thread() % 32 * 16;
+    }
+    static __device__ __forceinline__ void send(u32 to, const PackedScores& x) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++)
+            store_shared(to + m * kParcelBytes, make_uint4(x[0][m][0], x[0][m][1], x[1][m][0], x[1][m][1]));
+    }
+    static __device__ __forceinline__ void receive(u32 from, PackedScores& x) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+            const uint4 r = load_shared(from + m * kParcelBytes);
+            x[0][m][0] = r.x, x[0][m][1] = r.y, x[1][m][0] = r.z, x[1][m][1] = r.w;
+        }
+    }
+
+    // What a lane has of its rows: -lse/scale in units of log2 with the exponent's shift in the first role, -delta in the second.
+    using LaneRows = float[kRowTiles][Layout::kRows];
+    static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
+        const int r = Layout::row_of(v);
+        return m ? x[kRowTiles - 1][r] : x[0][r];
+    }
+
+    // General kernels, in rolled loops, as in split.cuh: P, those that dropout drops with the sign bit; softcap's derivative goes
+    // to the partner beside it.
+    static __device__ __forceinline__ void general_probabilities(PackedScores& x, Scores& s, const LaneRows& minus_lse,
+                                                                 const BwdParams& p, int row, int key, bool masked, u32 slopes) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane = remat_lane();
+#pragma unroll 1
+        for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
+            const int n = tile / kRowTiles, m = tile % kRowTiles;
+            const ScoreCoord<Layout> place(lane, row + 16 * m, key + 8 * n);
+            Accumulator& score = s[0][0];
+            if (options.softcap > 0.f) {
+                const Softcap softcap(p.problem, options);
+                float slope[4];
+#pragma unroll
+                for (int v = 0; v < 4; v++) {
+                    const float logistic = softcap.logistic(score[v]);
+                    slope[v] = Softcap::derivative(logistic);
+                    score[v] = fmaf(-2.f * softcap.cap, logistic, softcap.cap + of_row(minus_lse, m, v));
+                }
+                store_shared2(slopes + m * kParcelBytes + n * 8, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
+            } else {
+#pragma unroll
+                for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, of_row(minus_lse, m, v));
+            }
+            add_position_terms(score, p, remat_block_head(), p.problem.seqlen_q, place);
+            if (masked) mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            OperandA probabilities;
+#pragma unroll
+            for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
+            if (options.rng_state) {
+                const u32 kept = kept_of_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), place);
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    probabilities[h] |=
+                        (is_kept<Layout>(kept, 2 * h) ? 0 : 0x8000) | (is_kept<Layout>(kept, 2 * h + 1) ? 0 : 0x80000000);
+            }
+            append_tile(x, probabilities);
+            next_tile(s);
+        }
+    }
+
+    // dS in x, from P as the partner sent it and dP.
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& minus_delta,
+                                                           const BwdParams& p, u32 slopes_address) {
+        const ScoreOptions& options = p.score_options;
+        PackedScores slopes;
+        const bool capped = kGeneric && options.softcap > 0.f;
+        if (capped) receive(slopes_address, slopes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++)
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float2 probability = to_float2(x[n][m][h]);
+                    const auto gradient = [&](float dp, float probability) {
+                        if (!kGeneric) return score_gradient(probability, dp, minus_delta[m][h]);
+                        if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
+                        return score_gradient(fabsf(probability), dp, minus_delta[m][h]);
+                    };
+                    float first = gradient(dp[n][m][2 * h], probability.x), second = gradient(dp[n][m][2 * h + 1], probability.y);
+                    if (capped) {
+                        const float2 slope = to_float2(slopes[n][m][h]);
+                        first *= slope.x, second *= slope.y;
+                    }
+                    x[n][m][h] = to_half2(first, second);
+                }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int first_row = block_row();
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (kVarlen && first_row >= sequence.seqlen_q()) return;
+        const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
+        const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
+        const int first_key = kVarlen ? pinned(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+
+        OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
+        {
+            const Operand& from = is_first_role() ? p.q : p.dout;
+            load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(),
+                               sequence.seqlen_q(), is_first_role() ? p.problem.headdim : p.problem.headdim_v,
+                               is_first_role() ? p.problem.sign_flip : 0, query_of_lane);
+        }
+        // Rows beyond the arrays are as those beyond seqlen_q.
+        LaneRows stats;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                const int row = remat_warp_row() + 16 * m + Layout::first_query(remat_lane()) + Layout::row_slot(r);
+                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
+                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                const float minus_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
+                const float minus_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
+                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kProbabilityBits)
+                                              : minus_delta * (1.f / kProbabilityUnit);
+            }
+
+        Accumulator dq[kRowTiles][2 * kOwnPairs];
+        clear(dq);
+
+        TilesOfStep<S> tiles;
+        tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
+        tiles.store(shared);
+        // dS and K of the step before the first, which add nothing
+        clear_shared<S::kStepTile, S::kThreads>(shared + 2 * S::kSlotBytes);
+        clear_shared<kPartnerBytes, S::kThreads>(shared + kGradients);
+
+        u32 this_slot = shared, next_slot = shared + S::kSlotBytes, last_slot = shared + 2 * S::kSlotBytes;
+        PackedScores ds;
+        const auto add_dq = [&](u32 slot) {
+            receive(parcels(shared + kGradients), ds);
+            const u32 step = pair_after<S>(keys_by_rows<S>(slot, remat_thread() % 32), is_first_role() ? 0 : 1);
+#pragma unroll
+            for (int c = 0; c < kOwnPairs; c++) accumulate_pair<S>(dq, ds, pair_after<S>(step, 2 * c), c);
+        };
+#pragma unroll 1
+        for (int key = range.first; key < range.end; key += S::kStep) {
+            __syncthreads();  // this step's tiles are there, and the last one's dS
+            add_dq(last_slot);
+            Scores s;  // S or dP
+            clear(s);
+            {
+                const u32 step = keys_by_chunks<S>(this_slot + (is_first_role() ? 0 : S::kStepTile), remat_thread() % 32);
+#pragma unroll
+                for (int c = 0; c < kPairs; c++) {
+                    OperandA a[kRowTiles][2];
+#pragma unroll
+                    for (int m = 0; m < kRowTiles; m++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
+                    multiply_pair<S>(s, a, pair_after<S>(step, c));
+                }
+            }
+            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            const auto load_next = [&] {
+                tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
+            };
+            PackedScores probabilities;
+            // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+            if (__any_sync(~0u, is_first_role())) {
+                const bool masked = !range.unmasked.contain(key);
+                if (kGeneric) {
+                    general_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, parcels(shared + kSlopes));
+                } else {
+                    if (masked) mask_scores(s, p, remat_warp_row(), key);
+#pragma unroll
+                    for (int m = 0; m < kRowTiles; m++)
+#pragma unroll
+                        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                const auto of = [&](int v) {
+                                    return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, stats[m][h]));
+                                };
+                                probabilities[n][m][h] = pack_units(of(2 * h), of(2 * h + 1));
+                            }
+                }
+                send(parcels(shared + kProbabilities), probabilities);
+                load_next();
+                wait_partner();
+            } else {
+                load_next();
+                wait_partner();
+                receive(parcels(shared + kProbabilities), probabilities);
+                score_gradients(probabilities, s, stats, p, parcels(shared + kSlopes));
+                send(parcels(shared + kGradients), probabilities);
+            }
+            tiles.store(next_slot);
+            const u32 free_slot = last_slot;
+            last_slot = this_slot, this_slot = next_slot, next_slot = free_slot;
+        }
+        __syncthreads();
+        add_dq(last_slot);
+
+        // Queries that see no key get 0.
+        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        write_gradient<2>(dq, p, p.dq, rows_of(p.dq, remat_block_batch(), remat_block_head(), end.q_offset()), p.signed_scale,
+                          remat_warp_row(), end.seqlen_q(), p.problem.headdim, query_of_lane, is_first_role() ? 0 : 1);
+    }
+};
+
+}  // namespace turing

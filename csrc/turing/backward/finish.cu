@@ -1,7 +1,0 @@
-#include "backward/finish.cuh"
-#include "turing/backward/dq_accumulator.cuh"
-#include "turing/backward/row_stats.cuh"
-
-using Kernel = BackwardFinish<turing::RowStats, turing::DqAccumulator, BLOCK_ROWS, THREADS>;
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

@@ -1,0 +1,6 @@
+#include "backward/preprocess.cuh"
+#include "turing/backward/row_stats.cuh"
+
+using Kernel = BackwardPreprocess<turing::RowStats, BLOCK_ROWS, THREADS>;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

@@ -1,6 +1,0 @@
-#include "turing/backward/queries.cuh"
-
-using Kernel = turing::BackwardQueries<HEADDIM, BLOCK_ROWS, STEP, THREADS>;
-static_assert(Kernel::kSharedBytes == SHARED_BYTES && HEADDIM_V == HEADDIM, "the variant table and the kernel disagree");
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

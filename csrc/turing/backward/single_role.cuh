@@ -1,0 +1,217 @@
+// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes
+// both S^T and dP^T of its keys, with V in registers and K from shared memory.
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/one_feature.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
+struct BackwardSmall {
+    using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
+    static_assert(!kGeneric || kOneFeature, "scores pass through here as they are, but for one thing");
+    static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
+    using Layout = KeysLayout<2>;
+    using Dq = DqProduct<S>;
+    static_assert(Dq::kPairs == 1, "see put_dq");
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int warp = threadIdx.x / 32;
+        const int first_key = blockIdx.x * S::kRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (kVarlen && !kWhole && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
+
+        load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        OperandA v[2][S::kChunks];
+        load_own_fragments(v, p.v, rows_of(p.v, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + 32 * warp,
+                           sequence.seqlen_k(), p.problem.headdim_v, 0, Layout::key_of_lane);
+
+        Accumulator dk[2][S::kChunks], dv[2][S::kChunks];
+        clear(dk);
+        clear(dv);
+
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        if (kWhole) write_all_statistics<S>(p, sequence);
+        if (kWhole) __syncthreads();  // the statistics are there
+#pragma unroll 1
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const HeadRows rows(p, sequence, head);
+            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+                const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
+                if (!Dq::has_pair(warp)) return;
+                Accumulator c[1][2];
+                Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                             Dq::b_operand(shared + S::kOwn, lane, warp), pair);
+                if constexpr (kWhole)
+                    Dq::store(c, p, rows.head, row, range.end, warp, pair);
+                else
+                    Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
+            };
+
+            TilesOfStep<S> tiles;
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
+            StepStats<S> stats;
+            stats.load(p, rows, first);
+            InitialScores<Layout, kColumnTiles> initial;
+            const auto load_bias = [&](int row) {
+                if (kHasBias)
+                    initial.load_bias(p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+            };
+            load_bias(first);
+            __syncthreads();  // the last head's tiles are done with
+            tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
+            // dS of the step before the first, which adds nothing
+            if (kWithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                const u32 slot = S::slot(row);
+                __syncthreads();  // this step's tiles are there, and the last one's dS
+                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+                if (kWithDq) put_dq(max(row - S::kStep, first), slot ^ 1, 0);
+                const u32 tile = slot * S::kSlotBytes;
+                Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
+                if (kHasAlibi)
+                    initial.alibi(s, p, rows.head, row, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                else if (kHasBias)
+                    initial.bias(s, p);
+                else
+                    clear(s);
+                clear(dp);
+                {
+                    const u32 thread = remat_thread(), lane = thread % 32;
+                    const u32 own = by_rows<S>(shared + S::kOwn, lane) + thread / 32 * 32 * S::kRowBytes;
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, lane);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        OperandA k[2][2], values[2][2];
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            u32 x[4];
+                            load_matrices(x, pair_after<S>(own, c) + m * 16 * S::kRowBytes);
+#pragma unroll
+                            for (int i = 0; i < 4; i++)
+                                k[m][i / 2][i % 2] = x[i], values[m][i / 2][i % 2] = v[m][2 * c + i / 2][i % 2];
+                        }
+                        multiply_pair<S>(s, k, pair_after<S>(step, c));
+                        multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
+                    }
+                }
+                // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
+                if (uses_fp32_bias(p.score_options))
+                    initial.add_fp32_bias(s, p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                if (!range.unmasked.contain(row)) {
+                    // Rare: everything is derived again, so that none of it takes a register in the loop.
+                    const u32 thread = remat_thread();
+                    apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
+                                       remat_block_index() * S::kRows + thread / 32 * 32);
+                }
+
+                OperandA probabilities[kColumnTiles][2], ds[kColumnTiles][2];
+                {
+                    const u32 thread = remat_thread(), lane = thread % 32;
+                    const Lane place(lane);
+                    const u32 to = shared + S::kScores + slot * S::kScoreTile +
+                                   score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
+                    stats.scale(p.problem.scale_log2);
+                    const Softcap softcap(p.problem, p.score_options);
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++) {
+                        const float2 lse = stats.lse_of(n, place), delta = stats.delta_of(n, place);
+                        // 2^(score + lse), and the factor of its gradient
+                        const auto probability = [&](float s, float lse, float& slope) {
+                            if (!kHasSoftcap) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
+                            const float logistic = softcap.logistic(s);
+                            slope = Softcap::derivative(logistic);
+                            const float x = exp2_approx(fmaf(-2.f * softcap.cap, logistic, softcap.cap + lse));
+                            return s == negative_infinity() ? 0.f : x;
+                        };
+                        KeptOfTile kept;
+                        if constexpr (kHasDropout) {
+                            const int key = remat_block_index() * S::kRows + thread / 32 * 32;
+                            kept.draw(Layout(), p, philox_of(p, rows.head), row + 8 * n, key);
+                        }
+#pragma unroll
+                        for (int m = 0; m < 2; m++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                float x_slope = 1.f, y_slope = 1.f;
+                                const float x = probability(s[n][m][2 * h], lse.x, x_slope);
+                                const float y = probability(s[n][m][2 * h + 1], lse.y, y_slope);
+                                probabilities[n][m][h] = pack_units(x, y);
+                                float &x_dp = dp[n][m][2 * h], &y_dp = dp[n][m][2 * h + 1];
+                                if (kHasDropout) {
+                                    const u32 halves = kept.kept[2 * m + h];
+                                    probabilities[n][m][h] &= halves;
+                                    x_dp = halves & 0xffff ? x_dp * p.score_options.dropout_scale : 0.f;
+                                    y_dp = halves >> 16 ? y_dp * p.score_options.dropout_scale : 0.f;
+                                }
+                                ds[n][m][h] = to_half2(score_gradient(x, x_dp, delta.x) * x_slope,
+                                                       score_gradient(y, y_dp, delta.y) * y_slope);
+                                if (kWithDq) store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, ds[n][m][h]);
+                            }
+                    }
+                }
+                if (kHasBias && p.dbias) {
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++) {
+                        Layout::Tile gradient;
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            const float2 both = to_float2(ds[n][i / 2][i % 2]);
+                            gradient[2 * i] = both.x, gradient[2 * i + 1] = both.y;
+                        }
+                        const u32 thread = remat_thread();
+                        add_bias_gradient(
+                            gradient, p, rows.head,
+                            ScoreCoord<Layout>(Lane(thread % 32), row + 8 * n, remat_block_index() * S::kRows + thread / 32 * 32));
+                    }
+                }
+                stats.load(p, rows, range.next_step(p, row));
+                {
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        // (Not before the loop: too many registers would be in use.)
+                        if (c == 1) load_bias(range.next_step(p, row));
+                        accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
+                        accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
+                    }
+                }
+            }
+            if (kWithDq) {
+                __syncthreads();
+                const int last = pinned(range.end) - 1;
+                put_dq(last & -S::kStep, S::slot(last), 0);
+            }
+        }
+
+        // Keys that no query sees get 0.
+        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        const int key = remat_block_index() * S::kRows + remat_thread() / 32 * 32;
+        write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_head(), end.k_offset()), p.signed_scale, key,
+                       end.stored_k(), p.problem.headdim, Layout::key_of_lane);
+        const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
+        write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_head(), end.k_offset()), dv_factor, key,
+                       end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,476 @@
+// Backward, main kernel for headdim above 64, and for all where scores are modified: 8 warps in two roles of four. The first four
+// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A
+// warp has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory;
+// dQ is everyone's.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/tiles.cuh"
+#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/one_feature.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, QueryGradients DqGoes>
+struct BackwardSplit {
+    using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
+    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
+    // in shared memory anyway, of V these chunks are.
+    static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
+    static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
+    static constexpr int kPartners = S::kWarps / 2;           // warps of a role
+    static constexpr int kKeys = S::kRows / kPartners;        // of a warp
+    static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
+    static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
+    static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
+    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
+    static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
+                  "the swizzle of K's rows is that of V's");
+    using Dq = DqProduct<S>;
+    using Layout = KeysLayout<kKeyTiles>;
+    using Scores = Accumulator[kColumnTiles][kKeyTiles];
+    using PackedScores = OperandA[kColumnTiles][kKeyTiles];
+    // Kernels of one feature do not ask for it. Of ALiBi and a bias scores begin with what is added.
+    static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
+    static __device__ __forceinline__ bool is_capped(const BwdParams& p) {
+        return kHasSoftcap && (kOneFeature || p.score_options.softcap > 0.f);
+    }
+    static __device__ __forceinline__ bool has_alibi(const BwdParams& p) {
+        return kHasAlibi && !kInitial && p.score_options.alibi_slopes;
+    }
+    static __device__ __forceinline__ bool has_bias(const BwdParams& p) { return kHasBias && !kInitial && p.score_options.bias; }
+    static __device__ __forceinline__ bool has_bias_gradient(const BwdParams& p) { return kHasBias && p.dbias; }
+    static __device__ __forceinline__ bool has_dropout(const BwdParams& p) {
+        return kHasDropout && (kOneFeature || p.score_options.rng_state);
+    }
+
+    // Named barrier of two partners: P is there.
+    static __device__ __forceinline__ void wait_partner() {
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
+    }
+    // Derived again where it is needed, so that it takes no register in the loop.
+    static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
+    static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
+    static __device__ __forceinline__ int remat_warp_key() { return remat_block_index() * S::kRows + remat_warp_row(); }
+    // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
+    static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
+        if (!kGeneric) return range.unmasked.contain(row);
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
+        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contain(row);
+    }
+    // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
+    static __device__ __forceinline__ u32 slopes_of(u32 parcel, u32 slot) {
+        return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
+    }
+
+    // What goes from a lane to the one with the same scores in the other role, 16 bytes at a time.
+    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kParcelBytes = 32 * 16;
+    using Words = u32[kWords];
+    static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
+        Words& w = reinterpret_cast<Words&>(x);
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4)
+            store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
+    }
+    static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
+        Words& w = reinterpret_cast<Words&>(x);
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4 r = load_shared(address + i / 4 * kParcelBytes);
+            w[i] = r.x, w[i + 1] = r.y, w[i + 2] = r.z, w[i + 3] = r.w;
+        }
+    }
+
+    using Tile = typename Layout::Tile;  // of 8 queries
+    static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
+
+    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner
+    // at `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no
+    // key.
+    static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
+                                                     int row, int row_end, bool masked, u32 slopes) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane = remat_lane();
+        if (is_capped(p)) {
+            const Softcap softcap(p.problem, options);
+            PackedScores derivatives;
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
+                        const float x_logistic = softcap.logistic(x), y_logistic = softcap.logistic(y);
+                        derivatives[n][m][h] = to_half2(Softcap::derivative(x_logistic), Softcap::derivative(y_logistic));
+                        x = fmaf(-2.f * softcap.cap, x_logistic, softcap.cap + lse.x);
+                        y = fmaf(-2.f * softcap.cap, y_logistic, softcap.cap + lse.y);
+                    }
+            }
+            send(slopes, derivatives);
+        } else if (kGeneric && !kInitial) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+            }
+        }
+        if (has_alibi(p)) {
+            const int batch = remat_block_batch();
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
+            const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
+            const ScoreCoord<Layout> place(lane, row, key);
+            // one conversion, by the XU pipe, for all elements
+            const float first = alibi.distance(place.query(0), place.key(0));
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + place.query_minus_key(v)));
+        }
+        if (has_bias(p)) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+                add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
+        }
+        if (kInitial && uses_fp32_bias(options))
+            InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
+        if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
+        if (!kGeneric || kInitial) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                const float2 lse = stats.lse_of(n, lane);
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++)
+                    tile_of(s, n)[v] = fmaf(tile_of(s, n)[v], p.problem.scale_log2, v & 1 ? lse.y : lse.x);
+            }
+        }
+    }
+
+    // From P^T what dropout leaves for dV, in x, and for the partner, in `sent`: all of it, what is dropped with the sign bit.
+    static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
+                                                int row) {
+        const Lane lane = remat_lane();
+        const Philox philox = philox_of(p, head);
+        if constexpr (kOwnCalls) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++) {
+                KeptOfTile kept;
+                kept.draw(Layout(), p, philox, row + 8 * n, key);
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u32 halves = kept.kept[2 * m + h];
+                        sent[n][m][h] = x[n][m][h] | ~halves & 0x80008000;
+                        x[n][m][h] &= halves;
+                    }
+            }
+            return;
+        }
+        u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
+#pragma unroll 1
+        for (int n = 0; n < kColumnTiles; n++)
+            kept |= kept_of_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key)) << 4 * n;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int v = 4 * m + 2 * h;
+                    const u32 signs =
+                        (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
+                    sent[n][m][h] = x[n][m][h] | signs;
+                    x[n][m][h] &= ~halves_of(signs);
+                }
+    }
+
+    // dS^T in x, from P^T as the partner sent it and dP^T.
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
+                                                           const BwdParams& p, int head, int key, int row, u32 slopes) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane = remat_lane();
+        if (has_dropout(p)) {
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                        first = x[n][m][h] & 0x8000 ? 0.f : first * options.dropout_scale;
+                        second = x[n][m][h] & 0x80000000 ? 0.f : second * options.dropout_scale;
+                        x[n][m][h] &= 0x7fff7fff;
+                    }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+            const float2 delta = stats.delta_of(n, lane);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float2 probability = to_float2(x[n][m][h]);
+                    float &first = dp[n][m][2 * h], &second = dp[n][m][2 * h + 1];
+                    first = score_gradient(probability.x, first, delta.x);
+                    second = score_gradient(probability.y, second, delta.y);
+                }
+        }
+        if (has_bias_gradient(p)) {
+            // Rolled, for the size of the code: the first tile's, and then all move down, the first one to the end.
+#pragma unroll 1
+            for (int n = 0; n < kColumnTiles; n++) {
+                add_bias_gradient(tile_of(dp, 0), p, head, ScoreCoord<Layout>(lane, row + 8 * n, key));
+                Tile first;
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) first[v] = tile_of(dp, 0)[v];
+                next_tile(reinterpret_cast<Tile(&)[1][kColumnTiles]>(dp));
+#pragma unroll
+                for (int v = 0; v < Layout::kElements; v++) tile_of(dp, kColumnTiles - 1)[v] = first[v];
+            }
+        }
+        if (is_capped(p)) {
+            receive(slopes, x);
+            __syncwarp();  // dS takes their place
+#pragma unroll
+            for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float2 slope = to_float2(x[n][m][h]);
+                        dp[n][m][2 * h] *= slope.x, dp[n][m][2 * h + 1] *= slope.y;
+                    }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
+    }
+
+    // V's part of those, in the order of KeysLayout, padded with zeros.
+    static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
+        const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
+        for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
+            const int key = i / 8, column = (2 * kOwnPairs + i % 8) * kChunk;
+            const bool exists = first_key + key < keys && column < p.problem.headdim_v;
+            store_shared(shared + kValues + swizzled<8>(Layout::row_of_key(key), i % 8),
+                         exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
+        }
+    }
+    // Where a warp's operand A lies there.
+    static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
+        const u32 lane = remat_thread() % 32, row = remat_warp_row() + lane % 8 + lane / 8 % 2 * 8;
+        const u32 values = shared + kValues + remat_swizzled<8>(row, lane / 16);
+        const u32 keys = shared + S::kOwn + remat_swizzled<S::kChunks>(row, lane / 16) + 2 * kOwnPairs * kChunkBytes;
+        return is_first_role() ? keys : values;
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
+        const int first_key = blockIdx.x * S::kRows;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (kVarlen && !kWhole && first_key >= sequence.stored_k()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
+
+        if (kWithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        if (kSharedPairs > 0) load_values(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        OperandA own[kKeyTiles][2 * kOwnPairs];  // of K or of V
+        {
+            const Operand& from = role ? p.v : p.k;
+            load_own_fragments(own, from, rows_of(from, blockIdx.z, blockIdx.y, sequence.k_offset()), first_key + kKeys * pair,
+                               sequence.seqlen_k(), role ? p.problem.headdim_v : p.problem.headdim, role ? 0 : p.problem.sign_flip,
+                               Layout::key_of_lane);
+        }
+
+        Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
+        clear(gradient);
+
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        if (kWhole) write_all_statistics<S>(p, sequence);
+        if (kWhole) __syncthreads();  // the statistics are there
+#pragma unroll 1
+        for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            if (first >= range.end) break;
+            const HeadRows rows(p, sequence, head);
+            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+                const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
+                if (!Dq::has_pair(warp)) return;
+                Accumulator c[1][2];
+                Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
+                             Dq::b_operand(shared + S::kOwn, lane, warp), pair);
+                if constexpr (kWhole)
+                    Dq::store(c, p, rows.head, row, range.end, warp, pair);
+                else
+                    Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
+            };
+
+            TilesOfStep<S> tiles;
+            tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
+            StepStats<S> stats;
+            stats.load(p, rows, first);
+            InitialScores<Layout, kColumnTiles> initial;
+            if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
+            __syncthreads();  // the last head's tiles are done with
+            tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
+            if (S::kSlots == 2)
+                tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
+            // dS of the step before the first, which adds nothing
+            if (kWithDq && S::kSlots == 2)
+                clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
+
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                const u32 slot = S::slot(row);
+                __syncthreads();  // this step's tiles are there, and the last one's dS
+                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
+                if (kWithDq && S::kSlots == 2) {
+#pragma unroll
+                    for (int j = 0; j < Dq::kPairs; j++) put_dq(max(row - S::kStep, first), slot ^ 1, j);
+                }
+                Scores s;  // S^T, then P^T; or dP^T, then dS^T
+                if (kInitial && __any_sync(~0u, is_first_role())) {
+                    if constexpr (kHasAlibi)
+                        initial.alibi(s, p, head, row, remat_warp_key());
+                    else if constexpr (kHasBias)
+                        initial.bias(s, p);
+                } else {
+                    clear(s);
+                }
+                {
+                    const u32 tile = (is_first_role() ? 0 : S::kStepTile) + slot * S::kSlotBytes;
+                    const u32 step = by_chunks<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
+#pragma unroll
+                    for (int c = 0; c < kOwnPairs; c++) {
+                        OperandA a[kKeyTiles][2];
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int i = 0; i < 4; i++) a[m][i / 2][i % 2] = own[m][2 * c + i / 2][i % 2];
+                        multiply_pair<S>(s, a, pair_after<S>(step, c));
+                    }
+                    const u32 others = shared_fragments(shared);
+#pragma unroll
+                    for (int c = 0; c < kSharedPairs; c++) {
+                        u32 x[4];
+                        load_matrices(x, chunk_after<8>(others, 2 * c));
+                        const OperandA a[1][2] = {{{x[0], x[1]}, {x[2], x[3]}}};
+                        multiply_pair<S>(reinterpret_cast<Accumulator(&)[kColumnTiles][1]>(s), a,
+                                         pair_after<S>(step, kOwnPairs + c));
+                    }
+                }
+                PackedScores packed;
+                const u32 parcels = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
+                // The tile after the next is under way from the middle of the step on, between what takes many registers before and
+                // behind it. (Beyond the last row nothing is loaded.)
+                const auto load_next = [&](bool here) {
+                    if (S::kSlots == 2 && here)
+                        tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
+                                   range.rows(p) - 2 * S::kStep - row);
+                };
+                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                if (__any_sync(~0u, is_first_role())) {
+                    const bool masked = !contains(range, p, row);
+                    stats.scale(p.problem.scale_log2);
+                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(parcels, slot));
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                        for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                            for (int h = 0; h < 2; h++)
+                                packed[n][m][h] = pack_units(exp2_approx(s[n][m][2 * h]), exp2_approx(s[n][m][2 * h + 1]));
+                    if (has_dropout(p)) {
+                        PackedScores sent;
+                        drop(packed, sent, p, head, remat_warp_key(), row);
+                        send(parcels, sent);
+                    } else {
+                        send(parcels, packed);
+                    }
+                    load_next(!kGeneric);
+                    wait_partner();
+                } else {
+                    load_next(!kGeneric);
+                    wait_partner();
+                    stats.scale(p.problem.scale_log2);
+                    receive(parcels, packed);
+                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(parcels, slot));
+                    if (kWithDq) {
+                        const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
+                        const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
+                                       remat_thread() % 4 * 4;
+#pragma unroll
+                        for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+                            for (int m = 0; m < kKeyTiles; m++)
+#pragma unroll
+                                for (int h = 0; h < 2; h++)
+                                    store_shared1(score_chunk(to, n) + (16 * m + 8 * h) * S::kScoreRowBytes, packed[n][m][h]);
+                    }
+                }
+                stats.load(p, rows, range.next_step(p, row));
+                if (kInitial && kHasBias && is_first_role())
+                    initial.load_bias(p, head, range.next_step(p, row), range.end, remat_warp_key());
+                load_next(kGeneric);
+                {
+                    const u32 tile = (is_first_role() ? S::kStepTile : 0) + slot * S::kSlotBytes;
+                    const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
+#pragma unroll
+                    for (int c = 0; c < kPairs; c++) {
+                        // ptxas would load as many operands ahead as there are registers, and spill others for it
+                        if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
+                        accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
+                    }
+                }
+                if (S::kSlots == 1) {
+                    __syncthreads();  // dS is complete, and Q and dO are free
+                    // One tile after the other comes in beside a part of dQ: together they would take too many registers.
+                    static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
+#pragma unroll 1
+                    for (int i = 0; i < 2; i++) {
+                        typename TilesOfStep<S>::Part part;
+                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
+                                             range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
+                        if (kWithDq) put_dq(row, 0, i);
+                        TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
+                    }
+                }
+            }
+            if (kWithDq && S::kSlots == 2) {
+                __syncthreads();
+                const int last = pinned(range.end) - 1;
+#pragma unroll 1
+                for (int j = 0; j < Dq::kPairs; j++) put_dq(last & -S::kStep, S::slot(last), j);
+            }
+        }
+
+        // Keys that no query sees get 0.
+        const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
+        const int end_warp = remat_thread() / 32;
+        const bool is_dk = end_warp >= kPartners;
+        const Output& to = is_dk ? p.dk : p.dv;
+        float dv_factor = 1.f / kProbabilityUnit;
+        if (has_dropout(p)) dv_factor *= p.score_options.dropout_scale;
+        write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_head(), end.k_offset()),
+                       is_dk ? p.signed_scale : dv_factor, remat_block_index() * S::kRows + end_warp % kPartners * kKeys,
+                       end.stored_k(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
+    }
+};
+
+}  // namespace turing

@@ -1,0 +1,213 @@
+// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without
+// its dQ product. A block owns queries and walks over the keys that they see:
+//
+//   S = Q K^T - lse/scale     P = exp(scale * S)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
+//
+// so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
+// with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
+// S and dP, and all of them together dQ, from dS in shared memory.
+#pragma once
+
+#include "backward/modifiers.cuh"
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/score_coord.cuh"
+#include "backward/tiles.cuh"
+#include "backward/walk.cuh"
+#include "volta/backward/products.cuh"
+
+namespace volta {
+
+template <int Headdim, int BlockRows, int Step, int Threads>
+struct BackwardDq {
+    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, it takes the place of V, which is done
+    // with by then.
+    static constexpr int kScoreTiles = Step / 32;
+    static constexpr bool kScoresInV = Headdim > 96;
+    using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    using Layout = QueriesLayout;
+    static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS takes the place of V");
+
+    static constexpr int kSharers = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
+
+    // A warp's scores, in tiles of 16x16: its share of two tiles of queries by those of a step's keys. Two by two
+    // need four shared loads for eight products, two by one three for four, a single one two for two.
+    static constexpr int kStepKeyTiles = S::kStep / 16;
+    static constexpr int kScoreKeyTiles = kStepKeyTiles > kSharers ? kStepKeyTiles / kSharers : 1;
+    static constexpr int kKeySharers = kStepKeyTiles / kScoreKeyTiles;
+    static constexpr int kScoreQueryTiles = 2 * kKeySharers / kSharers;
+
+    // A warp's dQ: 32 queries and every kSharers-th block of 32 columns; where that does not divide, 16 queries.
+    static constexpr bool kQueryHalves = S::kHeaddim / 32 % kSharers != 0;
+    static constexpr int kColumnSharers = kQueryHalves ? kSharers / 2 : kSharers;
+    static constexpr int kQueryTiles = kQueryHalves ? 1 : 2;
+    static constexpr int kBlocks = S::kHeaddim / 32 / kColumnSharers;
+
+    // Chunks of headdim at once in the first two products.
+    static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;
+
+    // Barrier of the warps that share 32 queries.
+    static __device__ __forceinline__ void sync_sharers(int group) {
+        if (kSharers == 1)
+            __syncwarp();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kSharers) : "memory");
+    }
+
+    // General kernels: dS of one step, from S and dP. `row` and `key` are the warp's first; lse and delta are -lse/scale and
+    // -delta of the lane's rows.
+    using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
+    using LaneRows = float[kScoreQueryTiles][Layout::kRows];
+    static __device__ __forceinline__ void general_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
+                                                                   int key, const LaneRows& lse, const LaneRows& delta, bool masked,
+                                                                   u32 packed) {
+        const ScoreOptions& options = p.score_options;
+        const Lane lane(remat_thread_index() & 31);
+#pragma unroll 1
+        for (int tile = 0; tile < kScoreQueryTiles * kScoreKeyTiles; tile++) {
+            const int m = tile / kScoreKeyTiles, n = tile % kScoreKeyTiles;
+            const ScoreCoord<Layout> place(lane, row + 16 * m, key + 16 * n);
+            const auto of_row = [&](const LaneRows& x, int v) {
+                const int r = Layout::row_of(v);
+                return m ? x[kScoreQueryTiles - 1][r] : x[0][r];
+            };
+            Accumulator &x = s[0][0], &dx = dp[0][0];
+            if (uses_softcap(options)) {
+                const Softcap softcap(p.problem, options);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    float slope;
+                    x[v] = capped_score(x[v], of_row(lse, v), p, softcap, slope);
+                    dx[v] *= slope;
+                }
+            } else {
+#pragma unroll
+                for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
+            }
+            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, place);
+            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            if (uses_dropout(options)) {
+                const u32 bits = kept_of_rows(philox_of(p, remat_block_head()), DropoutRule(options), place);
+#pragma unroll
+                for (int v = 0; v < 8; v++)
+                    dx[v] = dropped_gradient(dx[v], of_row(delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
+            }
+#pragma unroll
+            for (int v = 0; v < 8; v++) dx[v] *= exp2_approx(x[v]);
+            store_packed(packed, m, n, pack_tile(dx));
+            next_tile(s);
+            next_tile(dp);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const Lane lane;
+        const int warp = threadIdx.x / 32;
+        const int group = warp / kSharers, share = warp % kSharers;
+        // The last queries see the most keys of a causal problem: they begin first.
+        const int first_row = (gridDim.x - 1 - blockIdx.x) * S::kRows;
+        const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (share / kKeySharers) : 0);
+        const int score_key = 16 * kScoreKeyTiles * (share % kKeySharers);
+        const int gradient_row = 32 * group + (kQueryHalves ? 16 * (share / kColumnSharers) : 0);
+        const int gradient_block = share % kColumnSharers;
+
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (kVarlen && first_row >= sequence.seqlen_q()) return;
+        const Mask mask = mask_of(p.problem, sequence);
+        const KeyRange<S::kRows, S::kStep> range(mask, first_row);
+        const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
+
+        StepTiles<S> tiles(p, p.k, p.v, key_head, sequence.k_offset() + range.first);
+        tiles.load(p.k, p.v, sequence.seqlen_k() - range.first);
+        load_own<S>(p, p.q, p.dout, blockIdx.y, shared, sequence.q_offset(), first_row, sequence.seqlen_q());
+
+        const u32 own_address = own_operand<S>(shared + S::kOwnS, lane, score_row);
+        const u32 step_address = step_operand<S>(shared + S::kStepS, lane, score_key);
+        const u32 packed =
+            packed_address(shared + S::kScores + score_key / 32 * S::kScoreTile, lane, score_row, score_key % 32 / 8);
+        const u32 score_address = score_operand(shared + S::kScores, lane, gradient_row);
+        const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
+        const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
+
+        // The lane's rows of S and dP: two in each tile of 16. Rows beyond the arrays are as those beyond seqlen_q.
+        LaneRows lse, delta;  // -lse/scale, -delta
+#pragma unroll
+        for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+            for (int r = 0; r < Layout::kRows; r++) {
+                const int row = first_row + score_row + score_own(lane, m, Layout::element(r, 0));
+                const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
+                const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
+                const bool exists = row < rounded_rows<RowStats>(p, sequence);
+                lse[m][r] = exists ? stats[RowStats::kLseAt] : negative_infinity();
+                delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
+            }
+
+        Gradient<kQueryTiles, kBlocks> dq;
+        clear(dq);
+
+        tiles.store(tile_address);
+        __syncthreads();
+
+#pragma unroll 1
+        for (int key = range.first; key < range.end; key += S::kStep) {
+            Accumulator s[kScoreQueryTiles][kScoreKeyTiles], dp[kScoreQueryTiles][kScoreKeyTiles];
+#pragma unroll
+            for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+                for (int n = 0; n < kScoreKeyTiles; n++)
+#pragma unroll
+                    for (int v = 0; v < 8; v++) {
+                        s[m][n][v] = lse[m][Layout::row_of(v)];
+                        dp[m][n][v] = delta[m][Layout::row_of(v)];
+                    }
+#pragma unroll kScoreUnroll
+            for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+                using Operands = Fragments<S, kScoreQueryTiles, kScoreKeyTiles>;
+                const u32 a = chunk_after<S::kChunks>(own_address, chunk), b = chunk_after<S::kChunks>(step_address, chunk);
+                const Operands qk(a, b), ov(a + S::kOwnTile, b + S::kStepTile);
+                qk.multiply_low(s);
+                ov.multiply_low(dp);
+                qk.multiply_high(s);
+                ov.multiply_high(dp);
+            }
+            const bool masked = !range.unmasked.contain(key);
+            if (kGeneric) {
+                if (kScoresInV) __syncthreads();  // V is done with
+                general_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
+            } else {
+                if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
+                exponentials(s, p.problem.scale_log2, 0.f);
+                if (kScoresInV) __syncthreads();  // V is done with
+#pragma unroll
+                for (int m = 0; m < kScoreQueryTiles; m++)
+#pragma unroll
+                    for (int n = 0; n < kScoreKeyTiles; n++) {
+#pragma unroll
+                        for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v];
+                        store_packed(packed, m, n, pack_tile(dp[m][n]));
+                    }
+            }
+            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
+            sync_sharers(group);
+#pragma unroll 1
+            for (int tile = 0; tile < kScoreTiles; tile++)
+                accumulate<S, kColumnSharers>(dq, score_address + tile * S::kScoreTile, key_address + tile * 32 * S::kRowBytes);
+            __syncthreads();  // K, V and dS are free
+            tiles.store(tile_address);
+            __syncthreads();
+        }
+
+        // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
+        to_shared<S, kColumnSharers>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+        __syncthreads();
+        shared_to_output<S>(p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
+                            p.problem.headdim);
+    }
+};
+
+}  // namespace volta

@@ -1,6 +1,0 @@
-#include "backward/prepare.cuh"
-#include "volta/backward/row_stats.cuh"
-
-using Kernel = BackwardPrepare<volta::RowStats, BLOCK_ROWS, THREADS>;
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const BwdParams p) { Kernel::run(p); }

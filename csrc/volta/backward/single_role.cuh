@@ -1,0 +1,164 @@
+// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks
+// an SM. A warp computes both S^T and dP^T of its keys, so P and dS meet in registers and share one tile
+// of shared memory, one after the other. General kernels do one thing to scores (joint_scores.cuh).
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "backward/scratch.cuh"
+#include "backward/score_coord.cuh"
+#include "backward/tiles.cuh"
+#include "backward/walk.cuh"
+#include "backward/fused.cuh"
+#include "volta/backward/block.cuh"
+#include "volta/backward/dq_product.cuh"
+#include "volta/backward/joint_scores.cuh"
+#include "volta/backward/products.cuh"
+
+namespace volta {
+
+template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
+struct BackwardSmall {
+    using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
+    static constexpr int kSharedBytes = S::kSharedBytes;
+    static constexpr bool kWithDq = DqGoes == QueryGradients::kAdded;
+    static_assert(DqGoes != QueryGradients::kStored, "that takes registers which there are not");
+    static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
+    static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
+    static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
+    using Queries = QueryRange<S::kRows, S::kStep>;
+    using Dq = DqProduct<S>;
+    using Joint = JointScores<S>;
+    static_assert(!kGeneric || kOneFeature, "joint_scores.cuh");
+
+    static __device__ __forceinline__ void run(const BwdParams& p) {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        const u32 shared = shared_address(shared_memory);
+        const Lane lane;
+        const int warp = threadIdx.x / 32;
+        const int first_key = KeysBlock::number(p) * S::kRows, warp_key = 32 * warp;
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
+        if (first_key >= sequence.stored_k()) return;
+        const Queries range(mask_of(p.problem, sequence), first_key);
+
+        load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
+        if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
+
+        const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key),
+                                         step_operand<S>(shared + S::kStepS, lane, 0));
+        const AddressPair packed_addresses(score_operand(shared + S::kScores, lane, warp_key),
+                                           packed_address(shared + S::kScores, lane, warp_key, 0));
+        const AddressPair dq_operands(Dq::a_operand(shared + S::kScores, lane), Dq::b_operand(shared + S::kOwnS, lane, warp));
+        const AddressPair query_addresses(column_operand<S>(shared + S::kStepS, lane, 0),
+                                          shared + S::kStepS + StepTiles<S>::offset());
+        const int stats_lane = lane_stats_offset(lane), dq_lane = Dq::output_offset(lane, warp);
+
+        const int distance = Joint::first_distance(sequence, lane, first_key + warp_key);
+        Gradient<2, kBlocks> dk, dv;
+        clear(dk);
+        clear(dv);
+
+        // Query heads that share this block's keys. General kernels have no register for it.
+        const auto group = [&] { return (kGeneric ? pinned(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
+#pragma unroll 1
+        for (int head = KeysBlock::head(p) * group(); head < (KeysBlock::head(p) + 1) * group(); head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
+            if (first >= range.end) break;
+            const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
+            float* stats = pinned(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
+            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
+
+            StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first);
+            Accumulator s[2][2], dp[2][2];
+            tiles.load(p.q, p.dout, range.rows(p) - first);
+            Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
+            __syncthreads();  // the last head's tile is done with
+            tiles.store(query_addresses.second());
+            __syncthreads();
+
+#pragma unroll 1
+            for (int row = first; row < range.end; row += S::kStep) {
+                // S^T and dP^T, one chunk of headdim after the other. Rolled, for the instruction cache.
+                {
+                    const u32 a = score_operands.first(), b = score_operands.second();
+#pragma unroll 1
+                    for (u32 chunk = 0; chunk < S::kChunks; chunk++) {
+                        const u32 a_chunk = chunk_after<S::kChunks>(a, chunk), b_chunk = chunk_after<S::kChunks>(b, chunk);
+                        const Fragments<S, 2, 2> kq(a_chunk, b_chunk), vo(a_chunk + S::kOwnTile, b_chunk + S::kStepTile);
+                        kq.multiply_low(s);
+                        vo.multiply_low(dp);
+                        kq.multiply_high(s);
+                        vo.multiply_high(dp);
+                    }
+                }
+                const u32 packed = packed_addresses.second();
+                PackedTile ds[2][2];
+                const bool masked = !range.unmasked.contain(row);
+                if (kGeneric) {
+                    Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
+                               distance);
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
+                } else {
+                    if (masked) {
+                        // Rare: everything is derived again, so that none of it takes a register in the loop.
+                        const int thread = remat_thread_index();
+                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeysBlock::number(p) * S::kRows + thread / 32 * 32);
+                    }
+
+                    exponentials(s, p.problem.scale_log2, kExponentShift);
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int n = 0; n < 2; n++) {
+                            store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
+#pragma unroll
+                            for (int v = 0; v < 8; v++) dp[m][n][v] *= s[m][n][v] * kExponentUnit;
+                            ds[m][n] = pack_tile(dp[m][n]);
+                        }
+                }
+                __syncwarp();
+
+                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
+                accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
+                __syncwarp();
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
+                __syncwarp();
+                accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
+                __syncthreads();  // dS is complete, and Q and dO are free
+
+                tiles.store(query_addresses.second());
+                Dq product;
+                if (kWithDq) product.multiply(dq_operands.first(), dq_operands.second());
+                const int next = range.next_step(p, row);
+                Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
+                if (kWithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
+                __syncthreads();  // the next tile is there, and dS is free
+            }
+        }
+
+        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        __syncthreads();
+        const int end_key = KeysBlock::number(p) * S::kRows,
+                  end_warp_key = remat_thread_index() / 32 * 32;  // derived again, as above
+        float dv_factor = 1.f / kProbabilityUnit;
+        if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
+        to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
+        to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
+        __syncthreads();
+        const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
+        shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key, end_sequence.stored_k(),
+                            p.problem.headdim);
+        shared_to_output<S>(p.dv, KeysBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key, end_sequence.stored_k(),
+                            p.problem.headdim_v);
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,5 @@
+#include "volta/decode/mla.cuh"
+
+using Family = volta::MlaMainloop<THREADS / 32>;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DecodeParams p) { decode::Block<Family>::run(p); }

@@ -1,0 +1,459 @@
+// A decode block over latents: keys whose first HEADDIM_V columns are the values too.
+//
+// A step is 16 tokens, which all warps share: each thread loads a part of the next step's while this one is computed, and lays it
+// down in shared memory when that is done, as fp16 whatever the cache has. So memory is never waited for by a warp that could
+// compute, and a latent is read from global memory once.
+//
+// Four warps share the columns, of keys and of the output; where there are more, others have other rows. For the scores the
+// quad-pairs (volta/mma.cuh) of a warp are two rows of tiles and two halves of its columns. What the halves and the warps found out
+// is added up: by an exchange between lanes, and by way of shared memory behind a barrier, where each thread has some scores of one
+// row. It does their softmax and lays down probabilities, and behind another barrier all warps multiply them with values, whose
+// columns quad-pairs share.
+#pragma once
+
+#include "decode/block.cuh"
+#include "decode/cache_registers.cuh"
+#include "volta/mma.cuh"
+
+namespace volta {
+
+template <int Warps>
+class MlaMainloop {
+    static constexpr int kTokens = 16;
+    static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
+    static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
+    static constexpr int kPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of rows: 16 in the scores, 8 in the output
+    static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
+    static_assert(Warps * 32 == THREADS && kPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
+    static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
+
+    // Operands of the scores: 16 columns each, the last one's behind the latent. As many operands of queries as registers have room
+    // for stay there, the others where their lane finds them again.
+    static constexpr int kOperands = kWarpColumns / 16 + 1;
+    static constexpr int kHeld = kPairs > 1 ? 2 : BLOCKS_PER_SM > 2 ? 5 : kOperands, kStored = kOperands - kHeld;
+    // Rows of the tile in shared memory: 16 bytes longer than columns, so that four tokens' operands of a quad-pair lie in other
+    // banks than those 64 bytes further, which the quad-pair beside it reads.
+    static constexpr int kPitch = 2 * HEADDIM + 16;
+    // Each token is loaded by as many threads, 16 bytes at a time, and what is behind the latent by all of them at once.
+    static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::Stored);
+    static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
+    static constexpr int kLastWords = kLastColumns * sizeof(decode::Stored) / 4;
+    static constexpr int kWords = 4 * kTileLoads + kLastWords;
+    // Where a step of all blocks is too few bytes for a slow memory, the step behind the next is on its way too. Not where
+    // converting leaves the loop's code no room for it in the instruction cache.
+    static constexpr bool kTouches = decode::kQuantized ? kPairs == 1 : Warps > kColumnWarps;
+    // Scores of a step that a thread has, and how many threads have the others of its row.
+    static constexpr int kOwn = BLOCK_ROWS * kTokens / THREADS, kMates = kTokens / kOwn;
+    static_assert(kOwn == 2 || kOwn == 4, "a thread's loads of scores");
+    struct alignas(4 * kOwn) Own {
+        float x[kOwn];
+    };
+    struct alignas(2 * kOwn) OwnPacked {
+        unsigned x[kOwn / 2];
+    };
+
+    struct Shared {
+        uint4 latents[kTokens * kPitch / sizeof(uint4)];
+        float scores[kColumnWarps][BLOCK_ROWS][kTokens];
+        unsigned short probabilities[BLOCK_ROWS][kTokens];
+        float factors[BLOCK_ROWS];
+        float scales[kTokens];  // of the tokens, where they have some
+        uint4 queries[kStored > 0 ? Warps * kStored * kPairs : 1][32];  // of each warp its own
+    };
+
+    using Output = Accumulator[kTiles][kLoads][2];
+
+    __device__ __forceinline__ static int own_thread() {
+        int thread = threadIdx.x;
+        stay(thread);
+        return thread;
+    }
+    // Where a lane is. Computed anew for each segment: what depends on it would take registers in all of the schedule.
+    struct Place : Lane {
+        int warp, first_row, column_warp;
+
+        __device__ __forceinline__ Place() : Lane(own_thread() & 31), warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)) {
+            first_row = warp / kColumnWarps * kWarpRows;
+            column_warp = warp % kColumnWarps;
+        }
+        // Of an operand of the scores the lane's first column: quad-pairs of the other half have those 32 further.
+        __device__ __forceinline__ int first_column() const { return kWarpColumns * column_warp + 32 * qm; }
+        __device__ __forceinline__ int rotary_column() const { return HEADDIM_V + 8 * column_warp + 32 * qm; }
+        // Its chunk of 64 columns of values.
+        __device__ __forceinline__ int value_chunk(int half) const { return 4 * qm + 2 * half + qn; }
+    };
+    __device__ __forceinline__ static constexpr int operand_column(int g) { return 64 * (g / 4) + 8 * (g % 4); }
+    __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
+
+    // What does not exist is zero.
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const Place& lane,
+                                                        Shared& shared, uint4 (&held)[kHeld][kPairs]) {
+        const int group = p.problem.nheads;
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+            const int row = lane.first_row + 16 * i + 8 * lane.qn + lane.t, packed = s.row + row;
+            const bool exists = row < s.rows;
+            const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
+                                         packed % group * p.q.head_stride;
+            uint4 x[kOperands];
+#pragma unroll
+            for (int g = 0; g < kOperands; g++) {
+                x[g] = make_uint4(0, 0, 0, 0);
+                if (exists)
+                    x[g] =
+                        load_global(from + (g == kOperands - 1 ? lane.rotary_column() : lane.first_column() + operand_column(g)));
+            }
+#pragma unroll
+            for (int g = 0; g < kOperands; g++) {
+                x[g] = flipped(x[g], p.problem.sign_flip);
+                if (g < kStored)
+                    shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane] = x[g];
+                else
+                    held[g - kStored][i] = x[g];
+            }
+        }
+    }
+
+    // The thread's part of a step, on its way.
+    class Tile {
+        decode::PageIterator pages_;
+        const decode::Stored* from_;  // of this thread
+        int stands_ = 1;  // 0: a table has named a page that there is not
+        unsigned words_[kWords] = {};
+        float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
+
+        __device__ __forceinline__ static int token() { return threadIdx.x / kTokenThreads; }
+        __device__ __forceinline__ static int chunk() { return threadIdx.x % kTokenThreads; }
+
+        __device__ __forceinline__ void enter_page(const DecodeParams& p) {
+            const int page = pages_.number();
+            stands_ &= has_page(p.cache, page);
+            from_ = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+                    token() * p.cache.k.row_stride + chunk() * kChunk;
+        }
+
+    public:
+        __device__ __forceinline__ Tile(const DecodeParams& p, const decode::WorkTile& s, int first) : pages_(p, s, first) {
+            enter_page(p);
+            from_ += pages_.row * p.cache.k.row_stride;
+        }
+        __device__ __forceinline__ bool page_valid() const { return stands_ != 0; }
+        // Of the step that begins at `first`: of tokens that do not exist zeros.
+        __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
+            int exists = stands_;
+            if (first + kTokens > end) {
+#pragma unroll
+                for (unsigned& x : words_) x = 0;
+                exists &= first + token() < end;
+            }
+            if (exists) {
+#pragma unroll
+                for (int i = 0; i < kTileLoads; i++)
+                    decode::load_columns<0, 4>(1, words_ + 4 * i, from_ + i * kTokenThreads * kChunk);
+                decode::load_columns<0, kLastWords>(1, words_ + 4 * kTileLoads,
+                                                    from_ + HEADDIM_V + chunk() * (kLastColumns - kChunk));
+            }
+            if constexpr (decode::kTokenScales) {
+                const bool has_scale = exists && chunk() == 0;
+                const float* scale = scale_of_page(p.scales.k, pages_.number(), pages_.row + token(), 0);
+                asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
+                             : "=&f"(token_scale_)
+                             : "l"(scale), "r"(static_cast<int>(has_scale)));
+            }
+        }
+        __device__ __forceinline__ static void prefetch(bool exists, const decode::Stored* sector) {
+            asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector),
+                         "r"(static_cast<int>(exists)));
+        }
+        // Has the step at `next`, behind the one that the walk stands at, brought to the second cache. (A load into no register
+        // would not do: ptxas leaves it out, volatile or not.) In a page what is no token may be touched.
+        __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
+            constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
+            const decode::Stored* from;
+            int exists;
+            if (pages_.row + kTokens < p.cache.rows) {
+                from = from_ + kTokens * p.cache.k.row_stride + chunk() * (kSector - kChunk);
+                exists = stands_ & (pages_.row + kTokens + token() < p.cache.rows);
+            } else {
+                const int page = pages_.next_number();
+                from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+                       token() * p.cache.k.row_stride + chunk() * kSector;
+                exists = has_page(p.cache, page) && next < end;
+            }
+#pragma unroll
+            for (int i = 0; i < kSectors; i += kTokenThreads) prefetch(exists && i + chunk() < kSectors, from + i * kSector);
+        }
+        __device__ __forceinline__ void advance(const DecodeParams& p, const decode::WorkTile& s) {
+            from_ += kTokens * p.cache.k.row_stride;
+            if (pages_.template advance<kTokens>(p, s)) enter_page(p);
+        }
+        __device__ __forceinline__ void stage(Shared& shared) const {
+            char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
+#pragma unroll
+            for (int i = 0; i < kTileLoads; i++) {
+                uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
+                at[0] = decode::CacheElement::eight(words_ + 4 * i);
+                if constexpr (decode::kQuantized) at[1] = decode::CacheElement::eight(words_ + 4 * i + 2);
+            }
+            const unsigned* last = words_ + 4 * kTileLoads;
+            void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
+            if constexpr (kLastColumns == 8) {
+                *static_cast<uint4*>(at) = decode::CacheElement::eight(last);
+            } else {
+                const unsigned eight[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
+                const uint4 x = decode::CacheElement::eight(eight);
+                *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
+            }
+            if (decode::kTokenScales && chunk() == 0) shared.scales[token()] = token_scale_;
+        }
+    };
+
+    // All rows' outputs times their factors.
+    __device__ __forceinline__ static void rescale(const Place& lane, const float* factors, Output& o) {
+        const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
+#pragma unroll
+        for (int mt = 0; mt < kTiles; mt++) {
+            const float factor[2] = {of[8 * mt], of[8 * mt + 2]};
+#pragma unroll
+            for (int j = 0; j < kLoads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) o[mt][j][i][e] *= factor[(e >> 1) & 1];
+        }
+    }
+
+public:
+    static constexpr int kParts = 1;
+    // Rows whose output finds room in shared memory at a time.
+    static constexpr int kRowsAtOnce = STEP;
+    static constexpr int kWorkBytes = sizeof(Shared) - (kStored > 0 ? 0 : sizeof(Shared::queries));
+
+    template <class Finish>
+    __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::WorkTile& s, const decode::RowInfo* row_info,
+                                                  const decode::SharedPartials<kParts, kRowsAtOnce>& parts, Finish finish) {
+        const Place lane;
+        Shared& shared = *reinterpret_cast<Shared*>(parts.output);
+        const float scale_log2 = p.problem.scale_log2;
+        const float key_scale = decode::kQuantized && !decode::kTokenScales
+                                    ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
+                                    : 1.f;
+
+        // The thread's scores: of one row, side by side. Of rows whose places in the tile differ by eight tokens are exchanged in
+        // fours, so that what a warp writes at once lies in different banks.
+        const int thread = own_thread();
+
+        const int own_row = thread / kMates, own_token = thread % kMates * kOwn ^ ((own_row >> 3 & 1) * 4);
+
+        Output o = {};
+        SoftmaxRow softmax;
+        decode::ProbabilityScale unit;
+        bool is_wrong = false;
+
+        const int begin = s.first, end = s.end;
+        if (begin < end) {
+            // of the tokens at own_token those that the row sees
+            const int position = row_info[own_row].position;
+            const int visible = max(position - p.problem.window_left, begin) - own_token;
+            const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
+            int token = begin / kTokens * kTokens;
+
+            Tile tile(p, s, token);
+            tile.load(p, token, end);
+            // behind the tile, whose tokens' pages had to be waited for
+            uint4 q[kHeld][kPairs];
+            load_queries(p, s, lane, shared, q);
+            // the lane's places
+            const int key_at = lane.t * kPitch + 2 * lane.first_column();
+            int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
+            const int to_rotary = 2 * (lane.rotary_column() - lane.first_column());
+            int values = lane.quad * kPitch + 2 * (kWarpColumns * lane.column_warp + 8 * lane.value_chunk(lane.half));
+            const int score_row = lane.first_row + 8 * lane.qn + (lane.t & 1) + 4 * lane.half;
+            int score_at = (lane.column_warp * BLOCK_ROWS + score_row) * kTokens + ((8 * lane.qm + (lane.t & 2)) ^ (4 * lane.qn));
+            stay(keys[0]), stay(keys[1]), stay(values);
+            const auto latents = [&](int at) {
+                return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + at);
+            };
+
+#pragma unroll 1
+            for (; token < end; token += kTokens) {
+                tile.stage(shared);
+                if (token + kTokens < end) {
+                    tile.advance(p, s);
+                    if (kTouches) tile.touch(p, token + 2 * kTokens, end);
+                    tile.load(p, token + kTokens, end);
+                }
+                __syncthreads();
+                {
+                    Accumulator c[kPairs][2];
+#pragma unroll
+                    for (auto& x : c) clear(x[0]), clear(x[1]);
+#pragma unroll
+                    for (int g = 0; g < kOperands; g++) {
+                        const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
+                        const uint4 b[2] = {latents(keys[0] + offset), latents(keys[1] + offset)};
+#pragma unroll
+                        for (int i = 0; i < kPairs; i++) {
+                            const uint4 a = g < kStored ? shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane]
+                                                        : q[g < kStored ? 0 : g - kStored][i];
+#pragma unroll
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.x, a.y, b[n].x, b[n].y);
+#pragma unroll
+                            for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.z, a.w, b[n].z, b[n].w);
+                        }
+                    }
+                    float* to = shared.scores[0][0];
+#pragma unroll
+                    for (int i = 0; i < kPairs; i++) {
+                        float sum[8];
+#pragma unroll
+                        for (int e = 0; e < 8; e++) sum[e] = c[i][0][e] + __shfl_xor_sync(~0u, c[i][1][e], 4);
+#pragma unroll
+                        for (int e = 0; e < 8; e += 2)
+                            *reinterpret_cast<float2*>(to + (score_at ^ (e & 4)) + (16 * i + (e & 2)) * kTokens) =
+                                make_float2(sum[e], sum[e + 1]);
+                    }
+                }
+                __syncthreads();
+
+                float x[kOwn] = {}, scale[kOwn];
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
+#pragma unroll
+                for (int w = 0; w < kColumnWarps; w++) {
+                    const Own y = reinterpret_cast<const Own*>(shared.scores[w])[thread];
+#pragma unroll
+                    for (int i = 0; i < kOwn; i++) x[i] += y.x[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    // e4m3's NaN came as an infinity
+                    if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
+                    if constexpr (decode::kQuantized) x[i] *= scale[i];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++)
+                    if (static_cast<unsigned>(token + i - visible) >= static_cast<unsigned>(count)) x[i] = negative_infinity();
+                float largest = x[0];
+#pragma unroll
+                for (int i = 1; i < kOwn; i++) largest = fmaxf(largest, x[i]);
+                bool moves = __any_sync(~0u, largest > softmax.limit);
+                float factor = 1.f;
+                if (moves) {
+#pragma unroll
+                    for (int n = 1; n < kMates; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
+                    factor = softmax.template update_row_max<RescaledRows::kAll>(largest, scale_log2, 1.f / scale_log2);
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) x[i] = softmax.probability(x[i], scale_log2);
+                if constexpr (decode::kTokenScales) {
+                    float2 product[kOwn / 2];
+                    bool exceeds = moves;
+#pragma unroll
+                    for (int i = 0; i < kOwn; i += 2) {
+                        product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                        exceeds |= decode::ProbabilityScale::exceeds(product[i / 2]);
+                    }
+                    moves = __any_sync(~0u, exceeds);
+                    if (moves) {
+                        float m = 0.f;
+#pragma unroll
+                        for (int i = 0; i < kOwn; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
+#pragma unroll
+                        for (int n = 1; n < kMates; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
+                        factor *= unit.move(m);
+#pragma unroll
+                        for (int i = 0; i < kOwn; i += 2) {
+                            product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                            if (decode::ProbabilityScale::exceeds(product[i / 2])) softmax.sum = __int_as_float(0x7fffffff);
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < kOwn; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
+                }
+                OwnPacked packed;
+#pragma unroll
+                for (int i = 0; i < kOwn; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
+                *reinterpret_cast<OwnPacked*>(&shared.probabilities[own_row][own_token]) = packed;
+                shared.factors[own_row] = factor;  // of rows of other warps too where some move
+                if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
+
+#pragma unroll 1
+                for (int k = 0; k < kTokens; k += 4) {
+                    uint2 a[kTiles];
+#pragma unroll
+                    for (int mt = 0; mt < kTiles; mt++)
+                        a[mt] = *reinterpret_cast<const uint2*>(&shared.probabilities[lane.first_row + 8 * mt + lane.t][k]);
+#pragma unroll
+                    for (int j = 0; j < kLoads; j++) {
+                        const uint4 v = latents(values + k * kPitch + 128 * j);
+#pragma unroll
+                        for (int mt = 0; mt < kTiles; mt++) {
+                            mma_row_row(o[mt][j][0], a[mt].x, a[mt].y, v.x, v.y);
+                            mma_row_row(o[mt][j][1], a[mt].x, a[mt].y, v.z, v.w);
+                        }
+                    }
+                }
+                __syncthreads();
+            }
+            is_wrong = !tile.page_valid();
+        }
+
+        float sum = softmax.sum;
+#pragma unroll
+        for (int n = 1; n < kMates; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
+        if (is_wrong) sum = __int_as_float(0x7fffffff);
+        const Place last;  // computed again, so that the loop has the registers
+        const int last_thread = own_thread(), last_row = last_thread / kMates;
+        if (last_thread % kMates == 0) {
+            parts.state[last_row] = {softmax.reference, sum};
+            if constexpr (decode::kQuantized) shared.factors[last_row] = decode::kTokenScales ? 1.f / unit.inverse : key_scale;
+        }
+        if constexpr (decode::kQuantized) {
+            __syncthreads();
+            finish_values(last, shared.factors, o);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
+            write_output(last, o, first, parts.output);
+            finish(first);
+        }
+    }
+
+private:
+    __device__ __forceinline__ static void finish_values(const Place& lane, const float* factors, Output& o) {
+        // e4m3's NaN came as an infinity
+        if constexpr (decode::kFormat == CacheFormat::E4m3) {
+#pragma unroll
+            for (auto& x : o)
+#pragma unroll
+                for (auto& y : x)
+#pragma unroll
+                    for (auto& z : y)
+#pragma unroll
+                        for (float& w : z) w = fmaf(w, 0.f, w);
+        }
+        rescale(lane, factors, o);
+    }
+    // The output of rows `first` to first + kRowsAtOnce.
+    __device__ __forceinline__ static void write_output(const Place& lane, const Output& o, int first, float* to) {
+#pragma unroll
+        for (int mt = 0; mt < kTiles; mt++) {
+            const int row = lane.first_row + 8 * mt - first;
+            if (static_cast<unsigned>(row) >= kRowsAtOnce) continue;
+            float* own =
+                to + (row + (lane.t & 1) + 4 * lane.half) * decode::kPartStride + kWarpColumns * lane.column_warp + (lane.t & 2);
+#pragma unroll
+            for (int j = 0; j < kLoads; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int e = 0; e < 8; e += 2)
+                        *reinterpret_cast<float2*>(own + (e & 2) * decode::kPartStride + 64 * j + 8 * lane.value_chunk(e >> 2) +
+                                                   4 * i) = make_float2(o[mt][j][i][e], o[mt][j][i][e + 1]);
+        }
+    }
+};
+
+}  // namespace volta

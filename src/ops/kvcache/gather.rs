@@ -1,0 +1,417 @@
+//! The whole op by ATen operations and `volta_fa::fwd`: k and v are written, the keys and values of each sequence copied from the
+//! cache to where `fwd` reads them.
+//!
+//! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
+//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantized cache (which a
+//! kernel copies: `converted`). That takes memory for batch times the longest sequence that there can be.
+//!
+//! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
+//! nothing outside the tensors is touched.
+
+use super::quantized::Quantized;
+use super::{dequantize, parameters, Call};
+use crate::error::Result;
+use crate::launch::Launcher;
+use crate::ops::Inputs;
+use crate::options::{scale_of_latents, Options};
+use crate::params::CacheFormat;
+use crate::problem::{Attention, CachedAttention, CachedSequence};
+use tch::{Device, Kind, Tensor};
+
+/// A number for each sequence, (batch) int64: read from memory, or the same for all.
+struct Numbers {
+    batch: i64,
+    device: Device,
+}
+
+impl Numbers {
+    fn of(&self, t: &Option<Tensor>, or: i64) -> Result<Tensor> {
+        Ok(match t {
+            Some(t) => t.f_to_kind(Kind::Int64)?,
+            None => Tensor::f_full([self.batch], or, (Kind::Int64, self.device))?,
+        })
+    }
+
+    /// Where the rows of each begin, how many there are, and whether that can be: by cu_seqlens of `total` rows; else `dense` each.
+    fn ranges(&self, cu_seqlens: Option<&Tensor>, total: i64, dense: i64) -> Result<(Tensor, Tensor, Tensor)> {
+        Ok(match cu_seqlens {
+            Some(cu) => {
+                let cu = cu.f_to_kind(Kind::Int64)?;
+                let (begin, end) = (cu.f_narrow(0, 0, self.batch)?, cu.f_narrow(0, 1, self.batch)?);
+                let possible = all([begin.f_ge(0)?, begin.f_le_tensor(&end)?, end.f_le(total)?])?;
+                (begin.shallow_clone(), end.f_sub(&begin)?, possible)
+            }
+            None => {
+                let count = self.of(&None, dense)?;
+                (count.f_mul(&Tensor::f_arange(self.batch, (Kind::Int64, self.device))?)?, count, self.of(&None, 1)?.f_ge(1)?)
+            }
+        })
+    }
+}
+
+fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
+    let mut conditions = conditions.into_iter();
+    let first = conditions.next().expect("there is a condition");
+    conditions.try_fold(first, |a, b| Ok(a.f_logical_and(&b)?))
+}
+
+/// The sequences of a call: their lengths before and after appending, and which of them are possible. All (batch).
+struct Sequences {
+    cached: Tensor,
+    leftpad: Tensor,
+    /// with what is appended
+    end: Tensor,
+    seqlen_q: Tensor,
+    /// where a sequence's rows of q and of k and v to append begin, where these are packed
+    q_start: Tensor,
+    new_start: Tensor,
+    possible: Tensor,
+}
+
+impl Sequences {
+    fn of(call: &Call, a: &CachedAttention) -> Result<Sequences> {
+        let o = &call.options;
+        let numbers = Numbers { batch: a.batch, device: call.q.device() };
+        let (q_start, seqlen_q, q_possible) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q.unwrap_or(0), a.seqlen_q)?;
+        let cu_new = a.total_new.and(o.cu_seqlens_k_new.as_ref().or(o.cu_seqlens_q.as_ref()));
+        let (new_start, seqlen_new, new_possible) = numbers.ranges(cu_new, a.total_new.unwrap_or(0), a.seqlen_new)?;
+        let (cached, leftpad) = (numbers.of(&o.cache_seqlens, a.seqlen_k)?, numbers.of(&o.leftpad_k, 0)?);
+        let end = cached.f_add(&seqlen_new)?;
+        let possible = all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_possible, new_possible])?;
+        Ok(Sequences { cached, leftpad, end, seqlen_q, q_start, new_start, possible })
+    }
+}
+
+/// Where tokens lie in the cache, and whether there is such a place; else that of the first token.
+struct Places {
+    entry: Tensor,
+    row: Tensor,
+    exist: Tensor,
+}
+
+impl Places {
+    /// Of the positions (int64) of sequences with these numbers, of the same shape.
+    fn of(call: &Call, a: &CachedAttention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
+        let inside = all([position.f_ge(0)?, position.f_lt(a.seqlen_k)?])?;
+        let position = position.f_masked_fill(&inside.f_logical_not()?, 0)?;
+        let (entry, row) = match &call.options.block_table {
+            Some(table) => {
+                let page = position.f_floor_divide_scalar(a.rows)?;
+                (table.f_index(&[Some(sequence), Some(&page)])?.f_to_kind(Kind::Int64)?, position.f_remainder(a.rows)?)
+            }
+            None => match &call.options.cache_batch_idx {
+                Some(entries) => (entries.f_index(&[Some(sequence)])?.f_to_kind(Kind::Int64)?, position),
+                None => (sequence.shallow_clone(), position),
+            },
+        };
+        let exist = all([inside, entry.f_ge(0)?, entry.f_lt(a.entries)?])?;
+        let missing = exist.f_logical_not()?;
+        Ok(Places { entry: entry.f_masked_fill(&missing, 0)?, row: row.f_masked_fill(&missing, 0)?, exist })
+    }
+
+    fn read(&self, cache: &Tensor) -> Result<Tensor> {
+        Ok(cache.f_index(&[Some(&self.entry), Some(&self.row)])?)
+    }
+
+    fn write(&self, cache: &Tensor, values: &Tensor) -> Result<()> {
+        let _ = cache.shallow_clone().f_index_put_(&[Some(&self.entry), Some(&self.row)], values, false)?;
+        Ok(())
+    }
+}
+
+/// The tokens of a tensor, (tokens, heads, headdim).
+fn tokens(t: &Tensor) -> Result<Tensor> {
+    let sizes = t.size();
+    Ok(t.f_reshape([-1, sizes[sizes.len() - 2], sizes[sizes.len() - 1]].as_slice())?)
+}
+
+/// The sequence that each of `count` tokens belongs to, and which of its tokens it is. Of one that belongs to none some sequence, and a
+/// number outside of it.
+fn owners(a: &CachedAttention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
+    let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
+    let sequence = match packed {
+        true => token.f_bucketize(starts, false, true)?.f_add_scalar(-1)?.f_clamp(0, (a.batch - 1).max(0))?,
+        false => token.f_floor_divide_scalar(count / a.batch)?,
+    };
+    let number = token.f_sub(&starts.f_index_select(0, &sequence)?)?;
+    Ok((sequence, number))
+}
+
+/// `x` (tokens, heads, headdim), rotated by these positions (tokens); NaN where the tables do not have one.
+fn rotate(x: &Tensor, position: &Tensor, call: &Call, a: &CachedAttention) -> Result<Tensor> {
+    let (Some(cos), Some(sin)) = (&call.options.rotary_cos, &call.options.rotary_sin) else { return Ok(x.shallow_clone()) };
+    let rotated = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
+    rotated.shallow_clone().f_copy_(x)?;
+    let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    if a.rotary_rows == 0 {
+        let _ = rotated.f_narrow(-1, 0, a.rotary_dim)?.f_fill_(f64::NAN)?;
+        return Ok(rotated);
+    }
+    let missing = all([position.f_ge(0)?, position.f_lt(a.rotary_rows)?])?.f_logical_not()?;
+    let row = position.f_masked_fill(&missing, 0)?;
+    // (tokens, 1, rotary_dim / 2): broadcast over heads
+    let table = |t: &Tensor| -> Result<Tensor> {
+        Ok(t.f_index_select(0, &row)?.f_to_kind(kind)?.f_masked_fill(&missing.f_unsqueeze(-1)?, f64::NAN)?.f_unsqueeze(1)?)
+    };
+    let (cos, sin) = (table(cos)?, table(sin)?);
+    let half = a.rotary_dim / 2;
+    let pairs = |t: &Tensor| -> Result<[Tensor; 2]> {
+        let t = t.f_narrow(-1, 0, a.rotary_dim)?;
+        let (t, of_pair) = match call.options.rotary_interleaved {
+            true => (t.f_unflatten(-1, [half, 2].as_slice())?, -1),
+            false => (t.f_unflatten(-1, [2, half].as_slice())?, -2),
+        };
+        Ok([t.f_select(of_pair, 0)?, t.f_select(of_pair, 1)?])
+    };
+    let [x0, x1] = pairs(x)?.map(|t| t.f_to_kind(kind));
+    let (x0, x1) = (x0?, x1?);
+    let [mut to0, mut to1] = pairs(&rotated)?;
+    to0.f_copy_(&x0.f_mul(&cos)?.f_sub(&x1.f_mul(&sin)?)?)?;
+    to1.f_copy_(&x0.f_mul(&sin)?.f_add(&x1.f_mul(&cos)?)?)?;
+    Ok(rotated)
+}
+
+/// Writes k and v behind what is cached, those of sequences where that is possible.
+fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
+    let Some([k, v]) = &call.appended else { return Ok(()) };
+    let (k, v) = (tokens(k)?, tokens(v)?);
+    let count = k.size()[0];
+    if [count, a.entries, a.rows, a.nheads_k, a.seqlen_k].contains(&0) {
+        return Ok(());
+    }
+    let (sequence, number) = owners(a, &s.new_start, a.total_new.is_some(), count)?;
+    let of = |t: &Tensor| t.f_index_select(0, &sequence);
+    let position = of(&s.cached)?.f_add(&number)?;
+    let mut places = Places::of(call, a, &sequence, &position)?;
+    let written = all([places.exist.shallow_clone(), of(&s.possible)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
+    let k = rotate(&k, &position, call, a)?;
+    // What has no place repeats the last token that has one: the same value twice, in whatever order. Where none has, what is there
+    // is written again.
+    let last = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_masked_fill(&written.f_logical_not()?, -1)?;
+    let last = last.f_amax([0_i64].as_slice(), true)?.f_clamp_min(0)?;
+    let source = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_where_self(&written, &last)?;
+    let any = written.f_index_select(0, &last)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
+    places.entry = places.entry.f_index_select(0, &source)?;
+    places.row = places.row.f_index_select(0, &source)?;
+    let write = |cache: &Tensor, values: &Tensor, any: &Tensor| {
+        let values = values.f_index_select(0, &source)?.f_where_self(any, &places.read(cache)?)?;
+        places.write(cache, &values)
+    };
+    if a.format == CacheFormat::Unquantized {
+        write(&call.k_cache, &k, &any)?;
+        return write(&call.v_cache, &v, &any);
+    }
+    let any_head = any.f_squeeze_dim(-1)?;
+    for (cache, new) in Quantized::caches(call, a.format)?.into_iter().zip([&k, &v]) {
+        // fp8's scale is the sequence's, where it is not that of all; others' are what is written
+        let scale = match &cache.scale {
+            Some(scale) if !a.format.has_scales() && scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
+            other => other.as_ref().map(Tensor::shallow_clone),
+        };
+        let values = Quantized::of(new, a.format, scale.as_ref())?;
+        write(&cache.data, &values.data, &any)?;
+        for (to, from) in [(&cache.scale, &values.scale), (&cache.zero_point, &values.zero_point)] {
+            if let (Some(to), Some(from)) = (to, from) {
+                write(to, from, &any_head)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// q, rotated where it is.
+fn queries(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<Tensor> {
+    let q = &call.q;
+    if a.rotary_dim == 0 || a.is_empty() {
+        return Ok(q.shallow_clone());
+    }
+    let rows = tokens(q)?;
+    let (sequence, number) = owners(a, &s.q_start, a.total_q.is_some(), rows.size()[0])?;
+    let first = s.cached.f_index_select(0, &sequence)?;
+    let position = if a.queries_have_positions() { first.f_add(&number)? } else { first };
+    Ok(rotate(&rows, &position, call, a)?.f_view(q.size().as_slice())?)
+}
+
+/// Which tokens of each sequence, (batch, seqlen_k) from the first that exists on and before `end`, some query sees, and where they are.
+fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
+    let device = call.q.device();
+    let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
+    let mut wanted = all([position.f_lt_tensor(&end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
+    if let Some(left) = a.window.left {
+        let first = s.end.f_sub(&s.seqlen_q)?.f_add_scalar(-left.min(a.seqlen_k))?;
+        wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
+    }
+    let sequence = Tensor::f_arange(a.batch, (Kind::Int64, device))?.f_unsqueeze(1)?.f_expand([a.batch, seqlen_k], false)?;
+    let places = Places::of(call, a, &sequence, &position.f_masked_fill(&wanted.f_logical_not()?, 0)?)?;
+    Ok((wanted, places))
+}
+
+/// Refuses scales and zero points of tokens that a query sees, and fp8's scales, that cannot be. This waits for the device.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
+    let o = &call.options;
+    let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
+    let named = |name| if a.has_latents() { scale_of_latents(name).unwrap_or(name) } else { name };
+    let refuse = |name: &str, values: &Tensor| -> Result<()> {
+        let may_be_negative = name.ends_with("zero_point");
+        let finite = values.f_abs()?.f_le(f64::from(f32::MAX))?;
+        let right = if may_be_negative { finite } else { all([finite, values.f_ge(0)?])? };
+        if !bool::try_from(right.f_logical_not()?.f_any()?)? {
+            return Ok(());
+        }
+        // the first of them, in the order of memory
+        let at = right.f_reshape([-1_i64].as_slice())?.f_to_kind(Kind::Int)?.f_argmin(None, false)?;
+        let found = f64::try_from(values.f_reshape([-1_i64].as_slice())?.f_index_select(0, &at.f_reshape([1_i64].as_slice())?)?)?;
+        let allowed = if may_be_negative { "finite numbers" } else { "finite numbers from 0 on" };
+        Err(crate::error::Error::value(name, found.to_string().to_lowercase(), allowed))
+    };
+    for (name, t) in of_heads {
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), t))?;
+    }
+    if !a.format.has_scales() || [a.batch, a.entries, a.rows, a.nheads_k, seqlen_k].contains(&0) {
+        return Ok(());
+    }
+    let s = Sequences::of(call, a)?;
+    let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
+    let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
+    for (name, t) in o.token_scales() {
+        t.as_ref().map_or(Ok(()), |t| refuse(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
+    }
+    Ok(())
+}
+
+/// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
+/// looked at, (batch): whether the cache has all that a query sees.
+fn keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    let o = &call.options;
+    let quantized = match a.format {
+        CacheFormat::Unquantized => None,
+        format => Some(Quantized::caches(call, format)?),
+    };
+    // what a quantized cache stands for, of what `part` takes of each of its tensors
+    let numbers = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
+        let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
+        let scale = if a.format.has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
+        let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
+        taken.numbers(a.format, kind)
+    };
+    if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
+        let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
+        return Ok(match &quantized {
+            None => (first(&call.k_cache)?, first(&call.v_cache)?, None),
+            Some([k, v]) => (numbers(k, &first)?, numbers(v, &first)?, None),
+        });
+    }
+    let device = call.q.device();
+    if [a.entries, a.rows, seqlen_k, a.batch].contains(&0) {
+        let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (kind, device));
+        let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
+        return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
+    }
+    let (wanted, places) = seen(call, a, s, &s.end, seqlen_k)?;
+    let unwanted = wanted.f_logical_not()?;
+    let hidden = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
+    // zeros where there is nothing: what the cache holds behind a sequence may be NaN
+    let (k, v) = match &quantized {
+        None => (places.read(&call.k_cache)?, places.read(&call.v_cache)?),
+        Some([k, v]) => (numbers(k, &|t| places.read(t))?, numbers(v, &|t| places.read(t))?),
+    };
+    let gathered = |mut tokens: Tensor| -> Result<Tensor> { Ok(tokens.f_masked_fill_(&hidden, 0.0)?) };
+    let complete = places.exist.f_logical_or(&unwanted)?.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?;
+    Ok((gathered(k)?, gathered(v)?, Some(complete)))
+}
+
+/// [`keys`], and (batch), int32: how many of them each sequence has; -1 where it cannot be.
+fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
+    let (k, v, complete) = keys(call, a, s, kind, seqlen_k)?;
+    let possible = match complete {
+        Some(complete) => all([s.possible.shallow_clone(), complete])?,
+        None => s.possible.shallow_clone(),
+    };
+    let used = s.end.f_sub(&s.leftpad)?.f_masked_fill(&possible.f_logical_not()?, -1)?.f_to_kind(Kind::Int)?;
+    Ok((k, v, used))
+}
+
+/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim), those of a quantized one in fp32, and
+/// lengths as [`used_keys`] has them.
+pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let kind = if a.format == CacheFormat::Unquantized { call.q.kind() } else { Kind::Float };
+    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, kind, seqlen_k)?;
+    Ok((k, used))
+}
+
+/// (out, softmax_lse). `seqlen_k`: the most keys that a sequence has, as far as anybody knows.
+///
+/// # Errors
+/// Where ATen fails, or `fwd`.
+pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let s = Sequences::of(call, a)?;
+    append(call, a, &s)?;
+    let q = queries(call, a, &s)?;
+    let kind = q.kind();
+    // what a quantized cache stands for is rounded to no 16-bit type where nobody needs it
+    if a.format != CacheFormat::Unquantized && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
+        let q = q.f_to_kind(Kind::Float)?;
+        let (out, softmax_lse) = attend_to(&q, call, a, used_keys(call, a, &s, q.kind(), seqlen_k)?, seqlen_k)?;
+        return Ok((out.f_to_kind(kind)?, softmax_lse));
+    }
+    attend_to(&q, call, a, used_keys(call, a, &s, kind, seqlen_k)?, seqlen_k)
+}
+
+/// The same where k and v have been written; `q` is the call's, rotated if asked. `known`: the sequences, where somebody has looked.
+///
+/// # Errors
+/// As [`forward`]; a kernel that cannot be launched.
+pub fn attend(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    seqlen_k: i64,
+    known: Option<&[CachedSequence]>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
+    let keys = match a.format != CacheFormat::Unquantized && seqlen_k > 0 {
+        true => dequantize::run(call, a, seqlen_k, known, launcher)?,
+        false => used_keys(call, a, &Sequences::of(call, a)?, q.kind(), seqlen_k)?,
+    };
+    attend_to(q, call, a, keys, seqlen_k)
+}
+
+/// The keys and values, and how many of them each sequence has: [`used_keys`]. fwd makes NaN of a length that cannot be.
+fn attend_to(
+    q: &Tensor,
+    call: &Call,
+    a: &CachedAttention,
+    (mut k, mut v, used): (Tensor, Tensor, Tensor),
+    seqlen_k: i64,
+) -> Result<(Tensor, Tensor)> {
+    let device = q.device();
+    let o = &call.options;
+    let mut options = Options::<Tensor> {
+        seqused_k: Some(used),
+        alibi_slopes: o.alibi_slopes.as_ref().map(Tensor::shallow_clone),
+        // of q's type, which is not always the call's, or fp32
+        sinks: o.sinks.as_ref().map(|t| if t.kind() == q.kind() { Ok(t.shallow_clone()) } else { t.f_to_kind(Kind::Float) }).transpose()?,
+        softmax_scale: o.softmax_scale,
+        is_causal: o.is_causal,
+        window_left: o.window_left,
+        window_right: o.window_right,
+        softcap: o.softcap,
+        ..Options::default()
+    };
+    if let Some(cu) = &o.cu_seqlens_q {
+        options.cu_seqlens_q = Some(cu.shallow_clone());
+        options.max_seqlen_q = o.max_seqlen_q;
+        options.cu_seqlens_k = Some(Tensor::f_arange(a.batch + 1, (Kind::Int, device))?.f_mul_scalar(seqlen_k)?);
+        options.max_seqlen_k = Some(seqlen_k.max(1));
+        (k, v) = (tokens(&k)?, tokens(&v)?);
+    }
+    let inputs = Inputs { q: q.shallow_clone(), k, v, rng_state: None, options };
+    if a.has_latents() {
+        // a headdim that fwd has no kernels for; its CPU backend takes any
+        return super::super::forward_on_cpu(&inputs, &Attention { seqlen_k, ..parameters::attention(a) });
+    }
+    super::super::forward(&super::super::Call { inputs, stream: call.stream })
+}

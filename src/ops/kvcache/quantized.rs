@@ -1,0 +1,129 @@
+//! Quantized caches by ATen operations: python/volta_fa/kv_formats.py defines what this computes, to the bit.
+
+use super::Call;
+use crate::error::Result;
+use crate::params::CacheFormat;
+use tch::{Kind, Scalar, Tensor};
+
+/// Keys or values of a cache, or of some of its tokens: (..., nheads_k, elements of a head).
+pub struct Quantized {
+    /// bytes, whatever the format
+    pub data: Tensor,
+    /// int8, int4: (..., nheads_k). fp8: what broadcasts to that
+    pub scale: Option<Tensor>,
+    /// int4: (..., nheads_k)
+    pub zero_point: Option<Tensor>,
+}
+
+/// The largest number that a code stands for before it is scaled; int4: the last code.
+fn largest(format: CacheFormat) -> f64 {
+    match format {
+        CacheFormat::Int8 => 127.0,
+        CacheFormat::Int4 => 15.0,
+        CacheFormat::E5m2 => 57344.0,
+        CacheFormat::E4m3 => 448.0,
+        CacheFormat::Unquantized | CacheFormat::Bf16 => unreachable!("its elements are numbers"),
+    }
+}
+
+/// The type that ATen knows the elements by.
+fn element(format: CacheFormat) -> Kind {
+    match format {
+        CacheFormat::Int8 => Kind::Int8,
+        CacheFormat::Int4 | CacheFormat::Unquantized | CacheFormat::Bf16 => Kind::Uint8,
+        CacheFormat::E5m2 => Kind::Float8e5m2,
+        CacheFormat::E4m3 => Kind::Float8e4m3fn,
+    }
+}
+
+/// The bytes of a cache: a view by which ATen indexes formats that it has few operations for.
+pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
+    Ok(match format {
+        CacheFormat::Unquantized => cache.shallow_clone(),
+        _ => cache.f_view_dtype(Kind::Uint8)?,
+    })
+}
+
+impl Quantized {
+    /// The caches of a call, k and v, where they are quantized.
+    pub fn caches(call: &Call, format: CacheFormat) -> Result<[Quantized; 2]> {
+        let o = &call.options;
+        let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+        let fp8 = |t: &Option<Tensor>| -> Result<Option<Tensor>> {
+            let Some(t) = t else { return Ok(None) };
+            // (batch, nheads_k): a token between the two
+            Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
+        };
+        let one = |cache: &Tensor, scale: &Option<Tensor>, zero_point: &Option<Tensor>, descale: &Option<Tensor>| -> Result<Quantized> {
+            let scale = if format.has_scales() { own(scale) } else { fp8(descale)? };
+            Ok(Quantized { data: bytes(cache, format)?, scale, zero_point: own(zero_point) })
+        };
+        Ok([one(&call.k_cache, &o.k_scale, &o.k_zero_point, &o.k_descale)?, one(&call.v_cache, &o.v_scale, &o.v_zero_point, &o.v_descale)?])
+    }
+
+    /// The numbers, in fp32 (fp64 where that is asked for) and rounded to `kind`.
+    pub fn numbers(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
+        let exact = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let factor = |t: &Tensor| -> Result<Tensor> { Ok(t.f_to_kind(exact)?.f_unsqueeze(-1)?) };
+        let mut x = match format {
+            CacheFormat::Int4 => {
+                let codes = self.data.f_to_kind(Kind::Int)?;
+                let halves = [codes.f_remainder(16)?, codes.f_floor_divide_scalar(16)?];
+                let mut sizes = self.data.size();
+                *sizes.last_mut().expect("a cache has dimensions") *= 2;
+                Tensor::f_stack(&halves, -1)?.f_reshape(sizes.as_slice())?.f_to_kind(exact)?
+            }
+            _ => self.data.f_view_dtype(element(format))?.f_to_kind(Kind::Float)?.f_to_kind(exact)?,
+        };
+        if let Some(zero_point) = &self.zero_point {
+            x = x.f_sub(&factor(zero_point)?)?;
+        }
+        if let Some(scale) = &self.scale {
+            x = x.f_mul(&factor(scale)?)?;
+        }
+        Ok(x.f_to_kind(kind)?)
+    }
+
+    /// Numbers (..., nheads_k, headdim) in a format; `scale` is fp8's.
+    pub fn of(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
+        let x = x.f_to_kind(Kind::Float)?;
+        let largest = largest(format);
+        if !format.has_scales() {
+            let scaled = match scale {
+                Some(scale) => x.f_div(&scale.f_unsqueeze(-1)?)?,
+                None => x,
+            };
+            let data = scaled.f_clamp(-largest, largest)?.f_to_kind(element(format))?.f_view_dtype(Kind::Uint8)?;
+            return Ok(Quantized { data, scale: None, zero_point: None });
+        }
+        let (low, high) = (x.f_amin([-1_i64].as_slice(), false)?, x.f_amax([-1_i64].as_slice(), false)?);
+        let finite = |t: &Tensor| -> Result<Tensor> { Ok(t.f_abs()?.f_le(f64::from(f32::MAX))?) };
+        let wrong = finite(&low)?.f_logical_and(&finite(&high)?)?.f_logical_not()?;
+        let divided = |t: Tensor| -> Result<Tensor> { Ok(t.f_div(&Tensor::f_full_like(&t, Scalar::float(largest))?)?) };
+        let is_int4 = format == CacheFormat::Int4;
+        let (scale, zero_point) = if is_int4 {
+            let spread = divided(high.f_sub(&low)?)?;
+            // where all are equal, their magnitude
+            let scale = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
+            let zero = low.f_neg()?.f_div(&scale)?.f_masked_fill(&scale.f_eq(0.0)?, 0.0)?;
+            (scale, Some(zero))
+        } else {
+            (divided(low.f_neg()?.f_maximum(&high)?)?, None)
+        };
+        let offset = if is_int4 { x.f_sub(&low.f_unsqueeze(-1)?)? } else { x };
+        let mut codes = offset.f_div(&scale.f_unsqueeze(-1)?)?.f_round()?.f_nan_to_num_(0.0, Some(0.0), Some(0.0))?;
+        codes = codes.f_clamp(if is_int4 { 0.0 } else { -largest }, largest)?.f_masked_fill(&wrong.f_unsqueeze(-1)?, 0.0)?;
+        let data = match is_int4 {
+            false => codes.f_to_kind(Kind::Int8)?.f_view_dtype(Kind::Uint8)?,
+            true => {
+                let mut pairs = codes.size();
+                *pairs.last_mut().expect("it has dimensions") /= 2;
+                pairs.push(2);
+                let pairs = codes.f_reshape(pairs.as_slice())?;
+                pairs.f_select(-1, 0)?.f_add(&pairs.f_select(-1, 1)?.f_mul_scalar(16.0)?)?.f_to_kind(Kind::Uint8)?
+            }
+        };
+        let known = |t: Tensor| -> Result<Tensor> { Ok(t.f_masked_fill(&wrong, f64::NAN)?) };
+        Ok(Quantized { data, scale: Some(known(scale)?), zero_point: zero_point.map(known).transpose()? })
+    }
+}

@@ -1,0 +1,587 @@
+"""Quantized KV caches: the formats, attention over them, appending to them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import reference
+import volta_fa
+from cached import WRITTEN, Cached, has_scales
+from conftest import INFO, assert_same_bits, on, on_cases, within
+from test_kvcache_append import launched
+from test_variants import GPUS
+from volta_fa.kv_formats import KV_DTYPES
+
+fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
+
+
+# ---- the formats -----------------------------------------------------------------------------------------------------
+
+
+def test_every_code():
+    """What each byte means, written out."""
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1)
+    one = torch.ones(256, 1)
+    found = volta_fa.dequantize_kv(codes.view(torch.int8), "int8", one * 0.5)
+    assert found.flatten().tolist() == [(n - 256 if n > 127 else n) / 2 for n in range(256)]
+    found = volta_fa.dequantize_kv(codes, "int4", one * 2, one * 1.5)
+    assert found[:, 0].tolist() == [[2 * (n % 16 - 1.5), 2 * (n // 16 - 1.5)] for n in range(256)]
+    for kv_dtype, dtype, mantissa, bias in (("fp8_e5m2", torch.float8_e5m2, 2, 15), ("fp8_e4m3", torch.float8_e4m3fn, 3, 7)):
+        found = volta_fa.dequantize_kv(codes.view(dtype), kv_dtype, torch.tensor([4.0])).flatten()
+        for n, value in enumerate(found.tolist()):
+            exponent, fraction = (n & 127) >> mantissa, n & (1 << mantissa) - 1
+            if kv_dtype == "fp8_e5m2" and exponent == 31:
+                expected = math.inf if fraction == 0 else math.nan
+            elif kv_dtype == "fp8_e4m3" and n & 127 == 127:
+                expected = math.nan
+            else:
+                expected = (fraction / 2**mantissa + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
+            expected *= -4 if n & 128 else 4
+            assert value == expected or (math.isnan(value) and math.isnan(expected)), (kv_dtype, n)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_quantize(kv_dtype, dtype):
+    """The error is at most half a step; equal numbers, and zeros, come back exactly; what is not finite makes its row NaN."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, 3, 64, generator=generator).to(dtype) * torch.tensor([1e-4, 1.0, 300.0])[:, None].to(dtype)
+    x[0], x[1, :, :32], x[1, :, 32:] = 0.0, -2.5, -2.5
+    scale = None if has_scales(kv_dtype) else torch.tensor([1e-2, 1.0, 4.0])
+    made = volta_fa.quantize_kv(x, kv_dtype, scale=scale)
+    back = volta_fa.dequantize_kv(made.data, kv_dtype, made.scale, made.zero_point, dtype=torch.float64)
+    assert back.shape == x.shape and (back[0] == 0).all()
+    exact = x.double()
+    if has_scales(kv_dtype):
+        assert made.scale is not None and made.scale.shape == x.shape[:-1]
+        allowed = made.scale.double()[..., None] * (0.5 + 1e-4)
+        if kv_dtype == "int4":
+            assert (back[1] == -2.5).all()
+    else:
+        assert scale is not None
+        mantissa, least = (2, 2.0**-16) if kv_dtype == "fp8_e5m2" else (3, 2.0**-9)
+        allowed = torch.maximum(exact.abs() * 2.0 ** -(mantissa + 1), least / 2 * scale.double()[:, None]) * (1 + 1e-6)
+    assert ((back - exact).abs() <= allowed).all()
+    for bad in (math.nan, math.inf, -math.inf):
+        y = x.clone()
+        y[3, 1, 5] = bad
+        other = volta_fa.quantize_kv(y, kv_dtype, scale=scale)
+        found = volta_fa.dequantize_kv(other.data, kv_dtype, other.scale, other.zero_point)
+        if has_scales(kv_dtype):
+            assert found[3, 1].isnan().all() and not found[3, ::2].isnan().any()
+        else:
+            largest = 57344.0 if kv_dtype == "fp8_e5m2" else 448.0
+            assert math.isnan(found[3, 1, 5]) if math.isnan(bad) else found[3, 1, 5] == math.copysign(largest, bad)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cuda")
+def test_same_bits_as_on_the_cpu(backend, kv_dtype):
+    x = torch.randn(100, 3, 64, generator=torch.Generator().manual_seed(2))
+    for scale in (None,) if has_scales(kv_dtype) else (0.3, torch.tensor([0.1, 0.7, 3.0])):
+        there, here = (volta_fa.quantize_kv(t, kv_dtype, scale=scale) for t in (x.to(backend.device), x))
+        for name, a, b in zip(here._fields, there, here, strict=True):
+            if a is not None:
+                assert_same_bits(name, a.cpu(), b)
+
+
+def test_refused_formats():
+    x = torch.randn(2, 3, 8)
+    for message, call in (
+        ("kv_dtype: got 'int3'", lambda: volta_fa.quantize_kv(x, "int3")),
+        ("x: got dtype torch.int64", lambda: volta_fa.quantize_kv(x.long(), "int8")),
+        ("x: got a tensor of rank 1", lambda: volta_fa.quantize_kv(x[0, 0], "int8")),
+        ("x: got headdim 7", lambda: volta_fa.quantize_kv(x[..., :7], "int4")),
+        ("scale: got one", lambda: volta_fa.quantize_kv(x, "int8", scale=1.0)),
+        ("data: got dtype torch.float32", lambda: volta_fa.dequantize_kv(x, "int8", x[..., 0])),
+        ("scale: got None", lambda: volta_fa.dequantize_kv(x.to(torch.int8), "int8")),
+        ("zero_point: got None", lambda: volta_fa.dequantize_kv(x.to(torch.uint8), "int4", x[..., 0])),
+        ("zero_point: got a tensor", lambda: volta_fa.dequantize_kv(x.to(torch.int8), "int8", x[..., 0], x[..., 0])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def run(backend, problem):
+    """out, softmax_lse, the caches and the options afterwards. Kernels run twice (simulator: in both warp orders) and must agree."""
+    results = []
+    for _ in backend._runs(problem.q):
+        caches, options = problem.copy_of_cache(), problem.fresh()
+        out, lse = fwd_kvcache(problem.q, *caches, *problem.new, **options)
+        results.append((out, lse, *(t.view(torch.uint8) for t in caches), options))
+    for other in results[1:]:
+        for name, a, b in zip(("out", "softmax_lse", "k_cache", "v_cache"), results[0], other):
+            assert_same_bits(name, a, b)
+        for name in WRITTEN:
+            if name in other[-1]:
+                assert_same_bits(name, results[0][-1][name], other[-1][name])
+    return results[0]
+
+
+def check(backend, case):
+    problem = case.problem(backend)
+    out, lse, k_cache, v_cache, options = run(backend, problem)
+    check_cache(problem, k_cache, v_cache, options)
+    problem.options = options
+    dtype = problem.k_cache.dtype
+    for b, (seqlen_q, _, _) in enumerate(case.lengths):
+        if seqlen_q == 0:
+            continue
+        inputs, ref = problem.expected(b, k_cache.view(dtype), v_cache.view(dtype))
+        scores = problem.score_options(b)
+        found = problem.sequence(out, problem.cu_q, b)[None]
+        within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
+        error, tolerance = reference.max_error(problem.lse(lse, b), ref.softmax_lse), reference.lse_tolerance(ref, problem.q.dtype)
+        if gathers(backend, case):
+            # what the cache stands for is rounded to fp16 first, as the eager result's inputs are
+            tolerance += reference.max_error(reference.forward(*inputs, **scores).softmax_lse, ref.softmax_lse)
+        assert error <= tolerance, f"softmax_lse of sequence {b}: max error {error:.3g}, allowed {tolerance:.3g}"
+        assert (found.transpose(1, 2)[ref.masked] == 0).all(), "fully masked rows must be exactly 0"
+
+
+def gathers(backend, case) -> bool:
+    """Whether kernels get the tokens in q's type: of many queries, of rows off 16 bytes, for bf16."""
+    rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
+    bytes_of_rows = [d // (2 if case.kv_dtype == "int4" else 1) for d in (case.headdim, case.headdim_v or case.headdim)]
+    return backend.kernels and (rows > 64 or any(n % 16 for n in bytes_of_rows) or backend.dtype == torch.bfloat16)
+
+
+def check_cache(problem, k_cache, v_cache, options):
+    """Appended tokens are quantize_kv's of what is appended, to the bit but for a rotation's rounding; all else is what it was."""
+    c = problem.case
+    for which, before, after, i in (("k", problem.k_cache, k_cache, 0), ("v", problem.v_cache, v_cache, 1)):
+        expected = before.view(torch.uint8).clone()
+        scales = {name: problem.options[name].clone() for name in WRITTEN if name[0] == which and name in problem.options}
+        for b, (_, cached, new) in enumerate(c.lengths if problem.new else ()):
+            place = tuple(t[cached : cached + new].to(after.device) for t in problem.places[b])
+            values = problem.appended(b)[i].to(problem.q.dtype)
+            scale = None if has_scales(c.kv_dtype) else options.get(f"{which}_descale")
+            scale = scale[b] if scale is not None and scale.dim() == 2 else scale
+            made = volta_fa.quantize_kv(values, c.kv_dtype, scale=scale)
+            expected[place] = made.data.view(torch.uint8)
+            for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
+                if name in scales:
+                    scales[name][place] = t
+        if c.rotary and which == "k":
+            continue  # test_appended_rotated
+        assert_same_bits(which, after, expected)
+        for name, t in scales.items():
+            assert_same_bits(name, options[name], t)
+
+
+ONE = tuple((1, n, 0) for n in (0, 1, 15, 16, 17, 40))
+EVEN = ((3, 20, 0), (3, 0, 0), (3, 47, 0), (3, 2, 0))
+APPEND = tuple((1, n, 1) for n in (0, 1, 15, 16, 17, 40))
+CHUNKS = ((5, 0, 5), (1, 31, 1), (3, 14, 3), (0, 7, 0), (33, 16, 33), (8, 60, 8))
+CASES = [
+    Cached(ONE),
+    Cached(ONE, page=0, nheads=4, nheads_k=2),
+    Cached(ONE, page=48, nheads=6, nheads_k=1, headdim=128),
+    Cached(ONE, page=256, nheads=4, nheads_k=4, headdim=32, is_causal=False),
+    Cached(EVEN, layout="hnd", nheads=4, nheads_k=2),
+    Cached(EVEN, layout="kv", nheads=4, nheads_k=2, page=32, headdim=128),
+    Cached(EVEN, layout="wide", nheads=4, nheads_k=2),
+    Cached(EVEN, headdim=256, headdim_v=64),
+    Cached(EVEN, headdim=96, headdim_v=160, is_causal=False),
+    Cached(EVEN, packed=True, nheads=8, nheads_k=1, headdim=128),
+    Cached(EVEN, window_left=5, sinks="own", softcap=4.0, alibi="h"),
+    Cached(EVEN, softmax_scale=-0.2),
+    Cached(EVEN, num_splits=3, spread=3.0),
+    Cached(EVEN, page=0, leftpad=(3, 0, 40, 2), batch_idx=True),
+    Cached(((2, 19, 0), (2, 19, 0)), all_cached=True, page=0, layout="hnd"),
+    Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, nheads=4, nheads_k=2),
+    Cached(APPEND, nheads=4, nheads_k=2),
+    Cached(APPEND, packed=True, headdim=128, nheads=6, nheads_k=2, layout="hnd"),
+    Cached(CHUNKS, packed=True, page=64, layout="kv", window_left=20),
+    Cached(CHUNKS, packed=True, page=0, layout="hnd", batch_idx=True),
+    Cached(((2, 9, 5), (2, 0, 5), (2, 59, 5)), layout="wide", headdim=40, headdim_v=24),
+    Cached(((3, 9, 3), (3, 0, 3), (3, 61, 3)), rotary="half"),
+    Cached(((3, 9, 3), (3, 16, 3)), page=0, rotary="interleaved", leftpad=(2, 11), nheads=4, nheads_k=2),
+    # what no kernel reads where it is
+    Cached(APPEND, headdim=20, headdim_v=12, nheads=4, nheads_k=2),
+]
+
+#: Every tile of rows at every headdim, and row sets that several blocks share.
+TILES = [
+    *(
+        Cached(tuple((n, cached, 0) for cached in (1, 77, 200)), headdim=d, nheads=2 * group, nheads_k=2)
+        for d in (64, 128, 256)
+        for n, group in ((1, 8), (2, 6), (4, 8))
+    ),
+    Cached(((1, 7000, 0), (1, 0, 0), (1, 900, 0)), nheads=2),
+]
+
+#: int4's warps load several steps ahead: every group and headdim, pages longer and shorter than that, and lengths that end anywhere.
+STAGED = [
+    Cached(
+        tuple((1, n, 0) for n in (900 - 7 * group, 340 + group, 16 + group, 0)),
+        headdim=d,
+        nheads=2 * group,
+        nheads_k=2,
+        page=page,
+        layout="hnd" if group % 2 else "nhd",
+        num_splits=group % 3,
+        window_left=350 if group == 4 else -1,
+        kv_dtype="int4",
+    )
+    for d in (64, 128, 256)
+    for group, page in zip(range(1, 9), (16, 64, 256, 48, 0, 16, 32, 256))
+]
+
+
+def of_each_format(cases):
+    descales = ("", "one", "h", "bh")
+    for kv_dtype in KV_DTYPES:
+        for i, case in enumerate(cases):
+            yield dataclasses.replace(case, kv_dtype=kv_dtype, descale="" if has_scales(kv_dtype) else descales[i % 4])
+
+
+@on_cases(
+    (("cpu-fp32", "sim", "cuda"), list(of_each_format(CASES))), (("cpu-fp64", "cpu-bf16", "sim-bf16"), list(of_each_format(CASES[::8])))
+)
+def test_against_fp64(backend, case):
+    check(backend, case)
+
+
+@on_cases((("sim", "cuda"), [*of_each_format(TILES), *STAGED]))
+def test_tiles(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cpu-fp32", "sim", "cuda")
+def test_numbers_of_all_sizes(backend, kv_dtype):
+    """Tokens whose scales differ by orders of magnitude, and the most important ones have small ones."""
+    case = Cached(((1, 200, 0), (3, 77, 0)), packed=True, nheads=4, nheads_k=2, kv_dtype=kv_dtype)
+    problem = case.problem(backend)
+    dtype = problem.k_cache.dtype
+    for which, cache in (("k", problem.k_cache), ("v", problem.v_cache)):
+        for entry, row in problem.places:
+            n = len(entry)
+            sizes = 2.0 ** torch.linspace(-9, 5, n)[torch.randperm(n, generator=torch.Generator().manual_seed(n))]
+            if which == "k":
+                sizes = sizes.clamp_max(1.0)
+            x = backend.randn(n, case.nheads_k, case.headdim) * sizes[:, None, None].to(backend.device, problem.q.dtype)
+            made = volta_fa.quantize_kv(x, kv_dtype)
+            place = (entry.to(x.device), row.to(x.device))
+            cache.view(torch.uint8)[place] = made.data.view(torch.uint8)
+            for name, t in ((f"{which}_scale", made.scale), (f"{which}_zero_point", made.zero_point)):
+                if t is not None:
+                    problem.options[name][place] = t
+    out, lse, k_cache, v_cache, _ = run(backend, problem)
+    for b in range(case.batch):
+        inputs, ref = problem.expected(b, k_cache.view(dtype), v_cache.view(dtype))
+        scores = problem.score_options(b)
+        within(backend, "out", problem.sequence(out, problem.cu_q, b)[None], ref.out, reference.forward_budget(ref, *inputs, **scores))
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "fp8_e4m3"])
+@on("cpu-fp32", "sim", "cuda")
+def test_special_values(backend, kv_dtype):
+    """Every finite code, subnormals too, counts for what it is; NaN and (e5m2) infinities in values make NaN and infinities."""
+    case = Cached(((1, 256, 0),) * 4, nheads=2, nheads_k=1, kv_dtype=kv_dtype, is_causal=False)
+    problem = case.problem(backend)
+    dtype = problem.k_cache.dtype
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes[volta_fa.dequantize_kv(codes.view(dtype).view(256, 1, 1), kv_dtype).flatten().isfinite()]
+    # of keys only small ones, whose scores are not infinite either
+    small = finite[volta_fa.dequantize_kv(finite.view(dtype).view(-1, 1, 1), kv_dtype).flatten().abs() < 8]
+    caches = [t.view(torch.uint8) for t in (problem.k_cache, problem.v_cache)]
+    for which, (cache, all_codes) in enumerate(zip(caches, (small, finite))):
+        for b, (entry, row) in enumerate(problem.places):
+            index = (torch.arange(256)[:, None] * (7 + b) + torch.arange(64) * 3 + which) % len(all_codes)
+            cache[entry, row] = all_codes[index][:, None].to(cache.device)
+    nan = 0x7F if kv_dtype == "fp8_e4m3" else 0x7D
+    minus_nan = nan | 0x80
+    entry, row = problem.places[1]
+    caches[1][entry[100], row[100], 0, 9] = nan  # one column of the output
+    entry, row = problem.places[2]
+    caches[0][entry[33], row[33], 0, 5] = minus_nan  # the whole row
+    if kv_dtype == "fp8_e5m2":
+        entry, row = problem.places[3]
+        caches[1][entry[7], row[7], 0, 3] = 0xFC
+    out, lse, *_ = run(backend, problem)
+    for b in (0, 1, 3):
+        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        special = ~ref.out.isfinite()
+        found = out[b][None].double()
+        assert_same_bits(f"sequence {b}", found[special].nan_to_num(7.0), ref.out[special].to(found.device).nan_to_num(7.0))
+        assert special.sum() == {0: 0, 1: 2, 3: 2 if kv_dtype == "fp8_e5m2" else 0}[b]
+        within(
+            backend,
+            "out",
+            found.masked_fill(special.to(found.device), 0.0),
+            ref.out.masked_fill(special, 0.0),
+            reference.forward_budget(ref, inputs[0], inputs[1], inputs[2].nan_to_num(0.0, 0.0, 0.0), **problem.score_options(b))
+            if b == 0
+            else reference.forward_budget(*without(problem, b, special), **problem.score_options(b)),
+        )
+    assert out[2].isnan().all() and lse[2].isnan().all()
+
+
+def without(problem, b, special):
+    """The problem of sequence b with 0 where values are special."""
+    (q, k, v), _ = problem.expected(b, problem.k_cache, problem.v_cache)
+    v = v.nan_to_num(0.0, 0.0, 0.0)
+    return reference.forward(q, k, v, **problem.score_options(b)), q, k, v
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_wrong_scales_are_nan(backend, kv_dtype):
+    """Scales that nobody has checked: what is NaN, or for values negative, makes its sequence and head NaN and no other."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    for name, value in (("k_scale", math.nan), ("v_scale", math.nan), ("v_scale", math.inf), ("v_scale", -1.0)):
+        problem = Cached(((1, 60, 0), (1, 60, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype).problem(backend)
+        entry, row = problem.places[0]
+        problem.options[name][entry[20], row[20], 1] = value
+        out, *_ = run(backend, problem)
+        assert out[0, :, 2:].isnan().all(), (name, value)
+        assert torch.isfinite(out[0, :, :2]).all() and torch.isfinite(out[1]).all()
+
+
+# ---- many queries ----------------------------------------------------------------------------------------------------
+
+MANY = ((40, 60, 40), (40, 0, 40), (40, 129, 40), (40, 200, 40))
+#: More rows than decode takes: copies are made first.
+CONVERTED = [
+    Cached(MANY, nheads=4, nheads_k=2),
+    Cached(MANY, nheads=4, nheads_k=2, page=48, layout="kv", headdim=128, window_left=30),
+    Cached(((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65)), packed=True, own_new=True, layout="hnd", sinks="own"),
+    Cached(((70, 90, 0), (1, 300, 0), (0, 5, 0), (2, 129, 0)), packed=True, page=0, leftpad=(3, 11, 0, 2), batch_idx=True, window_left=9),
+    Cached(((70, 90, 3), (70, 30, 3)), layout="wide", headdim=40, headdim_v=24, is_causal=False),
+    Cached(((70, 90, 0), (70, 30, 0)), headdim=20, headdim_v=14, is_causal=False),
+    Cached(((70, 90, 70), (70, 0, 70)), headdim=256, rotary="half", window_left=20, window_right=3, is_causal=False),
+]
+
+
+@on_cases((("cpu-fp32", "sim", "cuda"), list(of_each_format(CONVERTED))), (("sim-bf16",), list(of_each_format(CONVERTED[::3]))))
+def test_many_queries(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on("sim", "cuda")
+def test_converted_to_the_bit(backend, kv_dtype, dtype):
+    """What the kernel makes of the cache are dequantize_kv's numbers: attention to those, of the same shape, is the same."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    lengths = ((70, 100, 0), (70, 71, 0), (70, 300, 0))
+    case = Cached(lengths, nheads=2, nheads_k=2, kv_dtype=kv_dtype, descale="" if has_scales(kv_dtype) else "bh", window_left=40)
+    backend.dtype = dtype
+    problem = case.problem(backend)
+    found, lse, *_ = run(backend, problem)
+    seqlen_k = case.page * problem.options["block_table"].shape[1]  # nobody has looked
+    dense = torch.zeros(2, len(lengths), seqlen_k, case.nheads_k, case.headdim, dtype=dtype, device=backend.device)
+    for b, (entry, row) in enumerate(problem.places):
+        place = entry.to(backend.device), row.to(backend.device)
+        for i, (which, cache) in enumerate((("k", problem.k_cache), ("v", problem.v_cache))):
+            scale, zero_point = (
+                t if t is None else t[place] for t in (problem.options.get(f"{which}_{s}") for s in ("scale", "zero_point"))
+            )
+            if not has_scales(kv_dtype):
+                scale = problem.options[f"{which}_descale"][b]
+            data = cache.view(torch.uint8)[place].view(cache.dtype)
+            dense[i, b, : len(row)] = volta_fa.dequantize_kv(data, kv_dtype, scale, zero_point, dtype=dtype)
+        # bf16's range depends on what nobody sees
+        dense[:, b, : max(0, len(row) - 70 - case.window_left)] = 0
+    used = backend.ints([cached for _, cached, _ in lengths])
+    for _ in backend._runs(problem.q):
+        expected, expected_lse, _ = torch.ops.volta_fa.fwd(problem.q, *dense, seqused_k=used, is_causal=True, window_left=40)
+        assert_same_bits("out", found, expected)
+        assert_same_bits("softmax_lse", lse, expected_lse)
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 256])
+@pytest.mark.parametrize("sm", GPUS)
+@on("sim")
+def test_converted_for_each_family(backend, sm, headdim):
+    """With kernels that begin up to three keys before a window, which must not find NaN there."""
+    gpu, _ = GPUS[sm]
+    backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
+    lengths = ((70, 161, 0), (70, 90, 0), (70, 128, 0))
+    case = Cached(lengths, headdim=headdim, window_left=30, softcap=4.0, alibi="h", sinks="own", kv_dtype="int8")
+    [convert] = [v["name"] for v in INFO["variants"] if v["pass"] == "Dequantize" and v["sm"] == sm]
+    assert convert in launched(backend, case.problem(backend))
+    check(backend, case)
+
+
+@on("sim")
+def test_converted_in_one_launch(backend):
+    """Two kernels, whatever the pages, and three with appending."""
+    for case in (Cached(MANY, nheads=4, nheads_k=2, kv_dtype="int8"), Cached(((40, 60, 0),), nheads=4, nheads_k=1, kv_dtype="int4")):
+        names = launched(backend, case.problem(backend))
+        assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["convert", "fwd"]
+
+
+@on("sim", "cuda")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_page_that_does_not_exist(backend, headdim):
+    """Anywhere among the steps that int4's warps load ahead: its sequence is NaN, and no other."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = Cached(((1, 500, 0), (1, 333, 0)), headdim=headdim, nheads=8, nheads_k=2, window_left=299, num_splits=1, kv_dtype="int4")
+    # tokens from 200 on are seen, which are page 12's
+    for page in (0, 11, 12, 13, 14, 20, 31):
+        problem = case.problem(backend)
+        problem.options["block_table"][0, page] = (10**6, -1)[page % 2]
+        out, lse, *_ = run(backend, problem)
+        assert out[0].isnan().all().item() == lse[0].isnan().all().item() == (page >= 12), page
+        assert torch.isfinite(out[1]).all() and torch.isfinite(lse[1]).all()
+        assert page >= 12 or torch.isfinite(out[0]).all()
+
+
+@on("sim", "cuda")
+def test_pages_that_do_not_exist(backend):
+    """Where a query sees them, the sequence is NaN; before its window they may be anything."""
+    backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
+    case = Cached(((40, 200, 0), (40, 200, 0)), nheads=4, nheads_k=2, kv_dtype="int8", window_left=30)
+    expected, *_ = run(backend, case.problem(backend))
+    # the first query sees tokens from 130 on
+    for page, wrong in ((7, False), (8, True), (12, True)):
+        problem = dataclasses.replace(case).problem(backend)
+        problem.options["block_table"][1, page] = 10**6
+        found, lse, *_ = run(backend, problem)
+        assert found[1].isnan().all().item() == lse[1].isnan().all().item() == wrong
+        assert wrong or torch.isfinite(found[1]).all()
+        assert torch.isfinite(found[0]).all()
+    problem.options["block_table"][1, page] = 3
+    problem.options["cache_seqlens"][1] = 10**6
+    found, *_ = run(backend, problem)
+    assert found[1].isnan().all() and torch.isfinite(found[0]).all() and torch.isfinite(expected).all()
+
+
+# ---- PyTorch's contract ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cpu-fp32", "sim", "cuda")
+def test_appending_to_more_sequences_than_pages(backend, kv_dtype):
+    """A row each of one page, as a server's cache update appends: scales are those of pages, or of sequences, and no others."""
+    if backend.name == "sim":
+        backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
+    k, v = backend.randn(5, 1, 2, 32), backend.randn(5, 1, 2, 32)
+    made = [volta_fa.quantize_kv(t[:, 0], kv_dtype, scale=None if kv_dtype.startswith("int") else 0.5) for t in (k, v)]
+    caches = [torch.zeros(1, 16, *m.data.shape[1:], dtype=m.data.dtype, device=backend.device) for m in made]
+    options = {"cache_seqlens": backend.ints(list(range(5))), "block_table": backend.ints([[0]] * 5)}
+    if kv_dtype.startswith("fp8"):
+        options |= {f"{side}_descale": torch.full((5, 2), 0.5, device=backend.device) for side in "kv"}
+    else:
+        names = ("scale", "zero_point") if kv_dtype == "int4" else ("scale",)
+        options |= {f"{side}_{name}": torch.zeros(1, 16, 2, device=backend.device) for side in "kv" for name in names}
+    fwd_kvcache(k.new_empty(5, 0, 2, 32), *caches, k, v, **options)
+    for side, cache, m in zip("kv", caches, made):
+        assert torch.equal(cache[0, :5].view(torch.uint8), m.data.view(torch.uint8))
+        for name, t in (("scale", m.scale), ("zero_point", m.zero_point)):
+            if f"{side}_{name}" in options:
+                assert torch.equal(options[f"{side}_{name}"][0, :5], t)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@on("cuda")
+def test_graph_of_decode_steps(backend, kv_dtype):
+    """Append and attention, captured once: lengths and tokens change between replays. What is appended is what no graph appends."""
+    lengths = (0, 15, 16, 300, 77)
+    descale = "" if has_scales(kv_dtype) else "one"
+    case = Cached(tuple((1, n, 1) for n in lengths), nheads=8, nheads_k=2, headdim=128, kv_dtype=kv_dtype, descale=descale)
+    problem = case.problem(backend)
+    caches = {"k_cache": problem.k_cache, "v_cache": problem.v_cache}
+    caches |= {name: problem.options[name] for name in WRITTEN if name in problem.options}
+
+    def call(caches):
+        return fwd_kvcache(problem.q, k=problem.new[0], v=problem.new[1], **{**problem.options, **caches})
+
+    call({name: t.clone() for name, t in caches.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(caches)
+    for step in range(5):
+        problem.options["cache_seqlens"].copy_(torch.tensor([n * (5 - step) // 5 for n in lengths], dtype=torch.int32))
+        for t in (problem.q, *problem.new):
+            t.copy_(backend.randn(*t.shape))
+        others = {name: t.clone() for name, t in caches.items()}
+        expected = call(others)
+        graph.replay()
+        for name, a, b in zip(("out", "softmax_lse", *caches), (*captured, *caches.values()), (*expected, *others.values())):
+            assert_same_bits(name, a, b)
+        assert not captured[0].isnan().any()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("new", [0, 2])
+@on("cpu-fp32")
+def test_opcheck(backend, kv_dtype, new):
+    problem = Cached(((2, 9, new), (2, 17, new)), headdim=16, kv_dtype=kv_dtype).problem(backend)
+    caches = tuple(t.view(torch.uint8).zero_().view(t.dtype) for t in (problem.k_cache, problem.v_cache))
+    for name in WRITTEN:
+        if name in problem.options:
+            problem.options[name].nan_to_num_(0.0)
+    overload = fwd_kvcache.append if problem.new else fwd_kvcache.default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if kv_dtype.startswith("fp8"):
+        tests = tests[1:]  # it compares caches by an operation that float8 lacks
+    opcheck(overload, (problem.q, *caches, *problem.new), problem.options, test_utils=tests)
+
+
+@on("cpu-fp32")
+def test_autocast(backend):
+    """Beside a quantized cache q, k and v are autocast's."""
+    problem = Cached(((2, 9, 2), (2, 17, 2)), headdim=16, kv_dtype="int8").problem(backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = fwd_kvcache(problem.q, *problem.copy_of_cache(), *problem.new, **problem.fresh())
+    assert out.dtype == torch.bfloat16
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_refused():
+    cases = {kv_dtype: Cached(((1, 20, 0), (1, 30, 0)), nheads=4, nheads_k=2, kv_dtype=kv_dtype) for kv_dtype in ("", *KV_DTYPES)}
+
+    class Cpu:
+        device, dtype, seed = "cpu", torch.float32, 0
+        ints = staticmethod(lambda values: torch.tensor(list(values), dtype=torch.int32))
+        randn = staticmethod(lambda *shape, spread=1.0: torch.randn(*shape) * spread)
+
+    def call(kv_dtype, **changed):
+        problem = cases[kv_dtype].problem(Cpu)
+        caches = [changed.pop(name, t) for name, t in (("k_cache", problem.k_cache), ("v_cache", problem.v_cache))]
+        return lambda: fwd_kvcache(problem.q, *caches, **(problem.options | changed))
+
+    entries = len(cases["int8"].problem(Cpu).k_cache)
+    right, some = (entries, 16, 2), torch.ones(3)
+    nan, negative = torch.full(right, math.nan), torch.ones(right)
+    negative[:] = -0.5
+    for argument, words, made in (
+        ("k_scale", ["None", "torch.int8"], call("int8", k_scale=None)),
+        ("v_scale", ["None", "torch.uint8"], call("int4", v_scale=None)),
+        ("v_zero_point", ["None", "(int4 (torch.uint8)"[1:]], call("int4", v_zero_point=None)),
+        ("k_zero_point", ["a tensor", "int8"], call("int8", k_zero_point=torch.ones(right))),
+        ("k_scale", ["a tensor", "not quantized"], call("", k_scale=torch.ones(right))),
+        ("k_descale", ["a tensor", "not quantized"], call("", k_descale=some[:1])),
+        ("v_descale", ["a tensor", "int8"], call("int8", v_descale=some[:1])),
+        ("k_scale", ["a tensor", "fp8_e4m3"], call("fp8_e4m3", k_scale=torch.ones(right))),
+        ("k_scale", ["dtype torch.float16", "torch.float32"], call("int8", k_scale=torch.ones(right).half())),
+        ("k_scale", [f"({entries}, 16, 1)", f"({entries}, 16, 2)"], call("int8", k_scale=torch.ones(entries, 16, 1))),
+        ("v_zero_point", ["shape (16, 2)"], call("int4", v_zero_point=torch.ones(16, 2))),
+        ("k_descale", ["shape (3)", "(2)", "(2, 2)"], call("fp8_e5m2", k_descale=some)),
+        ("k_descale", ["dtype torch.float64"], call("fp8_e5m2", k_descale=some[:2].double())),
+        ("v_cache", ["torch.uint8", "torch.int8"], call("int8", v_cache=torch.zeros(entries, 16, 2, 64, dtype=torch.uint8))),
+        ("k_cache", ["torch.int16", "torch.float8_e4m3fn"], call("int8", k_cache=torch.zeros(entries, 16, 2, 64, dtype=torch.int16))),
+        ("k_scale", ["nan", "finite numbers from 0 on"], call("int8", k_scale=nan)),
+        ("v_scale", ["-0.5"], call("int4", v_scale=negative)),
+        ("k_zero_point", ["nan"], call("int4", k_zero_point=nan)),
+        ("v_descale", ["-1"], call("fp8_e4m3", v_descale=-some[:1])),
+        ("k_descale", ["nan"], call("fp8_e4m3", k_descale=nan[0, 0])),
+    ):
+        with pytest.raises(ValueError, match=f"fwd_kvcache: {argument}: got ") as error:
+            made()
+        message = str(error.value)
+        assert all(word in message for word in words), message
