@@ -351,7 +351,7 @@ def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2
-    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[demo]'\n"
+    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[cli]'\n"
 
 
 # ---- what the build needs --------------------------------------------------------------------------------------
