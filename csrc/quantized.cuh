@@ -1,5 +1,5 @@
 // Quantized KV caches, for the kernels that read or write them: where bytes and scales lie, and what the bytes are in fp16.
-// python/volta_fa/kv_formats.py defines the formats.
+// python/volta_fa/kv_cache/formats.py defines the formats.
 #pragma once
 
 #include "volta_fa_params.h"
