@@ -2,8 +2,8 @@
 // src/ops/kvcache/dequantize.rs says who asks. For any family.
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a key head, a thread eight columns of a row of K or V at a time: 16 bytes of
-// what it writes. python/volta_fa/kv_cache/formats.py defines the numbers, and these are the same to the bit: computed in fp32, rounded
-// once.
+// what it writes. python/volta_fa/kv_cache/formats.py defines the numbers, and these are the same to the bit: computed in fp32,
+// rounded once.
 #include "cache.cuh"
 #include "half.cuh"
 #include "quantized.cuh"
