@@ -224,7 +224,7 @@ def test_plans_show_a_caches_kernels():
     step = plan(8)
     assert step["decode"]["name"] == "volta_decode_128x64" and step["decode"]["grid"] == [80, 1, 1] and step["prefill"] is None
     assert step["append"]["name"] == "volta_append" and step["append"]["grid"][1:] == [8, 3]
-    assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["arrivals"] >= 2 * 80
+    assert step["decode"]["partials"] >= 2 * 80 * 64 * 128 and step["decode"]["semaphores"] >= 2 * 80
     quantized = step.pop("quantized")
     assert {name: kernel["name"] for name, kernel in quantized.items()} == {
         "int8": "volta_decode_int8_128x32", "int4": "volta_decode_int4_128x32",
@@ -242,7 +242,7 @@ def test_plans_show_a_caches_kernels():
 
 
 @on("cuda")
-def test_arrivals_are_clean_after_many_calls(backend):
+def test_semaphores_are_clean_after_many_calls(backend):
     """Of calls that share row sets, on two streams, every one finds its scratch memory in whatever state."""
     problem = Cached(((1, 4000, 0), (1, 100, 0), (1, 0, 0)), nheads=8, nheads_k=2).problem(backend)
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)

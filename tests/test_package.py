@@ -275,7 +275,7 @@ def test_the_package_says_every_argument():
         schema = op.default._schema
         names = {a.name for a in (*schema.arguments, *schema.returns)}
         assert not names - words, f"{op} has {sorted(names - words)}"
-    sources = ("src/ops/mod.rs", "src/plan.rs", "src/log.rs", "src/launch/tuning.rs", "torch_ops/sdpa.cpp")
+    sources = ("src/ops/mod.rs", "src/plan/device.rs", "src/log.rs", "src/launch/tuning.rs", "torch_ops/sdpa.cpp")
     variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, sources))))
     assert len(variables) == 6 and variables <= words, variables - words
 
@@ -351,7 +351,7 @@ def test_a_missing_printing_package_is_one_line(command, missing, capsys, monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a))
     assert cli.main([command]) == 2
-    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[demo]'\n"
+    assert capsys.readouterr().err == f"volta_fa: this command needs {missing}: pip install 'volta-fa[cli]'\n"
 
 
 # ---- what the build needs --------------------------------------------------------------------------------------

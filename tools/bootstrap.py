@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
         return 0
     environment.create()
     install_torch(environment, wanted)
-    environment.pip_install(*(part for name in ("build", "demo", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
+    environment.pip_install(*(part for name in ("build", "cli", "test") for part in ("-r", REQUIREMENTS / f"{name}.txt")))
     install_nvrtc(environment)
     install_nvdisasm(environment)
     install_old_transformers(environment)

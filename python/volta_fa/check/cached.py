@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_formats import dequantize_kv, quantize_kv
+from ..kv_cache.formats import dequantize_kv, quantize_kv
 from . import rule
 from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless
@@ -156,7 +156,7 @@ def planned(target: Target, problem: Problem, variant: dict[str, Any]) -> list[d
         # `_plan` has nothing of their headdims. Every kernel of the pass takes them, so the one that is preferred runs; its blocks
         # share at most this (src/plan/decode.rs has fewer than 8 levels of a merge)
         places = 2 * target.sms * variant["blocks_per_sm"]
-        return [{"name": variant["name"], "partials": places * variant["block_rows"] * (p.headdim_v + 2 * 8), "arrivals": places * 8}]
+        return [{"name": variant["name"], "partials": places * variant["block_rows"] * (p.headdim_v + 2 * 8), "semaphores": places * 8}]
     queries, news = max(q for q, _, _ in p.lengths), max(new for _, _, new in p.lengths)
     tokens = max(cached + new for _, cached, new in p.lengths)
     shape = (len(p.lengths), max(queries, news), tokens, p.nheads, p.nheads_k, p.headdim, p.headdim_v, True)
@@ -249,7 +249,7 @@ class Inputs:
             options |= {"rotary_cos": angles.cos().to(p.dtype), "rotary_sin": angles.sin().to(p.dtype)}
             options["rotary_interleaved"] = p.rotary == "interleaved"
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        scratch = sum(4 * k.get("partials", 0) + 8 * k.get("arrivals", 0) for k in kernels)
+        scratch = sum(4 * k.get("partials", 0) + 8 * k.get("semaphores", 0) for k in kernels)
         return cls(p, q, caches[0], caches[-1][..., : p.headdim_v], new, options, places, scratch)
 
     @property
