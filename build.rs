@@ -40,7 +40,7 @@ fn run() -> Result<()> {
     let params = out.join("volta_fa_params.h");
     c_header(&["src/params.rs"], &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
-    embed::embed(&compiler, &tables::TABLES.concat(), &target.join("volta-fa-kernels"), &out)?;
+    embed::embed(&compiler, &tables::tables().concat(), &target.join("volta-fa-kernels"), &out)?;
 
     let headers = target.join("volta-fa-headers");
     std::fs::create_dir_all(&headers)?;

@@ -22,8 +22,10 @@ fn variant(v: &Variant) -> Value {
         "family": v.family.name,
         "sm": v.family.sm,
         "pass": format!("{:?}", v.pass),
-        "needs": names(v.needs),
-        "requires": names(v.requires),
+        "features": names(v.features),
+        "required_features": names(v.required_features),
+        "needs": names(v.features),
+        "requires": names(v.required_features),
         "source": v.source,
         "cache": v.cache.name(),
         "headdim": v.headdim,
@@ -35,7 +37,7 @@ fn variant(v: &Variant) -> Value {
         "blocks_per_sm": v.blocks_per_sm,
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
-        "params_bytes": kernels::params_bytes(v.pass.facts().params),
+        "params_bytes": kernels::params_bytes(v.pass.info().params),
     })
 }
 
@@ -47,7 +49,8 @@ pub fn describe() -> Value {
             "name": format!("{:?}", p.pass),
             "params": p.params.name(),
             "rows": format!("{:?}", p.rows),
-            "needs": names(p.needs),
+            "features": names(p.features),
+            "needs": names(p.features),
         })
     });
     let families: Vec<Value> = COMPILED
@@ -79,7 +82,7 @@ pub fn describe() -> Value {
 /// Where the environment restricts the choice to a family that is unknown or does not run there.
 pub fn families(capability: (i32, i32)) -> Result<Value> {
     let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
-    let found = plan::families(COMPILED, &limits)?;
+    let found = plan::families(*COMPILED, &limits)?;
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
 }
 
@@ -200,8 +203,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     };
     let append = |format| plan::append(a.seqlen_q, a.nheads_k, format, limits).ok().map(|kernel| described(kernel, a.batch));
     let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
-        let quantized = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
-        quantized.into_iter().map(|format| (format.name().into(), json!(planned(format)))).collect()
+        CacheFormat::quantized().map(|format| (format.name().into(), json!(planned(format)))).collect()
     };
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({

@@ -203,7 +203,7 @@ impl ChoiceText {
             }
         }
         let known = |name: &String| {
-            let of_pass = pass.facts().needs;
+            let of_pass = pass.info().features;
             of_pass.iter().find(|n| n.name() == name).ok_or_else(|| {
                 let names: Vec<_> = of_pass.iter().map(Feature::name).collect();
                 Error::value(&of("needs"), format!("`{name}`"), format!("what {pass:?} can need: {}", names.join(", ")))
@@ -240,7 +240,7 @@ impl ChoiceText {
             let holds = v.pass == pass
                 && v.headdim as i64 >= lowest(class.headdim)
                 && v.headdim_v as i64 >= lowest(class.headdim_v)
-                && v.needs.covers(class.needs.unwrap_or(FeatureSet::NONE));
+                && v.features.contains(class.needs.unwrap_or(FeatureSet::NONE));
             if !holds {
                 let found = format!("`{}`", v.name);
                 return Err(Error::value(
@@ -327,7 +327,7 @@ impl Tuning {
     }
 
     fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = Take> + 'a {
-        let needs = needs.intersection(pass.facts().needs);
+        let needs = needs.intersection(pass.info().features);
         self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, needs)).map(|c| c.take)
     }
 

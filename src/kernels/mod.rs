@@ -2,8 +2,9 @@
 
 mod tables;
 
+pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
-    CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Variant, BACKWARD,
+    CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
     DETERMINISTIC_BACKWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
@@ -12,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::params::{AppendParams, BwdParams, DecodeParams, DequantizeParams, FwdParams, FwdStreamKParams, MergeParams};
 use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
+use std::sync::LazyLock;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.
 pub struct Image {
@@ -31,8 +33,8 @@ include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels(pub &'static [&'static [Variant]]);
 
-/// Those that build.rs compiled.
-pub const COMPILED: Kernels = Kernels(tables::TABLES);
+/// The kernels that build.rs compiled.
+pub static COMPILED: LazyLock<Kernels> = LazyLock::new(|| Kernels(tables::tables().leak()));
 
 impl Kernels {
     /// Every variant, table after table.
@@ -68,7 +70,7 @@ impl Kernels {
     fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
-                v.needs.covers(pass.facts().needs)
+                v.features.contains(pass.info().features)
                     && v.headdim.min(v.headdim_v) as i64 >= MAX_HEADDIM
                     && v.shared_bytes <= family.shared_bytes
             })

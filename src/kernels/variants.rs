@@ -105,13 +105,13 @@ impl FeatureSet {
     }
 
     /// Whether all needs of `other` are in this set.
-    pub const fn covers(self, other: FeatureSet) -> bool {
+    pub const fn contains(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
     }
 
     /// The same, and where there is a bias, one in fp32 too: what a kernel covers that reads either type.
     pub const fn with_fp32_bias(self) -> FeatureSet {
-        match self.covers(FeatureSet::of(&[Feature::Bias])) {
+        match self.contains(FeatureSet::of(&[Feature::Bias])) {
             true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
             false => self,
         }
@@ -124,7 +124,7 @@ impl FeatureSet {
 
     /// In the order of [`Feature::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Feature> {
-        Feature::ALL.into_iter().filter(move |&n| self.covers(FeatureSet::of(&[n])))
+        Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
     }
 
     /// As the device code has it: `-DNEEDS=<bits>`, and `kFeature...` in the generated header.
@@ -228,15 +228,15 @@ pub struct PassInfo {
     pub params: ParamBlock,
     /// what a block of its kernels has `block_rows` of
     pub rows: RowKind,
-    /// what a problem may need of it at all
-    pub needs: FeatureSet,
+    /// features that problems can ask of it
+    pub features: FeatureSet,
 }
 
 /// The table of passes, in the order of the enum.
 pub const PASSES: [PassInfo; 14] = {
     use {ParamBlock as P, RowKind::*};
-    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, needs: FeatureSet) -> PassInfo {
-        PassInfo { pass, params, rows, needs }
+    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
+        PassInfo { pass, params, rows, features }
     }
     let forward = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bf16Gradients]));
     // backward finds all that sinks did in softmax_lse
@@ -270,9 +270,29 @@ const _: () = {
 };
 
 impl Pass {
-    /// Its row of the table.
-    pub const fn facts(self) -> PassInfo {
+    /// Returns its row of the table.
+    pub const fn info(self) -> PassInfo {
         PASSES[self as usize]
+    }
+
+    /// What kernel names have for it: the pass, and what follows the features.
+    const fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Pass::Forward => ("fwd", ""),
+            Pass::ForwardStreamK => ("fwd_streamk", ""),
+            Pass::BackwardPreprocess => ("bwd", "preprocess"),
+            Pass::Backward => ("bwd", ""),
+            Pass::BackwardDkDv => ("bwd", "dkdv"),
+            Pass::BackwardDq => ("bwd", "dq"),
+            Pass::BackwardPostprocess => ("bwd", "postprocess"),
+            Pass::BackwardFused => ("bwd", "fused"),
+            Pass::Merge => ("merge", ""),
+            Pass::Decode => ("decode", ""),
+            Pass::Prefill => ("prefill", ""),
+            Pass::DecodeMla => ("mla_decode", ""),
+            Pass::Append => ("append", ""),
+            Pass::Dequantize => ("dequantize", ""),
+        }
     }
 }
 
@@ -349,44 +369,121 @@ impl Family {
     }
 }
 
-/// One kernel: a source file compiled with its `-D` definitions.
+/// How many rows a block has among kernels of one headdim: smaller ones are for grids that would leave SMs idle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// the most rows, or all
+    Large,
+    /// fewer rows
+    Medium,
+    /// the fewest rows
+    Small,
+}
+
+/// One kernel: a source file compiled with its `-D` definitions. A row is tile times features times cache format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variant {
-    /// name of the `extern "C" __global__` function
+    /// name of the `extern "C" __global__` function; [`table`] derives it from the rest
     pub name: &'static str,
     /// the instruction set it is written for
     pub family: Family,
     /// what it computes
     pub pass: Pass,
-    /// what it is prepared for
-    pub needs: FeatureSet,
-    /// what of that a problem has to ask for: such a kernel does it unasked
-    pub requires: FeatureSet,
-    /// the one kind of cache that it reads; Unquantized too where it reads none
+    /// features that it has code for
+    pub features: FeatureSet,
+    /// features that the problem must use: the kernel applies them without checking parameters
+    pub required_features: FeatureSet,
+    /// the one cache format that it reads or writes; Unquantized for kernels without a cache too
     pub cache: CacheFormat,
     /// source below `csrc/`
     pub source: &'static str,
-    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merging: any)
+    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merge: any)
     pub headdim: u32,
-    /// the same for v and out
+    /// the largest headdim of v and out
     pub headdim_v: u32,
-    /// rows of a block: what they are, the pass says
+    /// rows of a block; `PassInfo::rows` says which rows
     pub block_rows: u32,
     /// keys or queries, the other of the two, of one step of the main loop
     pub step: u32,
-    /// of a block
+    /// how many rows it has beside others of its headdim
+    pub size: Size,
+    /// threads of a block
     pub threads: u32,
-    /// dynamic shared memory, bytes
+    /// dynamic shared memory of a block, bytes
     pub shared_bytes: u32,
     /// blocks that an SM must be able to hold (`__launch_bounds__`)
     pub blocks_per_sm: u32,
-    /// per thread, of the family's machine code: a record, which a test compares with what was compiled
-    pub registers: u32,
 }
 
 impl Variant {
-    /// The same source and tiles, prepared for those of the needs that its pass can have.
-    pub const fn covering(self, needs: FeatureSet, name: &'static str, registers: u32) -> Variant {
-        Variant { name, needs: needs.intersection(self.pass.facts().needs), registers, ..self }
+    /// Returns the row that others of a family and pass begin with: no feature, no tile.
+    pub const fn new(family: Family, pass: Pass, source: &'static str) -> Variant {
+        Variant {
+            name: "",
+            family,
+            pass,
+            features: FeatureSet::NONE,
+            required_features: FeatureSet::NONE,
+            cache: CacheFormat::Unquantized,
+            source,
+            headdim: 256,
+            headdim_v: 256,
+            block_rows: 0,
+            step: 0,
+            size: Size::Large,
+            threads: 256,
+            shared_bytes: 0,
+            blocks_per_sm: 1,
+        }
     }
+
+    /// Returns the same source and tile with those of the features that its pass can use.
+    pub const fn with_features(self, features: FeatureSet) -> Variant {
+        Variant { features: features.intersection(self.pass.info().features), ..self }
+    }
+
+    /// The kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.
+    fn derived_name(&self) -> String {
+        let (pass, stage) = self.pass.words();
+        let features = self.feature_words();
+        let Variant { headdim, headdim_v, block_rows, .. } = self;
+        let tile = match self.pass {
+            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill => format!("{headdim}x{headdim_v}"),
+            Pass::Decode => format!("{headdim}x{block_rows}"),
+            Pass::DecodeMla => block_rows.to_string(),
+            // these read the headdim from their parameters
+            Pass::BackwardPreprocess | Pass::BackwardPostprocess | Pass::Merge | Pass::Append | Pass::Dequantize => String::new(),
+            _ if headdim == headdim_v => headdim.to_string(),
+            _ => format!("{headdim}x{headdim_v}"),
+        };
+        let size = match self.size {
+            Size::Large => "",
+            Size::Medium => "medium",
+            Size::Small => "small",
+        };
+        let words = [self.family.name, pass, self.cache.info().kernel_word, &features, stage, &tile, size];
+        words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
+    }
+
+    /// What a name says of features: those that the problem must use, or the set.
+    fn feature_words(&self) -> String {
+        let mut required: Vec<_> = self.required_features.iter().map(Feature::name).collect();
+        required.sort_unstable();
+        // every prefill kernel has these
+        let usual = if self.pass == Pass::Prefill { FeatureSet::PAGED } else { FeatureSet::NONE };
+        let of_scores = FeatureSet::GENERIC.without(FeatureSet::VARLEN);
+        match self.features.without(usual) {
+            _ if !required.is_empty() => required.join("_"),
+            FeatureSet::NONE => String::new(),
+            beyond if beyond.intersection(of_scores) == FeatureSet::NONE => "varlen".into(),
+            _ => "generic".into(),
+        }
+    }
+}
+
+/// Names the rows of one family and keeps them for the life of the process. The planner prefers the earlier of two
+/// rows that are equally good.
+pub fn table(rows: impl IntoIterator<Item = Variant>) -> &'static [Variant] {
+    let named = |row: Variant| Variant { name: row.derived_name().leak(), ..row };
+    rows.into_iter().map(named).collect::<Vec<_>>().leak()
 }

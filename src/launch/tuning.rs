@@ -83,7 +83,7 @@ pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
             Ok(None) if given.is_none() => Outcome::Missing,
             Ok(None) => ignored(path, "there is no such file"),
             Ok(Some(tuning)) => {
-                let (tuning, refused) = tuning.usable_on(COMPILED, limits.sm(), limits.shared_bytes_per_block);
+                let (tuning, refused) = tuning.usable_on(*COMPILED, limits.sm(), limits.shared_bytes_per_block);
                 if !refused.is_empty() {
                     warn(&format!("choices of the tuning {} are ignored: {}", path.display(), refused.join("; ")));
                 }
@@ -119,7 +119,7 @@ fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
     if text.len() as u64 > MAX_BYTES {
         return Err(Error::value("tuning", format!("more than {MAX_BYTES} bytes"), "less"));
     }
-    let tuning = Tuning::parse(&text, COMPILED)?;
+    let tuning = Tuning::parse(&text, *COMPILED)?;
     tuning.check_made_on(card)?;
     Ok(Some(tuning))
 }
@@ -145,7 +145,7 @@ pub fn force(text: &str) -> Result<()> {
         let found = match parsed.get(text) {
             Some(found) => *found,
             None => {
-                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, COMPILED)?));
+                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, *COMPILED)?));
                 parsed.insert(text.into(), new);
                 new
             }

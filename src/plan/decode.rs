@@ -39,7 +39,7 @@ pub fn rows(a: &Attention) -> i64 {
 pub fn decode(a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
     thread_local!(static LAST: PlanCache<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
     let shape = Shape { cache, ..Shape::of(a) };
-    cached_plan(&LAST, (shape, rows(a), others), d, || decode_among(COMPILED, a, cache, others, d))
+    cached_plan(&LAST, (shape, rows(a), others), d, || decode_among(*COMPILED, a, cache, others, d))
 }
 
 /// The same with other kernels to choose from.
