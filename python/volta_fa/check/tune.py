@@ -20,7 +20,7 @@ import torch
 
 from ..inspection import info
 from .kernels import Target
-from .right import Verdict
+from .correctness import KernelResult
 from .timing import Work, median_ms
 
 #: By so much another choice must be faster, in each of the rounds. Repeated medians of one kernel differ by less.
@@ -157,14 +157,14 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     return found
 
 
-def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: Callable[[str], None]) -> Tuned:
+def tune(target: Target, results: Sequence[KernelResult], deadline: float, advance: Callable[[str], None]) -> Tuned:
     """Measure until `deadline`, and write the card's file."""
     about = json.loads(torch.ops.volta_fa._tuning(target.number))
     if about["outcome"] == "off":
         # what failed before would be forgotten
         return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
     # what failed once on this card stays out, whatever it did this time
-    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if v.complaints)}))
+    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in results if v.failures)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
         advance(str(class_))
         if time.monotonic() > deadline:
