@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_formats import dequantize_kv, quantize_kv
+from ..kv_cache.formats import dequantize_kv, quantize_kv
 from .cases import Source
 
 #: Entries of a block table that name no page: padding of any kind.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_formats import dequantize_kv, quantize_kv
+from ..kv_cache.formats import dequantize_kv, quantize_kv
 from . import tolerance
 from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import CpuSource

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..sdpa import disable_sdpa
-from . import atomics, performance_cached, machine
+from ..integrations.sdpa import disable_sdpa
+from . import atomics, machine, performance_cached
 from .performance_cached import CachePoint
 from .kernels import Target
 from .timing import median_ms
