@@ -33,7 +33,13 @@ delta_noise, gradient_sums, lse_tolerance = tolerance.delta_noise, tolerance.gra
 dropped_numbers, kept_share = tolerance.dropped_numbers, tolerance.kept_share
 eager, eager_gradients, gradient_names = tolerance.eager, tolerance.eager_gradients, tolerance.gradient_names
 max_error, rms_error, visible = tolerance.max_error, tolerance.rms_error, tolerance.visible
-by_row, heads_first, largest, score, sum_groups = tolerance.by_row, tolerance.heads_first, tolerance.largest, tolerance.score, tolerance.sum_groups
+by_row, heads_first, largest, score, sum_groups = (
+    tolerance.by_row,
+    tolerance.heads_first,
+    tolerance.largest,
+    tolerance.score,
+    tolerance.sum_groups,
+)
 
 
 def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ import volta_fa.check
 from conftest import INFO, need
 from volta_fa import diagnostics
 from volta_fa.check import atomics, cached, correctness, isolation, kernels, machine, performance, problems, report, tolerance, tune
-from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
-from volta_fa.check.kernels import Target
 from volta_fa.check.correctness import DeviceLost, KernelResult, Worst
+from volta_fa.check.kernels import Target
+from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.cli import main
 
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import reference
-from conftest import on, within
 from cached import expected
+from conftest import on, within
 from test_mla import draw, latents
 from volta_fa import flash_mla
 

@@ -1,18 +1,20 @@
-"""First light: is this machine's card right, how fast is it, and what serves it best?
+"""`python -m volta_fa check`: tests every kernel on this machine's GPU, measures it, and writes a tuning file.
 
-machine.py      what this machine is
-kernels.py      what is checked, and the problems that each kernel gets
-problems.py     their tensors, and what the fp64 CPU backend says the results are
-tolerance.py         how far a result may be from that
-cached.py       the same of kernels of a KV cache
-correctness.py  whether a kernel's results are right
-isolation.py    a GPU's kernels in a process that may be lost
-performance.py  the card's figures, attention's times
-performance_cached.py  what is timed with a KV cache
-atomics.py      the card's rate of atomic adds
-timing.py       how a time is taken
-tune.py         what was measured, as a tuning that plans read
-report.py       the page, the plot, the JSON
+machine.py             describes the machine
+kernels.py             lists what is checked, with problems for each kernel
+cases.py               attention problems as values, and their tensors (the tests use them too)
+cache_cases.py         the same with a KV cache
+problems.py            expected results of attention problems
+cached.py              problems of each kernel of a KV cache, and their expected results
+tolerance.py           how far a result may be from the expected one
+correctness.py         checks one kernel
+isolation.py           checks GPU kernels in a process that may be lost
+performance.py         measures the GPU and attention
+performance_cached.py  measures attention with a KV cache
+atomics.py             measures the GPU's rate of atomic additions
+timing.py              takes one time
+tune.py                turns measurements into a tuning file
+report.py              shows the page, the plot and the JSON
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from typing import Any
 from ..errors import CommandError
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
-from .performance import Speeds
-from .kernels import Target, of_families, wanted
 from .correctness import KernelResult
+from .kernels import Target, of_families, wanted
+from .performance import Speeds
 from .tune import Tuned
 
 #: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has.

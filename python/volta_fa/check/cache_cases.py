@@ -1,4 +1,4 @@
-"""Problems of attention with a KV cache as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
+"""Problems of attention with a KV cache as values, and their tensors. `python -m volta_fa check` and the tests share them.
 
 Whatever of a cache no token occupies is NaN, or a code or scale that stands for NaN.
 """
@@ -143,7 +143,8 @@ class _Caches:
         else:
             self._lay_out_entries(order)
         # the byte is NaN in e4m3 and e5m2. An integer's bytes mean nothing without scales, and these are NaN
-        self._poison, self._dtype = (0x7F, torch.uint8) if c.kv_dtype else (math.nan, source.dtype)
+        self._poison: float = 0x7F if c.kv_dtype else math.nan
+        self._dtype = torch.uint8 if c.kv_dtype else source.dtype
         self._columns_per_element = 2 if c.kv_dtype == "int4" else 1
         if c.latents:
             caches = [self._empty(c.headdim)]

@@ -23,11 +23,15 @@ PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
 _DECODE_ROWS = 64
 #: Columns of 16 bytes, by the format of a cache. Kernels read rows of whole multiples in place, and copies of others in q's dtype.
 _COLUMNS = {"": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+#: (queries, cached tokens, appended tokens) of each sequence.
+Lengths = tuple[tuple[int, int, int], ...]
 #: What a kernel's variant says of its cache where the cache is not quantized.
 _UNQUANTIZED = {"float": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def _case(lengths: tuple[tuple[int, int, int], ...], headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any) -> CacheCase:
+def _case(
+    lengths: tuple[tuple[int, int, int], ...], headdim: int, headdim_v: int, group: int, cache: str = "float", **options: Any
+) -> CacheCase:
     """`group`: query heads of each of the two KV heads, or of the one head of latents. `cache`: its format as a variant names it."""
     if options.get("rotary"):
         options["rotary_dim"] = headdim // 4 // 8 * 16
@@ -80,7 +84,10 @@ def _dequantize(variant: dict[str, Any]) -> list[CacheCase]:
 def _mla(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, rows = variant["headdim"], variant["headdim_v"], variant["block_rows"]
     # some rows of each tile belong to no query; in the other problems a sequence has several tiles
-    found = {rows - 1: ((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)), 7: ((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0))}
+    found: dict[int, Lengths] = {
+        rows - 1: ((1, 905, 0), (1, 16, 0), (1, 1, 0), (1, 330, 0)),
+        7: ((5, 77, 0), (1, 0, 0), (0, 20, 0), (2, 417, 0)),
+    }
     layouts: list[dict[str, Any]] = [{}, {"page": 0, "packed": True}, {"page": 64}]
     found[rows + 5] = ((2, 81, 0), (2, 200, 0))
     return [_case(n, d, dv, group, variant["cache"], latents=True, **o) for (group, n), o in zip(found.items(), layouts)]
@@ -93,7 +100,7 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     # fp16's sequences of more rows are prefill's, beside decode; of other caches, other kernels have the whole call then
     more = queries + 2 if cache == "float" else min(queries + 2, _DECODE_ROWS // group)
     less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
-    second = {"page": 0, "packed": True, "window_left": 50}
+    second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
         _case(((queries, 905, 0), (queries, 16, 0), (queries, 1, 0), (queries, 330, 0)), d, dv, group, cache),
         _case(((more, 77, 0), (1, 0, 0), (0, 20, 0), (1, 417, 0)), d - less, dv - less, group, cache, **second),
@@ -103,8 +110,8 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
 
 def _prefill(variant: dict[str, Any]) -> list[CacheCase]:
     d, dv, features = variant["headdim"], variant["headdim_v"], variant["needs"]
-    asked = {"softcap": 20.0 if "softcap" in features else 0.0, "alibi": "bh" if "alibi" in features else ""}
-    second = {"page": 0, "packed": True, "window_left": 50}
+    asked: dict[str, Any] = {"softcap": 20.0 if "softcap" in features else 0.0, "alibi": "bh" if "alibi" in features else ""}
+    second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
         _case(((45, 205, 0), (45, 31, 0)), d, dv, 2, **asked),
         _case(((70, 77, 0), (0, 20, 0), (50, 3, 0)), d - 8, dv - 8, 2, **second, **asked),
@@ -204,10 +211,8 @@ def expect(inputs: CacheInputs) -> Expected:
             continue
         tensors = (host.queries(b)[None], k_cache[entry, row][None], v_cache[entry, row][None])
         in_dtype = [t.to(dtype) for t in tensors]
-        options, on_device = (
-            {name: value for name, value in of.score_options(b).items() if value is not None} for of in (host, inputs)
-        )
-        doubled = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
+        options, on_device = ({name: value for name, value in of.score_options(b).items() if value is not None} for of in (host, inputs))
+        doubled: dict[str, Any] = {name: t.double() if isinstance(t, Tensor) else t for name, t in options.items()}
         ref = tolerance.attend(*(t.double() for t in tensors), **doubled)
         host.sequence(again, host.cu_q, b)[:], host.lse(lse, b)[:] = ref.out[0], ref.softmax_lse
         eager = first_that_can(

@@ -1,4 +1,4 @@
-"""Is every kernel right? Each runs small odd problems, twice, on poisoned memory, against the fp64 CPU backend."""
+"""Checks kernels against the fp64 CPU backend. Runs each problem twice, in memory pre-filled with NaN."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import cached, tolerance
-from .kernels import FORWARD, Target, problems
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
+from .kernels import FORWARD, Target, problems
 from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
 
 
@@ -211,9 +211,7 @@ def _same_bits(result: KernelResult, inputs: AnyInputs, seed: int, first: dict[s
     for name, a in first.items():
         different = int((_bits(a) != _bits(second[name])).sum())
         if different:
-            result.failures.append(
-                f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})"
-            )
+            result.failures.append(f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})")
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Kernels of a GPU are checked in a process of their own: one that never ends, or that reads where it must not, takes its process'
-CUDA context with it. It is named then, and a new process goes on with the next."""
+"""Checks GPU kernels in a subprocess. A kernel that hangs or faults destroys that process's CUDA context.
+The check reports it and continues in a new process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .kernels import Target
 from .correctness import DeviceLost, KernelResult, check_kernel
+from .kernels import Target
 
 #: Seconds without an answer after which a kernel counts as one that never ends. Its problems take less than one, and a driver that has
 #: to compile its PTX some more.

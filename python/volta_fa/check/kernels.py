@@ -1,4 +1,4 @@
-"""Which kernels a device has to be asked for, and a problem that makes the plan take each."""
+"""Lists the kernels that a device can run, and problems for which the planner takes each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is it? The card itself, then attention beside PyTorch's own and beside what the simulator predicts."""
+"""Measures the GPU, then attention beside PyTorch's own kernels and beside the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine, performance_cached
-from .performance_cached import CachePoint
 from .kernels import Target
+from .performance_cached import CachePoint
 from .timing import median_ms
 
 #: Seconds that the runs of one figure may take, but for the two that there are at least.

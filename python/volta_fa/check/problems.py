@@ -1,4 +1,4 @@
-"""Small attention problems: what they ask for, their tensors, and what the fp64 CPU backend says the results are."""
+"""Results of small problems by the fp64 CPU backend, with the error that others may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the person sees: progress, one page, a plot, and the JSON to attach to an issue."""
+"""Shows results: progress, one page, a plot, and the JSON to attach to an issue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from . import performance
+from .correctness import KernelResult
 from .performance import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
 from .performance_cached import GROUP, PAGE, CachePoint
-from .correctness import KernelResult
 
 if TYPE_CHECKING:
     from . import Findings

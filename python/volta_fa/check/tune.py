@@ -1,7 +1,7 @@
-"""What serves this card better than the plan's own choice, as a tuning file that plans read (docs/tuning.md).
+"""Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/tuning.md).
 
-Two questions, for plain problems: are gradients faster without atomics, by the deterministic kernels, and are smaller or larger blocks
-faster in the forward pass? Each class of shapes is measured at one shape; only what is clearly faster there, each time, is written down.
+It measures two alternatives for problems without options: gradients without atomics, and smaller or larger tiles in the forward pass.
+Each class of shapes is measured at one shape. A choice is written only if it is faster in every round by a clear margin.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..inspection import info
-from .kernels import Target
 from .correctness import KernelResult
+from .kernels import Target
 from .timing import Work, median_ms
 
 #: By so much another choice must be faster, in each of the rounds. Repeated medians of one kernel differ by less.
