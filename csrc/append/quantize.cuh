@@ -1,4 +1,4 @@
-// Numbers to the bytes of a quantized cache: python/volta_fa/kv_formats.py defines what, and this is the same to the bit.
+// Numbers to the bytes of a quantized cache: python/volta_fa/kv_cache/formats.py defines what, and this is the same to the bit.
 #pragma once
 
 #include "quantized.cuh"

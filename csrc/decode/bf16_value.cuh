@@ -2,31 +2,32 @@
 #pragma once
 
 #include "decode/cache_registers.cuh"
+#include "half.cuh"
 
 namespace decode {
 
 // Two numbers of bf16's eight bits to packed fp16, which loses bits of those below 2^-17 alone. Towards zero: that ends at the
 // largest number, where rounding to nearest would end at infinity; and it is an HADD2 each, not an F2F of the XU pipe.
-__device__ __forceinline__ unsigned saturated_half2(float lo, float hi) {
+__device__ __forceinline__ unsigned to_half2_saturating(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rz.f16.f32 l, %1; cvt.rz.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
     return packed;
 }
 // Packed bf16 to packed fp16, as volta_fa::fwd has q and k: saturated. Infinities stay.
-__device__ __forceinline__ unsigned half_of_bf16(unsigned packed) {
-    const float2 x = bfloat_to_float2(packed);
-    return saturated_half2(x.x, x.y);
+__device__ __forceinline__ unsigned bf16x2_to_half2(unsigned packed) {
+    const float2 x = bf16x2_to_float2(packed);
+    return to_half2_saturating(x.x, x.y);
 }
-__device__ __forceinline__ uint4 halves_of_bf16(const uint4& x) {
-    return make_uint4(half_of_bf16(x.x), half_of_bf16(x.y), half_of_bf16(x.z), half_of_bf16(x.w));
+__device__ __forceinline__ uint4 bf16_chunk_to_half(const uint4& x) {
+    return make_uint4(bf16x2_to_half2(x.x), bf16x2_to_half2(x.y), bf16x2_to_half2(x.z), bf16x2_to_half2(x.w));
 }
-template <int Units, int Spread>
-__device__ __forceinline__ void keys_of_bf16(Columns<Units, Spread>& k) {
+template <int Chunks, int Spread>
+__device__ __forceinline__ void convert_keys(Columns<Chunks, Spread>& k) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(k.words) / sizeof(unsigned)); i++) {
-        k.words[i] = half_of_bf16(k.words[i]);
+        k.words[i] = bf16x2_to_half2(k.words[i]);
         // or ptxas has all of many at once in registers that there are not
-        if (Units > 4 && i % 8 == 7) __syncwarp();
+        if (Chunks > 4 && i % 8 == 7) __syncwarp();
     }
 }
 
@@ -38,7 +39,7 @@ class Bf16ValueScaler {
     // What is multiplied may be so large; where it is larger, it is to be less than 2^kPlace: with room for some that grow, and so
     // much above fp16's least numbers that a value has all its bits up to 2^-27 of the largest.
     static constexpr float kLimit = 32768.f;
-    static constexpr int kPlace = 13;
+    static constexpr int kTargetExponent = 13;
 
 public:
     // Of a step: in place. rescale(x): what is accumulated is to be x times as large. All lanes of the warp together.
@@ -53,24 +54,25 @@ public:
             // infinities stay, in their column; they must not change the others
             largest = 0.f;
             each_word(v, [&](unsigned& word) {
-                const float2 x = bfloat_to_float2(word);
-                if (fabsf(x.x) <= kMost) largest = fmaxf(largest, fabsf(x.x));
-                if (fabsf(x.y) <= kMost) largest = fmaxf(largest, fabsf(x.y));
+                const float2 x = bf16x2_to_float2(word);
+                if (fabsf(x.x) <= kMaxFinite) largest = fmaxf(largest, fabsf(x.x));
+                if (fabsf(x.y) <= kMaxFinite) largest = fmaxf(largest, fabsf(x.y));
             });
 #pragma unroll
-            for (int mate = 1; mate < 32; mate *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mate));
+            for (int lane_mask = 1; lane_mask < 32; lane_mask *= 2)
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane_mask));
             if (largest * factor_ > kLimit) {
                 // largest is below 2^(exponent - 126)
                 const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
-                const float moved = __uint_as_float((kPlace + 126 - exponent + 127) << 23);
-                rescale(moved / factor_);
-                factor_ = moved;
+                const float updated = __uint_as_float((kTargetExponent + 126 - exponent + 127) << 23);
+                rescale(updated / factor_);
+                factor_ = updated;
             }
         }
         each_word(v, [&](unsigned& word) {
             asm volatile("" : "+r"(word));  // no register for what was made of it above
-            const float2 x = bfloat_to_float2(word);
-            word = saturated_half2(x.x * factor_, x.y * factor_);
+            const float2 x = bf16x2_to_float2(word);
+            word = to_half2_saturating(x.x * factor_, x.y * factor_);
         });
     }
     __device__ __forceinline__ float factor() const { return factor_; }
@@ -80,9 +82,9 @@ public:
     __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
 
 private:
-    static constexpr float kMost = 3.4028235e38f;
-    template <int Units, class F>
-    __device__ __forceinline__ static void each_word(Values<Units> (&v)[kTiles], F f) {
+    static constexpr float kMaxFinite = 3.4028235e38f;
+    template <int Chunks, class F>
+    __device__ __forceinline__ static void each_word(Values<Chunks> (&v)[kStepTiles], F f) {
 #pragma unroll
         for (auto& tile : v)
 #pragma unroll

@@ -18,21 +18,22 @@ struct RowInfo {
 //   attend(p, segment, row_info, parts, finish)
 // which leaves the part of each group in shared memory, states of all rows and the output of so many, and calls finish(first),
 // where first is the first of these, until all are finished. All threads call both.
-template <class Family>
+template <class Mainloop>
 struct Block {
-    static constexpr int kParts = Family::kParts;
+    static constexpr int kTokenGroups = Mainloop::kTokenGroups;
 
-    static constexpr int kRowsAtOnce = Family::kRowsAtOnce;
+    static constexpr int kRowsAtOnce = Mainloop::kRowsAtOnce;
     static_assert(BLOCK_ROWS % kRowsAtOnce == 0, "a part's rows");
-    static constexpr int kOutputFloats = kParts * kRowsAtOnce * kPartStride, kWorkFloats = Family::kWorkBytes / sizeof(float);
+    static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
+                         kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
     // What is in shared memory.
     struct Shared {
         float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
-        RowState state[kParts * BLOCK_ROWS];
+        RowState state[kTokenGroups * BLOCK_ROWS];
         RowInfo row_info[BLOCK_ROWS];
-        TileScheduler schedule;
-        WorkTile segment;
+        TileScheduler scheduler;
+        WorkTile tile;
         bool is_last;
         bool all_have_queries;
     };
@@ -41,35 +42,35 @@ struct Block {
     __device__ __forceinline__ static void run(const DecodeParams& p) {
         extern __shared__ uint4 shared_memory[];
         Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-        TileScheduler& schedule = shared.schedule;
-        const WorkTile& segment = shared.segment;
+        TileScheduler& scheduler = shared.scheduler;
+        const WorkTile& tile = shared.tile;
         const RowInfo* row_info = shared.row_info;
-        const SharedPartials<kParts, kRowsAtOnce> parts = {shared.output, shared.state};
+        const SharedPartials<kTokenGroups, kRowsAtOnce> partials = {shared.output, shared.state};
 
-        const bool has_queries = schedule.begin(p);
+        const bool has_queries = scheduler.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
         if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;  // in the loop registers are few
         while (true) {
-            if (threadIdx.x < 32) schedule.next(p, shared.segment);
+            if (threadIdx.x < 32) scheduler.next(p, shared.tile);
             __syncthreads();
-            if (!segment.exists) break;
-            if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, segment, threadIdx.x);
+            if (!tile.exists) break;
+            if (threadIdx.x < BLOCK_ROWS) shared.row_info[threadIdx.x] = row_info_of(p, tile, threadIdx.x);
             __syncthreads();
-            Family::attend(p, segment, row_info, parts, [&](int first) {
-                const int rows = min(segment.rows - first, kRowsAtOnce);
+            Mainloop::run(p, tile, row_info, partials, [&](int first) {
+                const int rows = min(tile.rows - first, kRowsAtOnce);
                 __syncthreads();
-                if (segment.blocks == 1) {
-                    combine_partials(p, parts.from(first), kParts, rows, WriteOutput{p, segment, first});
+                if (tile.blocks == 1) {
+                    combine_partials(p, partials.from(first), kTokenGroups, rows, WriteOutput{p, tile, first});
                 } else {
-                    const long long place = GlobalPartials::place(blockIdx.x, segment.first_block);
-                    combine_partials(p, parts.from(first), kParts, rows, WritePart(p.partials, 0, place, first));
+                    const long long slot = GlobalPartials::slot(blockIdx.x, tile.first_block);
+                    combine_partials(p, partials.from(first), kTokenGroups, rows, WritePartial(p.partials, 0, slot, first));
                 }
                 if (kRowsAtOnce < BLOCK_ROWS) __syncthreads();
             });
-            if (segment.blocks > 1) combine_blocks(p, segment, shared.is_last);
+            if (tile.blocks > 1) combine_blocks(p, tile, shared.is_last);
             __syncthreads();
         }
-        if (p.lengths.cu_seqlens_q) refuse_rows(p, shared.all_have_queries);
+        if (p.lengths.cu_seqlens_q) fill_unowned_rows(p, shared.all_have_queries);
     }
 
 private:

@@ -5,24 +5,6 @@
 
 namespace decode {
 
-// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
-template <int Column, int Words>
-__device__ __forceinline__ void load_columns(int columns, unsigned* x, const void* from) {
-    static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");
-    if constexpr (Words == 4)
-        asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                     : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
-                     : "l"(from), "r"(columns), "n"(Column));
-    else if constexpr (Words == 2)
-        asm volatile("{.reg .pred p; setp.gt.s32 p, %3, %4; @p ld.global.nc.v2.u32 {%0, %1}, [%2];}"
-                     : "+r"(x[0]), "+r"(x[1])
-                     : "l"(from), "r"(columns), "n"(Column));
-    else
-        asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p ld.global.nc.u32 %0, [%1];}"
-                     : "+r"(x[0])
-                     : "l"(from), "r"(columns), "n"(Column));
-}
-
 class PageIterator {
     int page_;     // number of the page in the sequence
     int first_;    // that the lanes' numbers begin with
@@ -35,7 +17,7 @@ class PageIterator {
         const bool exists = !p.cache.block_table || mine * static_cast<long long>(p.cache.rows) < s.seqlen_k;
         numbers_ = exists ? page_of(p.cache, s.batch, mine) : -1;
         // Waits for them here: a scoreboard has many loads, and whoever asks for a number would wait for all that are on their way.
-        if constexpr (kStages) numbers_ = __shfl_sync(~0u, numbers_, threadIdx.x & 31);
+        if constexpr (kStaged) numbers_ = __shfl_sync(~0u, numbers_, threadIdx.x & 31);
     }
 
 public:
@@ -48,7 +30,7 @@ public:
         fetch(p, s);
     }
     // By tokens that no page ends between. Returns whether that is another page: its row 0.
-    template <int Tokens = kUnit>
+    template <int Tokens = kStepTokens>
     __device__ __forceinline__ bool advance(const DecodeParams& p, const WorkTile& s) {
         row += Tokens;
         if (row < p.cache.rows) return false;

@@ -11,14 +11,14 @@ namespace decode {
 
 constexpr int kColumns = 8;  // that a thread takes at a time
 // Rows of parts in shared memory: four floats more than columns, so that rows begin in different banks.
-constexpr int kPartStride = HEADDIM_V + 4;
+constexpr int kPartialStride = HEADDIM_V + 4;
 
 struct RowState {
-    float reference, sum;
+    float row_max, sum;
 };
 
 // Parts in shared memory, one for each group of warps that shares tokens.
-template <int Parts, int Rows>
+template <int Partials, int Rows>
 struct SharedPartials {
     float* output;  // [Parts][Rows][kPartStride]: of so many rows at a time
     RowState* state;  // [Parts][BLOCK_ROWS]
@@ -26,9 +26,9 @@ struct SharedPartials {
     // Where outputs begin with row `first`.
     __device__ __forceinline__ SharedPartials from(int first) const { return {output, state + first}; }
 
-    __device__ __forceinline__ RowState state_of(int part, int row) const { return state[part * BLOCK_ROWS + row]; }
-    __device__ __forceinline__ float4 load(int part, int row, int column) const {
-        return *reinterpret_cast<const float4*>(output + (part * Rows + row) * kPartStride + column);
+    __device__ __forceinline__ RowState state_of(int partial, int row) const { return state[partial * BLOCK_ROWS + row]; }
+    __device__ __forceinline__ float4 load(int partial, int row, int column) const {
+        return *reinterpret_cast<const float4*>(output + (partial * Rows + row) * kPartialStride + column);
     }
 };
 
@@ -40,55 +40,56 @@ struct GlobalPartials {
     int level, first_block, first, distance;  // part i is of the block first + i * distance
 
     // A block has two places: for a row set that began before it, and for one that begins in it.
-    __device__ __forceinline__ static long long place(int block, int first_block) { return 2ll * block + (block == first_block); }
-    __device__ __forceinline__ static float* output_at(float* partials, long long place) {
-        return partials + place * (BLOCK_ROWS * HEADDIM_V);
+    __device__ __forceinline__ static long long slot(int block, int first_block) { return 2ll * block + (block == first_block); }
+    __device__ __forceinline__ static float* output_at(float* partials, long long slot) {
+        return partials + slot * (BLOCK_ROWS * HEADDIM_V);
     }
     // Where four columns of a row are: of eight the first, then the others of all eights, so that a warp writes and reads lines.
-    __device__ __forceinline__ static int place_of_columns(int column) { return (column & 4) * (HEADDIM_V / 8) + column / 8 * 4; }
-    __device__ __forceinline__ static float2* states_at(float* partials, int level, long long place) {
-        const long long places = 2ll * gridDim.x;
-        return reinterpret_cast<float2*>(output_at(partials, places)) + (level * places + place) * BLOCK_ROWS;
+    __device__ __forceinline__ static int column_offset(int column) { return (column & 4) * (HEADDIM_V / 8) + column / 8 * 4; }
+    __device__ __forceinline__ static float2* states_at(float* partials, int level, long long slot) {
+        const long long slots = 2ll * gridDim.x;
+        return reinterpret_cast<float2*>(output_at(partials, slots)) + (level * slots + slot) * BLOCK_ROWS;
     }
-    __device__ __forceinline__ long long place_of(int i) const { return place(first + i * distance, first_block); }
+    __device__ __forceinline__ long long slot_of(int i) const { return slot(first + i * distance, first_block); }
 
     __device__ __forceinline__ RowState state_of(int i, int row) const {
-        const float2 x = __ldcg(states_at(partials, level, place_of(i)) + row);
+        const float2 x = __ldcg(states_at(partials, level, slot_of(i)) + row);
         return {x.x, x.y};
     }
     __device__ __forceinline__ float4 load(int i, int row, int column) const {
-        return __ldcg(
-            reinterpret_cast<const float4*>(output_at(partials, place_of(i)) + row * HEADDIM_V + place_of_columns(column)));
+        return __ldcg(reinterpret_cast<const float4*>(output_at(partials, slot_of(i)) + row * HEADDIM_V + column_offset(column)));
     }
 };
 
 // Merges parts of all rows and columns that there are. write(row, column, state, output) is told eight columns at a time.
-template <class Parts, class Write>
-__device__ __forceinline__ void combine_partials(const DecodeParams& p, const Parts& parts, int count, int rows, Write write) {
+template <class Partials, class Write>
+__device__ __forceinline__ void combine_partials(const DecodeParams& p, const Partials& partials, int count, int rows,
+                                                 Write write) {
     const int chunks = p.problem.headdim_v / kColumns;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
         const int row = i / chunks, column = i % chunks * kColumns;
         SoftmaxRow joint;  // the reference of no keys at all
 #pragma unroll 1
-        for (int part = 0; part < count; part++) joint.reference = fmaxf(joint.reference, parts.state_of(part, row).reference);
+        for (int partial = 0; partial < count; partial++)
+            joint.row_max = fmaxf(joint.row_max, partials.state_of(partial, row).row_max);
         float x[kColumns] = {};
 #pragma unroll 1
-        for (int part = 0; part < count; part++) {
-            const RowState state = parts.state_of(part, row);
+        for (int partial = 0; partial < count; partial++) {
+            const RowState state = partials.state_of(partial, row);
             if (state.sum == 0.f) continue;  // no key, and perhaps nothing written
-            const float factor = exp2_approx(state.reference - joint.reference);
+            const float factor = exp2_approx(state.row_max - joint.row_max);
             joint.sum += factor * state.sum;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float4 y = parts.load(part, row, column + 4 * half);
+                const float4 y = partials.load(partial, row, column + 4 * half);
                 x[4 * half] += factor * y.x;
                 x[4 * half + 1] += factor * y.y;
                 x[4 * half + 2] += factor * y.z;
                 x[4 * half + 3] += factor * y.w;
             }
         }
-        write(row, column, RowState{joint.reference, joint.sum}, x);
+        write(row, column, RowState{joint.row_max, joint.sum}, x);
     }
 }
 
@@ -103,14 +104,14 @@ struct WriteOutput {
         row += first;
         const int group = problem.nheads / problem.nheads_k;
         const int query = (s.row + row) / group, head = s.head_k * group + (s.row + row) % group;
-        const float factor = join_sink(p.score_options, head, state.reference, state.sum);
-        const SoftmaxResult result(state.reference, s.valid ? state.sum : __int_as_float(0x7fffffff));
+        const float factor = add_sink(p.score_options, head, state.row_max, state.sum);
+        const SoftmaxResult result(state.row_max, s.valid ? state.sum : quiet_nan());
         const float scale = result.output_scale * factor;
         unsigned words[kColumns / 2];
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) {
             const float lo = x[2 * i] * scale, hi = x[2 * i + 1] * scale;
-            words[i] = kBf16 ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+            words[i] = kBf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
         }
         unsigned short* out =
             p.out.ptr + s.batch * p.out.batch_stride + (s.q_offset + query) * p.out.row_stride + head * p.out.head_stride + column;
@@ -123,22 +124,22 @@ struct WriteOutput {
 };
 
 // A part for others to merge.
-struct WritePart {
+struct WritePartial {
     float* output;
     float2* states;
 
     // `first`: row of the set that rows are counted from
-    __device__ __forceinline__ WritePart(float* partials, int level, long long place, int first)
-        : output(GlobalPartials::output_at(partials, place) + first * HEADDIM_V),
-          states(GlobalPartials::states_at(partials, level, place) + first) {}
+    __device__ __forceinline__ WritePartial(float* partials, int level, long long slot, int first)
+        : output(GlobalPartials::output_at(partials, slot) + first * HEADDIM_V),
+          states(GlobalPartials::states_at(partials, level, slot) + first) {}
     // (the compiler takes a float4 apart where other values have the registers)
     __device__ __forceinline__ static void store(float* to, const float* x) {
         asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
     }
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
 #pragma unroll
-        for (int i = 0; i < kColumns; i += 4) store(output + row * HEADDIM_V + GlobalPartials::place_of_columns(column + i), x + i);
-        if (column == 0) states[row] = make_float2(state.reference, state.sum);
+        for (int i = 0; i < kColumns; i += 4) store(output + row * HEADDIM_V + GlobalPartials::column_offset(column + i), x + i);
+        if (column == 0) states[row] = make_float2(state.row_max, state.sum);
     }
 };
 
@@ -154,21 +155,21 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
     for (int level = 0;; level++) {
         const int group = node / kRadix, count = min(nodes - group * kRadix, kRadix);
         const int first = s.first_block + group * kRadix * distance;
-        const long long place = GlobalPartials::place(first, s.first_block);
+        const long long slot = GlobalPartials::slot(first, s.first_block);
         __threadfence();  // what this thread has written comes before the arrival
         __syncthreads();
         if (threadIdx.x == 0) {
-            is_last = arrive_is_last(p.semaphores + level * 2ll * gridDim.x + place, p.launch_id, count);
+            is_last = arrive_is_last(p.semaphores + level * 2ll * gridDim.x + slot, p.launch_id, count);
             __threadfence();  // ... and that before what others have written is read
         }
         __syncthreads();
         if (!is_last) return;
-        const GlobalPartials parts = {p.partials, level, s.first_block, first, distance};
+        const GlobalPartials partials = {p.partials, level, s.first_block, first, distance};
         if (nodes <= kRadix) {
-            combine_partials(p, parts, count, s.rows, WriteOutput{p, s, 0});
+            combine_partials(p, partials, count, s.rows, WriteOutput{p, s, 0});
             return;
         }
-        combine_partials(p, parts, count, s.rows, WritePart(p.partials, level + 1, place, 0));
+        combine_partials(p, partials, count, s.rows, WritePartial(p.partials, level + 1, slot, 0));
         node = group;
         nodes = (nodes + kRadix - 1) / kRadix;
         distance *= kRadix;
@@ -177,7 +178,7 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
 
 // Rows of packed q that no sequence has are nobody's to compute, and NaN. Where every sequence's are possible, they lie behind the
 // last.
-__device__ __forceinline__ void refuse_rows(const DecodeParams& p, bool all_have_queries) {
+__device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool all_have_queries) {
     const Problem& problem = p.problem;
     const int end = all_have_queries ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;
     const int chunks = problem.headdim_v / kColumns;
@@ -193,7 +194,7 @@ __device__ __forceinline__ void refuse_rows(const DecodeParams& p, bool all_have
             const unsigned nan = 0x7fff7fff;
             unsigned short* out = p.out.ptr + row * p.out.row_stride + head * p.out.head_stride + column;
             *reinterpret_cast<uint4*>(out) = make_uint4(nan, nan, nan, nan);
-            if (column == 0) p.softmax_lse[static_cast<long long>(head) * p.lengths.total_q + row] = __int_as_float(0x7fffffff);
+            if (column == 0) p.softmax_lse[static_cast<long long>(head) * p.lengths.total_q + row] = quiet_nan();
         }
     }
 }

@@ -30,9 +30,9 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    // The places of decode/cooperative_loader.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never meet in a
-    // bank, neither those that write the chunks of one token nor neighbours that read their operands.
-    static constexpr bool kShares = true;
+    // The places of decode/cooperative_loader.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never
+    // meet in a bank, neither those that write the chunks of one token nor neighbours that read their operands.
+    static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 4;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
@@ -51,14 +51,14 @@ struct DecodeLayout {
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c = {};
 #pragma unroll
-        for (int j = 0; j < Queries::kUnits; j++) {
-            const uint4 k = keys.unit(j), first = q.unit(0, j), second = q.unit(RowTiles - 1, j);
+        for (int j = 0; j < Queries::kChunks; j++) {
+            const uint4 k = keys.chunk(j), first = q.chunk(0, j), second = q.chunk(RowTiles - 1, j);
             const u32 words[4] = {k.x, k.y, k.z, k.w};
             const u32 rows[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const u32 a[2] = {rows[0][i], RowTiles == 2 ? rows[1][i] : 0};
-                static_assert(!Keys::kSplit, "products of one scale");
+                static_assert(!Keys::kTwoScales, "products of one scale");
                 mma(c, a, words[i]);
             }
         }
@@ -91,7 +91,7 @@ struct DecodeLayout {
                                                       const Values& values) {
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
-            const uint4 v = values.unit(j, 0), w = values.unit(j, 1);
+            const uint4 v = values.chunk(j, 0), w = values.chunk(j, 1);
             const u32 x[4] = {v.x, v.y, v.z, v.w}, y[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {

@@ -28,9 +28,9 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // The places of decode/cooperative_loader.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither those
-    // that write the chunks of one token nor neighbours that read their operands.
-    static constexpr bool kShares = true;
+    // The places of decode/cooperative_loader.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither
+    // those that write the chunks of one token nor neighbours that read their operands.
+    static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 2;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
     __device__ __forceinline__ static int key_slot(int token, int chunk) {
@@ -53,19 +53,19 @@ struct DecodeLayout {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             clear(c[mt]);
-            if constexpr (Keys::kSplit) clear(split[mt]);
+            if constexpr (Keys::kTwoScales) clear(split[mt]);
         }
 #pragma unroll
-        for (int j = 0; j < Queries::kUnits; j++) {
-            const uint4 k = keys.unit(j);
+        for (int j = 0; j < Queries::kChunks; j++) {
+            const uint4 k = keys.chunk(j);
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                const uint4 a = q.unit(mt, j);
+                const uint4 a = q.chunk(mt, j);
                 mma_row_col(c[mt], a.x, a.y, k.x, k.y);
-                mma_row_col(Keys::kSplit ? split[mt] : c[mt], a.z, a.w, k.z, k.w);
+                mma_row_col(Keys::kTwoScales ? split[mt] : c[mt], a.z, a.w, k.z, k.w);
             }
         }
-        if constexpr (Keys::kSplit) {
+        if constexpr (Keys::kTwoScales) {
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -113,7 +113,7 @@ struct DecodeLayout {
             for (int i = 0; i < 4; i++) a[mt][i] = __shfl_sync(~0u, packed[mt], source + 2 * (i & 1) + 8 * (i >> 1));
 #pragma unroll
         for (int j = 0; j < Loads; j++) {
-            const uint4 v[2] = {values.unit(j, 0), values.unit(j, 1)};
+            const uint4 v[2] = {values.chunk(j, 0), values.chunk(j, 1)};
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cascade import cascade_attention
-from ..kv_formats import quantize_kv
+from ...kv_cache.cascade import cascade_attention
+from ...kv_cache.formats import quantize_kv
 
 #: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them, and what the bytes are that vLLM
 #: hands over for them, as uint8, int8 or, to latent attention, always as float8_e4m3fn. None: it hands over the type itself; `auto` is the

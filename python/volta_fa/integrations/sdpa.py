@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .inspection import info
+from ..inspection import info
 
 #: In the key of torch.compile's caches on disk while something is enabled: they know a graph by its Python code,
 #: which is the same whether we are switched on or not.

@@ -12,12 +12,12 @@ class DroppedKeys {
     u32 kept_;
 
 public:
-    __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScoreCoord<KeysLayout>& place) {
-        const int odd = place.key(0) & 1, has_bit_of_4 = place.query(0) >> 2 & 1;
-        const u32 drawn = rule.kept_bits(philox.numbers((place.query(0) & ~4) + odd + 2 * has_bit_of_4, place.key(0) & ~3));
+    __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScoreCoord<KeysLayout>& coord) {
+        const int odd = coord.key(0) & 1, has_bit_of_4 = coord.query(0) >> 2 & 1;
+        const u32 drawn = rule.kept_bits(philox.numbers((coord.query(0) & ~4) + odd + 2 * has_bit_of_4, coord.key(0) & ~3));
         // Of the lane's queries number `odd` and odd + 2, then of the other two; of these the lane's keys, as those of columns
         // 0, 2.
-        const u32 own = join_calls(drawn, __shfl_xor_sync(~0u, drawn, 2), has_bit_of_4, has_bit_of_4);
+        const u32 own = merge_calls(drawn, __shfl_xor_sync(~0u, drawn, 2), has_bit_of_4, has_bit_of_4);
         const u32 others = __shfl_xor_sync(~0u, own, 1);
         const u32 even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;
         // bits: pair of queries * 2; key of two * 8; query of the pair * 16

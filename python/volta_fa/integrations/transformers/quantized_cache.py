@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .kv_formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
+from ...kv_cache.formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
 
 #: Storage that is full grows by this part of what is needed, so that a token is copied four times, whatever the length.
 _ROOM = 4

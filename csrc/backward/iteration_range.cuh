@@ -13,10 +13,10 @@ struct QueryRange {
 
     // all_rows: whether the walk has rows that see none of the keys too.
     __device__ __forceinline__ QueryRange(const Mask& mask, int first_key, bool all_rows = false)
-        : end(pinned(all_rows ? mask.seqlen_q : end_of_seen(mask, first_key))),
+        : end(keep_in_register(all_rows ? mask.seqlen_q : end_of_seen(mask, first_key))),
           unmasked(mask, first_key, min(Keys, mask.seqlen_k - first_key)) {
-        unmasked.first = pinned(unmasked.first);
-        unmasked.span = pinned(unmasked.span);
+        unmasked.first = keep_in_register(unmasked.first);
+        unmasked.span = keep_in_register(unmasked.span);
     }
     static __device__ __forceinline__ int end_of_seen(const Mask& mask, int first_key) {
         return kVarlen && first_key >= mask.seqlen_k ? 0 : mask.row_end(first_key, Keys);

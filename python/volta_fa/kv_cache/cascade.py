@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .merge import merge_attention_states
+from ..merge import merge_attention_states
 
 
 @torch.no_grad()

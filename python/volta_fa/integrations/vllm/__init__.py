@@ -16,8 +16,8 @@ import warnings
 __all__ = ["BACKEND", "MLA_BACKEND", "register"]
 
 #: What `--attention-backend CUSTOM` stands for.
-BACKEND = "volta_fa.vllm.backend.VoltaBackend"
-MLA_BACKEND = "volta_fa.vllm.mla.VoltaMLABackend"
+BACKEND = "volta_fa.integrations.vllm.backend.VoltaBackend"
+MLA_BACKEND = "volta_fa.integrations.vllm.mla.VoltaMLABackend"
 
 
 def register() -> None:

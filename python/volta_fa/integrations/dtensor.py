@@ -17,7 +17,7 @@ def _has_rules(t: Tensor) -> bool:
     if module is None or not isinstance(t, module.DTensor):
         return False
     try:
-        from .distributed import dtensor
+        from ..distributed import dtensor
 
         dtensor.register()
     except (ImportError, AttributeError):
@@ -25,6 +25,6 @@ def _has_rules(t: Tensor) -> bool:
     return True
 
 
-def answer_the_library() -> None:
+def register_dtensor_rules() -> None:
     """Once, as the package is imported."""
     _library.impl("_has_rules", _has_rules, "CompositeImplicitAutograd")

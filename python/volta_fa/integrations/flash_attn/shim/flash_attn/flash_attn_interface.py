@@ -2,8 +2,8 @@
 
 from typing import NoReturn
 
-from volta_fa.flash_attn_interface import *
-from volta_fa.flash_attn_interface import __all__ as __all__
+from volta_fa.integrations.flash_attn.interface import *
+from volta_fa.integrations.flash_attn.interface import __all__ as __all__
 
 
 class _NoExtension:

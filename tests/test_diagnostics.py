@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import volta_fa
-from volta_fa import cli, remedies
+from volta_fa import cli, diagnostics
 
 # What the wheels on PyPI were compiled for.
 CU128 = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -33,7 +33,7 @@ T4 = ("Tesla T4", (7, 5))
     ],
 )
 def test_what_runs_where(architectures, capability, runs):
-    assert remedies.has_code_for(architectures, capability) == runs
+    assert diagnostics.has_code_for(architectures, capability) == runs
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_runs_where(architectures, capability, runs):
     ],
 )
 def test_a_torch_without_volta(installed, remedy):
-    said = remedies.torch_problem(*V100, CU130, installed, "570.86.15")
+    said = diagnostics.torch_problem(*V100, CU130, installed, "570.86.15")
     assert said.endswith(f"Run `pip install {remedy} --index-url https://download.pytorch.org/whl/cu126`")
     for part in (f"torch {installed} has no code for Tesla V100-SXM2-16GB (sm_70, driver 570.86.15)", "volta_fa's kernels run there"):
         assert part in said
@@ -55,11 +55,11 @@ def test_a_torch_without_volta(installed, remedy):
 
 
 def test_who_is_not_told():
-    assert remedies.torch_problem(*V100, CU128, "2.10.0+cu128", "570.86.15") is None
-    assert remedies.torch_problem(*T4, CU130, "2.15.0+cu132", "590.1") is None
+    assert diagnostics.torch_problem(*V100, CU128, "2.10.0+cu128", "570.86.15") is None
+    assert diagnostics.torch_problem(*T4, CU130, "2.15.0+cu132", "590.1") is None
     # nothing to compare with, and a card that is torch's affair alone
-    assert remedies.torch_problem(*V100, [], "2.11.0+cpu", "570.86.15") is None
-    assert remedies.torch_problem("GTX 1080", (6, 1), CU130, "2.11.0+cu130", "570.86.15") is None
+    assert diagnostics.torch_problem(*V100, [], "2.11.0+cpu", "570.86.15") is None
+    assert diagnostics.torch_problem("GTX 1080", (6, 1), CU130, "2.11.0+cu130", "570.86.15") is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_who_is_not_told():
     ],
 )
 def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, parts):
-    said = remedies.driver_problem(driver, cuda, version, torch_cuda)
+    said = diagnostics.driver_problem(driver, cuda, version, torch_cuda)
     for part in (f"is too old for torch {version}", *parts):
         assert part in said
     assert "\n" not in said
@@ -79,7 +79,7 @@ def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, p
 
 @pytest.mark.parametrize("cuda, torch_cuda", [((12, 0), "12.9"), ((13, 0), "12.6"), ((11, 4), None)])
 def test_drivers_that_do(cuda, torch_cuda):
-    assert remedies.driver_problem("525.60.13", cuda, "2.11.0", torch_cuda) is None
+    assert diagnostics.driver_problem("525.60.13", cuda, "2.11.0", torch_cuda) is None
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def volta_without_its_torch(monkeypatch):
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(cuda, "get_device_name", lambda device: V100[0])
     monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: V100[1])
-    monkeypatch.setattr(remedies, "driver_version", lambda: "570.86.15")
-    monkeypatch.setattr(remedies, "driver_cuda", lambda: (12, 8))
+    monkeypatch.setattr(diagnostics, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (12, 8))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
 
 
@@ -99,7 +99,7 @@ def test_the_warning_comes_when_cuda_starts_and_once(volta_without_its_torch, mo
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        remedies.warn_when_cuda_starts()
+        diagnostics.warn_when_cuda_starts()
     assert len(waiting) == 1
     with pytest.warns(RuntimeWarning, match=r"^volta_fa: torch .* has no code for Tesla V100") as caught:
         waiting[0]()
@@ -110,7 +110,7 @@ def test_trouble_with_cuda_is_left_to_torch(monkeypatch):
     waiting = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: 1 // 0)
-    remedies.warn_when_cuda_starts()
+    diagnostics.warn_when_cuda_starts()
     waiting[0]()
 
 
@@ -131,8 +131,8 @@ def test_the_drivers_cuda_is_asked_of_libcuda(tmp_path, monkeypatch):
     library = tmp_path / "libcuda.so.1"
     command = ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-"]
     subprocess.run(command, input=source, text=True, check=True)
-    found = remedies.ctypes.CDLL(library)
-    monkeypatch.setattr(remedies.ctypes, "CDLL", lambda name: found)
-    assert remedies.driver_cuda() == (12, 6)
-    monkeypatch.setattr(remedies, "Path", lambda name: tmp_path / "nothing")
-    assert remedies.driver_version() == "CUDA 12.6"
+    found = diagnostics.ctypes.CDLL(library)
+    monkeypatch.setattr(diagnostics.ctypes, "CDLL", lambda name: found)
+    assert diagnostics.driver_cuda() == (12, 6)
+    monkeypatch.setattr(diagnostics, "Path", lambda name: tmp_path / "nothing")
+    assert diagnostics.driver_version() == "CUDA 12.6"

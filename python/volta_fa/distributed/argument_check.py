@@ -23,7 +23,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 Words = tuple[dict[str, Any], Any]
 
 
-def agree(groups: Sequence[dist.ProcessGroup], op: str, words: Callable[[], Words], device: torch.device) -> list[Any]:
+def check_same_arguments(groups: Sequence[dist.ProcessGroup], op: str, words: Callable[[], Words], device: torch.device) -> list[Any]:
     """What each rank's `words` says besides what has to be the same on all of them; in the order of the last group's ranks, and
     within each of the one before it.
 
