@@ -57,9 +57,7 @@ fn check_longest(name: &str, given: Option<i64>, rows: i64, since: &str, backend
         None => Err(Error::value(name, "None", format!("the length of the longest sequence, since {since} is given"))),
         Some(UNKNOWN) if backend == Backend::Meta => Ok(UNKNOWN),
         Some(n) if !(0..=MAX_GIVEN_SEQLEN).contains(&n) => Err(Error::value(name, n, format!("a length from 0 to {MAX_GIVEN_SEQLEN}"))),
-        Some(0) if rows > 0 => {
-            Err(Error::value(name, 0, format!("the length of the longest sequence, at least 1: there are {rows} rows")))
-        }
+        Some(0) if rows > 0 => Err(Error::value(name, 0, format!("the length of the longest sequence, at least 1: there are {rows} rows"))),
         Some(n) => Ok(n),
     }
 }

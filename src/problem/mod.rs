@@ -17,9 +17,7 @@ mod operands;
 mod scores;
 mod tensor;
 
-pub use attention::{
-    padded_headdim, Appended, Attention, Cache, CacheLayout, Keys, Queries, RequestedFeatures, Rotary, Window,
-};
+pub use attention::{padded_headdim, Appended, Attention, Cache, CacheLayout, Keys, Queries, RequestedFeatures, Rotary, Window};
 pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
 pub use cached::{validate_kvcache, validate_mla};
 pub use dense::{validate, validate_backward};

@@ -65,7 +65,13 @@ pub fn check_operand(name: &str, d: &TensorDesc, q: &TensorDesc, packing: Packin
 }
 
 /// Checks k and v beside q; `keys` are their names.
-pub fn check_keys(keys: [(&str, &TensorDesc); 2], q: &TensorDesc, qs: &Sizes, packing: Packing<'_>, backend: Backend) -> Result<[Sizes; 2]> {
+pub fn check_keys(
+    keys: [(&str, &TensorDesc); 2],
+    q: &TensorDesc,
+    qs: &Sizes,
+    packing: Packing<'_>,
+    backend: Backend,
+) -> Result<[Sizes; 2]> {
     let [(k_name, k), (v_name, v)] = keys;
     let (ks, vs) = (check_operand(k_name, k, q, packing, backend)?, check_operand(v_name, v, q, packing, backend)?);
     check_same_size(k_name, "batch", ks.batch, "q", qs.batch)?;
