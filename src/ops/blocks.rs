@@ -6,12 +6,11 @@
 use super::dropout;
 use super::inputs::Inputs;
 use crate::error::Result;
-use crate::launch::MemoryRange;
 use crate::options::Options;
-use crate::params::{Cache, CacheScale, CacheScales, Lengths, Operand, Problem, ScoreOptions};
+use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
 use crate::plan;
 use crate::problem::{Attention, CacheLayout};
-use crate::tensor::{self, is_readable, memory_range, operand};
+use crate::tensor::{self, is_readable, operand};
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 
@@ -32,6 +31,8 @@ pub struct Blocks {
     pub score_options: ScoreOptions,
     pub cache: Cache,
     pub scales: CacheScales,
+    /// Element type of q.
+    pub element: ElementType,
 }
 
 impl Blocks {
@@ -49,6 +50,7 @@ impl Blocks {
             score_options: score_options(inputs, a, first),
             cache: cache(o, a, [k, v], first, first_entry),
             scales: scales(o, a, first, first_entry),
+            element: tensor::element_type(&inputs.q),
         }
     }
 }
@@ -183,16 +185,6 @@ pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
     }
     inputs.rng_state = inputs.rng_state.filter(|_| a.features.dropout_p > 0.0);
     Ok(Some(inputs))
-}
-
-/// Returns the memory that kernels may read.
-pub fn ranges<'a>(inputs: &'a Inputs, a: &Attention) -> impl Iterator<Item = MemoryRange> + 'a {
-    let [k, v] = a.key_names();
-    [("q", &inputs.q), (k, &inputs.k), (v, &inputs.v)]
-        .into_iter()
-        .chain(inputs.rng_state.as_ref().map(|t| ("rng_state", t)))
-        .chain(inputs.options.tensors())
-        .map(|(name, t)| memory_range(name, t, false))
 }
 
 /// Returns a pointer to an element of an fp32 tensor.

@@ -2,11 +2,11 @@
 
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
-use super::launches::run;
+use super::launches::{memory_ranges, run};
 use super::stream_k;
 use crate::error::Result;
 use crate::kernels::Scratch;
-use crate::launch::{bytes_of, memory, Launcher};
+use crate::launch::{bytes_of, Launcher};
 use crate::log;
 use crate::params::{BwdParams, FwdParams, Lengths};
 use crate::plan::{self, BackwardMode};
@@ -26,10 +26,9 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
     let shares = planned.shares.map(|shares| stream_k::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
-    let ranges = memory(launcher, || {
-        let own = [memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
-        own.into_iter().chain(shares.iter().flat_map(stream_k::Launch::ranges)).chain(blocks::ranges(inputs, a)).collect()
-    });
+    let scratch = shares.as_ref().map(stream_k::Launch::scratch);
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch)];
+    let ranges = memory_ranges(inputs, a, launcher, written);
     launcher.begin(&ranges);
     fill_varlen(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
@@ -71,24 +70,16 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
         bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
     };
-    let mut ranges = vec![
-        memory_range("dout", &dout, false),
-        memory_range("out", &out, false),
-        memory_range("softmax_lse", &softmax_lse, false),
-        memory_range("dq", &dq, true),
-        memory_range("dk", &dk, true),
-        memory_range("dv", &dv, true),
-        memory_range("row_stats", &row_stats, true),
-        memory_range("dq_accum", &dq_accum, true),
-    ];
-    ranges.extend(blocks::ranges(inputs, a));
-    let dbias_range = dbias.as_ref().map(|t| memory_range("dattn_bias", t, true));
-    ranges.extend(dbias_range.filter(|_| stores_dbias));
+    let stored_dbias = dbias.as_ref().filter(|_| stores_dbias);
+    let gradients = [("dq", Some(&dq)), ("dk", Some(&dk)), ("dv", Some(&dv)), ("dattn_bias", stored_dbias)];
+    let mut ranges = memory_ranges(inputs, a, launcher, gradients);
+    ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| memory_range(name, t, true)));
+    ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| memory_range(name, t, false)));
     launcher.begin(&ranges);
     fill_varlen(a, [&dq, &dk, &dv])?;
-    // after begin, which fills what is writable with NaN: this one has to begin with zeros
-    ranges.extend(dbias_range.filter(|_| !stores_dbias));
-    if let Some(dbias) = dbias.as_ref().filter(|_| stores_dbias && !every_score_is_met(a)) {
+    // after begin, which fills writable memory with NaN: a sum starts from zeros
+    ranges.extend(dbias.as_ref().filter(|_| !stores_dbias).map(|t| memory_range("dattn_bias", t, true)));
+    if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
         let _ = dbias.shallow_clone().f_zero_()?;
     }
     let sinks = inputs.options.sinks.as_ref();
@@ -173,11 +164,6 @@ fn fill_varlen<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
 /// lengths are in memory, one of them may be beyond the end.)
 fn has_scores_of_its_own(bias: &Tensor, a: &Attention) -> bool {
     !a.is_varlen() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
-}
-
-/// Whether no mask keeps a block from any row.
-fn every_score_is_met(a: &Attention) -> bool {
-    a.window == Window::FULL
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
 use crate::launch::Launcher;
 use crate::options::Options;
-use crate::problem::{self, Attention, Backend, DType, Device, TensorDesc};
+use crate::problem::{self, Backend, DType, Device, TensorDesc};
 use crate::tensor::describe;
 use std::convert::Infallible;
 use std::ffi::c_void;
@@ -39,6 +39,33 @@ impl Inputs {
             options,
             stream: self.stream,
         }
+    }
+}
+
+/// Descriptions of the inputs, for validation.
+pub(super) struct Described {
+    pub q: TensorDesc,
+    pub k: TensorDesc,
+    pub v: TensorDesc,
+    pub appended: Option<[TensorDesc; 2]>,
+    pub rng_state: Option<TensorDesc>,
+    pub options: problem::Options,
+}
+
+impl Inputs {
+    /// Describes every tensor.
+    ///
+    /// # Errors
+    /// A tensor without strides, or on a device that operators do not run on.
+    pub(super) fn describe(&self) -> Result<Described> {
+        Ok(Described {
+            q: describe(&self.q)?,
+            k: describe(&self.k)?,
+            v: describe(&self.v)?,
+            appended: self.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?,
+            rng_state: self.rng_state.as_ref().map(describe).transpose()?,
+            options: self.options.try_map(describe)?,
+        })
     }
 }
 
@@ -122,17 +149,8 @@ fn simulated() -> Result<Target> {
     }
 }
 
-/// Validates `fwd`; `q` describes inputs.q.
-pub(super) fn validate(inputs: &Inputs, q: &TensorDesc, backend: Backend) -> Result<Attention> {
-    let options = inputs.options.try_map(describe)?;
-    problem::validate(q, &describe(&inputs.k)?, &describe(&inputs.v)?, &options, backend)
-}
-
-/// Validates what `bwd` takes beyond `fwd`.
-pub(super) fn validate_backward(inputs: &Inputs, q: &TensorDesc, saved: &Saved, a: &Attention, backend: Backend) -> Result<()> {
-    let rng_state = inputs.rng_state.as_ref().map(describe).transpose()?;
-    let (dout, out, softmax_lse) = (describe(&saved.dout)?, describe(&saved.out)?, describe(&saved.softmax_lse)?);
-    problem::validate_backward(&dout, &out, &softmax_lse, rng_state.as_ref(), q, a, backend)?;
+/// Rejects a gradient of a bias that has none.
+pub(super) fn check_bias_gradient(inputs: &Inputs, saved: &Saved) -> Result<()> {
     let reject = |given| Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
     match &inputs.options.attn_bias {
         None if saved.attn_bias_requires_grad => reject("True without an attn_bias"),

@@ -15,9 +15,9 @@ pub(crate) use inputs::{Gradients, Inputs, Saved};
 
 use crate::error::Result;
 use crate::plan::BackwardMode;
-use crate::problem::{self, Attention, Backend, TensorDesc};
+use crate::problem::{self, Attention, Backend};
 use crate::tensor::{describe, readable_gradient};
-use inputs::{int32_values, validate, validate_backward, Target};
+use inputs::{check_bias_gradient, int32_values, Described, Target};
 use tch::{Kind, Tensor};
 
 /// Computes `volta_fa::fwd`: (out, softmax_lse).
@@ -43,14 +43,14 @@ fn forward_on_cpu(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
 
 /// Computes `volta_fa::bwd`.
 pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
-    let (target, a, q) = prepare(inputs)?;
+    let (target, a, described) = prepare(inputs)?;
     let saved = &Saved {
         dout: readable_gradient(&saved.dout)?,
         out: saved.out.shallow_clone(),
         softmax_lse: saved.softmax_lse.shallow_clone(),
         ..*saved
     };
-    validate_backward(inputs, &q, saved, &a, target.backend())?;
+    validate_backward(inputs, saved, &described, &a, target.backend())?;
     if a.is_empty() {
         return empty_backward(inputs, saved, &a);
     }
@@ -64,27 +64,37 @@ pub(crate) fn backward(inputs: &Inputs, saved: &Saved) -> Result<Gradients> {
 
 /// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
 pub(crate) fn check_forward(inputs: &Inputs) -> Result<()> {
-    validate(inputs, &describe(&inputs.q)?, Backend::Meta).map(|_| ())
+    validate(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
 /// Rejects what [`backward`] would reject, as far as sizes are known.
 pub(crate) fn check_backward(inputs: &Inputs, saved: &Saved) -> Result<()> {
-    let q = describe(&inputs.q)?;
-    let a = validate(inputs, &q, Backend::Meta)?;
-    validate_backward(inputs, &q, saved, &a, Backend::Meta)
+    let described = inputs.describe()?;
+    let a = validate(&described, Backend::Meta)?;
+    validate_backward(inputs, saved, &described, &a, Backend::Meta)
 }
 
-/// Returns what computes the call, the validated problem and the description of q.
-fn prepare(inputs: &Inputs) -> Result<(Target, Attention, TensorDesc)> {
-    let q = describe(&inputs.q)?;
-    let target = Target::of(&q, inputs.stream)?;
-    let a = validate(inputs, &q, target.backend())?;
+fn validate(d: &Described, backend: Backend) -> Result<Attention> {
+    problem::validate(&d.q, &d.k, &d.v, &d.options, backend)
+}
+
+fn validate_backward(inputs: &Inputs, saved: &Saved, d: &Described, a: &Attention, backend: Backend) -> Result<()> {
+    let (dout, out, softmax_lse) = (describe(&saved.dout)?, describe(&saved.out)?, describe(&saved.softmax_lse)?);
+    problem::validate_backward(&dout, &out, &softmax_lse, d.rng_state.as_ref(), &d.q, a, backend)?;
+    check_bias_gradient(inputs, saved)
+}
+
+/// Returns what computes the call, the validated problem and the descriptions of the tensors.
+fn prepare(inputs: &Inputs) -> Result<(Target, Attention, Described)> {
+    let described = inputs.describe()?;
+    let target = Target::of(&described.q, inputs.stream)?;
+    let a = validate(&described, target.backend())?;
     let o = &inputs.options;
-    if a.is_varlen() && target.checks_lengths(q.device, o.check_lengths)? {
+    if a.is_varlen() && target.checks_lengths(described.q.device, o.check_lengths)? {
         let [cu_q, cu_k, used] = [&o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k].map(int32_values);
         problem::validate_lengths(&a, cu_q?.as_deref(), cu_k?.as_deref(), used?.as_deref())?;
     }
-    Ok((target, a, q))
+    Ok((target, a, described))
 }
 
 /// Returns the results of rows without keys: every row is fully masked, except for a sink.

@@ -3,11 +3,11 @@
 use super::blocks::at;
 use super::launches::launch_id;
 use crate::error::Result;
-use crate::launch::{Launcher, MemoryRange};
+use crate::launch::Launcher;
 use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
 use crate::plan::{PlannedKernel, StreamKPlan, StreamKSchedule};
-use crate::tensor::{self, memory_range};
+use crate::tensor;
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -40,8 +40,9 @@ impl Launch {
         Ok(Launch { dealt, planned, scratch, partials })
     }
 
-    pub fn ranges(&self) -> [MemoryRange; 1] {
-        [memory_range("scratch", &self.scratch, true)]
+    /// Returns the scratch memory.
+    pub fn scratch(&self) -> &Tensor {
+        &self.scratch
     }
 
     /// The parameter block.

@@ -8,18 +8,33 @@
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
-use super::kernels;
-use super::quantized::Quantized;
+use super::quantized::{bytes, Quantized};
 use crate::error::Result;
-use crate::launch::Launcher;
 use crate::ops::{self, inputs::Inputs};
 use crate::options::{scale_of_latents, Options};
 use crate::params::CacheFormat;
-use crate::problem::{Attention, Cache, CachedSequence, Keys, RequestedFeatures};
+use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
 use tch::{Device, Kind, Tensor};
 
 fn cache_of(a: &Attention) -> &Cache {
     a.cache().expect("the keys are in a cache")
+}
+
+/// Returns the quantized caches of a call, k and v.
+fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 2]> {
+    let o = &inputs.options;
+    let scale = |each: &Option<Tensor>, fp8: &Option<Tensor>| -> Result<Option<Tensor>> {
+        let given = if format.has_scales() { each } else { fp8 };
+        let Some(t) = given else { return Ok(None) };
+        // (batch, nheads_k): tokens are a dimension between the two
+        Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
+    };
+    let zero_point = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    let (k_scale, v_scale) = (scale(&o.k_scale, &o.k_descale)?, scale(&o.v_scale, &o.v_descale)?);
+    Ok([
+        Quantized { data: bytes(&inputs.k, format)?, scale: k_scale, zero_point: zero_point(&o.k_zero_point) },
+        Quantized { data: bytes(&inputs.v, format)?, scale: v_scale, zero_point: zero_point(&o.v_zero_point) },
+    ])
 }
 
 /// A number for each sequence, (batch) int64: read from memory, or the same for all.
@@ -206,7 +221,7 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
         return write(&inputs.v, &v, &any);
     }
     let any_head = any.f_squeeze_dim(-1)?;
-    for (cache, new) in Quantized::caches(inputs, a.cache_format())?.into_iter().zip([&k, &v]) {
+    for (cache, new) in quantized_caches(inputs, a.cache_format())?.into_iter().zip([&k, &v]) {
         // fp8's scale is the sequence's, where it is not that of all; others' are what is written
         let scale = match &cache.scale {
             Some(scale) if !a.cache_format().has_scales() && scale.dim() == 3 => {
@@ -294,7 +309,7 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     let o = &inputs.options;
     let quantized = match a.cache_format() {
         CacheFormat::Unquantized => None,
-        format => Some(Quantized::caches(inputs, format)?),
+        format => Some(quantized_caches(inputs, format)?),
     };
     // what a quantized cache stands for, of what `part` takes of each of its tensors
     let numbers = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
@@ -348,44 +363,41 @@ pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tenso
     Ok((k, used))
 }
 
-/// (out, softmax_lse). `seqlen_k`: the most keys that a sequence has, as far as anybody knows.
+/// Computes the op with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
 ///
 /// # Errors
-/// Where ATen fails, or `fwd`.
+/// Where ATen or `fwd` fails.
 pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let s = Sequences::of(inputs, a)?;
     append(inputs, a, &s)?;
-    let q = queries(inputs, a, &s)?;
-    let kind = q.kind();
-    // what a quantized cache stands for is rounded to no 16-bit type where nobody needs it
-    if a.cache_format() != CacheFormat::Unquantized && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
-        let q = q.f_to_kind(Kind::Float)?;
-        let (out, softmax_lse) = attend_to(&q, inputs, a, used_keys(inputs, a, &s, q.kind(), seqlen_k)?, seqlen_k)?;
-        return Ok((out.f_to_kind(kind)?, softmax_lse));
-    }
-    attend_to(&q, inputs, a, used_keys(inputs, a, &s, kind, seqlen_k)?, seqlen_k)
+    let (q, kind) = (queries(inputs, a, &s)?, inputs.q.kind());
+    // dequantized values are rounded to no 16-bit type unless kernels need it
+    let is_16_bit = matches!(kind, Kind::Half | Kind::BFloat16);
+    let computes_in_fp32 = a.cache_format() != CacheFormat::Unquantized && is_16_bit && q.device() == Device::Cpu;
+    let q = if computes_in_fp32 { q.f_to_kind(Kind::Float)? } else { q };
+    let keys = used_keys(inputs, a, &s, q.kind(), seqlen_k)?;
+    let (out, softmax_lse) = attend_to(&q, inputs, a, keys, seqlen_k)?;
+    Ok((out.f_to_kind(kind)?, softmax_lse))
 }
 
-/// Computes the same after kernels have appended and rotated q. `known`: the sequences, if the call checked them.
+/// Computes the same after a kernel has appended and rotated q.
 ///
 /// # Errors
-/// As [`forward`]; a kernel that cannot be launched.
-pub fn attend(
-    inputs: &Inputs,
-    a: &Attention,
-    seqlen_k: i64,
-    known: Option<&[CachedSequence]>,
-    launcher: &dyn Launcher,
-) -> Result<(Tensor, Tensor)> {
-    let keys = match a.cache_format() != CacheFormat::Unquantized && seqlen_k > 0 {
-        true => kernels::dequantize(inputs, &Attention { seqlen_k, ..*a }, known, launcher)?,
-        false => used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?,
-    };
+/// As [`forward`].
+pub fn attend(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let keys = used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
     attend_to(&inputs.q, inputs, a, keys, seqlen_k)
 }
 
-/// The keys and values, and how many of them each sequence has: [`used_keys`]. fwd makes NaN of a length that cannot be.
-fn attend_to(
+/// Returns uninitialized results without elements.
+pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    let device = inputs.q.device();
+    let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
+    Ok((out, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
+}
+
+/// Attends `q`, the call's or rotated, to keys, values and key counts as [`used_keys`] returns them. `fwd` computes NaN for invalid counts.
+pub fn attend_to(
     q: &Tensor,
     inputs: &Inputs,
     a: &Attention,

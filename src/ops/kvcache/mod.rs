@@ -5,14 +5,14 @@ mod kernels;
 mod quantized;
 
 use super::bf16::saturated;
-use super::inputs::{int32_values, Inputs, Target};
-use crate::error::{Error, Result};
+use super::inputs::{int32_values, Described, Inputs, Target};
+use crate::error::Result;
 use crate::launch::Launcher;
-use crate::limits::{LATENT_HEADDIMS, MAX_DECODE_ROWS};
+use crate::limits::LATENT_HEADDIMS;
 use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::problem::{self, Attention, Backend, Cache, CacheLayout, CacheValues, CachedSequence, DType, Keys, TensorDesc};
-use crate::tensor::{describe, is_readable, readable};
+use crate::problem::{self, Attention, Backend, Cache, CacheLayout, CacheValues, CachedSequence, DType, Keys};
+use crate::tensor::{is_readable, readable};
 use tch::{Kind, Tensor};
 
 /// A validated call.
@@ -29,18 +29,10 @@ struct Prepared {
 /// Wrong arguments; a device that no kernel runs on.
 pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
     let Prepared { target, a, sequences } = prepare(inputs, validate)?;
-    let launcher = match target {
-        Target::Kernels(launcher) if has_room(&a) => launcher,
-        _ => return gather::forward(inputs, &a, longest(&a, &sequences)),
-    };
-    let rotated = kernels::append(inputs, &a, &*launcher)?.map(|q| Inputs { q, ..inputs.share() });
-    let inputs = rotated.as_ref().unwrap_or(inputs);
-    if a.has_no_output() {
-        empty(inputs, &a)
-    } else if reads_in_place(inputs, &a) {
-        kernels::attend(inputs, &a, &*launcher)
-    } else {
-        gather::attend(inputs, &a, longest(&a, &sequences), sequences.as_deref(), &*launcher)
+    let seqlen_k = longest(&a, &sequences);
+    match target {
+        Target::Kernels(launcher) if has_room(&a) => kernels::append_and_attend(inputs, &a, seqlen_k, sequences.as_deref(), &*launcher),
+        _ => gather::forward(inputs, &a, seqlen_k),
     }
 }
 
@@ -55,7 +47,7 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
     (o.v_scale, o.v_descale) = (own(&o.k_scale), own(&o.k_descale));
     inputs.v = inputs.k.f_narrow(-1, 0, LATENT_HEADDIMS[0])?;
     match target {
-        _ if a.has_no_output() => empty(&inputs, &a),
+        _ if a.has_no_output() => gather::no_output(&inputs, &a),
         Target::Cpu => gather::forward(&inputs, &a, longest(&a, &sequences)),
         Target::Kernels(launcher) if has_room(&a) && inputs.q.kind() == Kind::Half && is_readable(&inputs.k) => {
             kernels::attend(&inputs, &a, &*launcher)
@@ -66,40 +58,37 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
 
 /// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
 pub(crate) fn check(inputs: &Inputs) -> Result<()> {
-    validate(inputs, &describe(&inputs.q)?, Backend::Meta).map(|_| ())
+    validate(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
 /// Rejects what [`forward_mla`] would reject, as far as sizes are known.
 pub(crate) fn check_mla(inputs: &Inputs) -> Result<()> {
-    validate_mla(inputs, &describe(&inputs.q)?, Backend::Meta).map(|_| ())
+    validate_mla(&inputs.describe()?, Backend::Meta).map(|_| ())
+}
+
+fn validate(d: &Described, backend: Backend) -> Result<Attention> {
+    let appended = d.appended.as_ref().map(|[k, v]| [k, v]);
+    problem::validate_kvcache(&d.q, &d.k, &d.v, appended, &d.options, backend)
+}
+
+fn validate_mla(d: &Described, backend: Backend) -> Result<Attention> {
+    problem::validate_mla(&d.q, &d.k, &d.options, backend)
 }
 
 /// Chooses a backend and validates; reads lengths and scales if the call checks them.
-fn prepare(inputs: &Inputs, validate: fn(&Inputs, &TensorDesc, Backend) -> Result<Attention>) -> Result<Prepared> {
-    let q = describe(&inputs.q)?;
-    let target = Target::of(&q, inputs.stream)?;
-    let a = validate(inputs, &q, target.backend())?;
+fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attention>) -> Result<Prepared> {
+    let described = inputs.describe()?;
+    let target = Target::of(&described.q, inputs.stream)?;
+    let checks_lengths = target.checks_lengths(described.q.device, inputs.options.check_lengths)?;
+    let a = validate(&described, target.backend())?;
     let mut sequences = None;
-    if target.checks_lengths(q.device, inputs.options.check_lengths)? {
+    if checks_lengths {
         sequences = Some(checked_sequences(inputs, &a)?);
         if a.cache_format() != CacheFormat::Unquantized {
             gather::check_scales(inputs, &a, longest(&a, &sequences))?;
         }
     }
     Ok(Prepared { target, a, sequences })
-}
-
-/// Validates `fwd_kvcache`; `q` describes inputs.q.
-fn validate(inputs: &Inputs, q: &TensorDesc, backend: Backend) -> Result<Attention> {
-    let options = inputs.options.try_map(describe)?;
-    let appended = inputs.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?;
-    let appended = appended.as_ref().map(|[k, v]| [k, v]);
-    problem::validate_kvcache(q, &describe(&inputs.k)?, &describe(&inputs.v)?, appended, &options, backend)
-}
-
-/// Validates `fwd_mla`; `q` describes inputs.q.
-fn validate_mla(inputs: &Inputs, q: &TensorDesc, backend: Backend) -> Result<Attention> {
-    problem::validate_mla(q, &describe(&inputs.k)?, &inputs.options.try_map(describe)?, backend)
 }
 
 /// Reads and checks the values of the call's int32 tensors. On a GPU this synchronizes.
@@ -124,24 +113,6 @@ fn longest(a: &Attention, sequences: &Option<Vec<CachedSequence>>) -> i64 {
 /// Returns true if the cache can hold a token. A tensor without elements may have no address, and kernels take null for "not given".
 fn has_room(a: &Attention) -> bool {
     a.seqlen_k > 0 && a.cache().is_some_and(|cache| cache.entries > 0)
-}
-
-/// Returns true if kernels read the caches in place: all rows begin on 16-byte boundaries and have whole groups of 16 bytes. Only decode
-/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries.
-fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
-    let has_kernel = match (a.dtype, a.cache_format()) {
-        (DType::Half, CacheFormat::Unquantized) => true,
-        (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) => a.rows_per_kv_head() <= MAX_DECODE_ROWS,
-        _ => false,
-    };
-    has_kernel && [&inputs.k, &inputs.v].into_iter().all(is_readable)
-}
-
-/// Returns uninitialized results without elements.
-fn empty(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
-    let device = inputs.q.device();
-    let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
-    Ok((out, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
 }
 
 /// Attends to fp16 copies of latents: decode kernels cannot read bf16 ones, those beside bf16 queries, and rows off 16-byte boundaries.
