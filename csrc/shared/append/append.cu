@@ -3,7 +3,7 @@
 //
 // Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
 // a time. Rows of a quantized cache, which have a scale, are a warp's each.
-#include "append/quantize.cuh"
+#include "shared/append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
 #include "volta_fa_params.h"
