@@ -1,3 +1,4 @@
+// Forward kernel of the turing family.
 #include "turing/forward/pipelined.cuh"
 
 constexpr int kSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
