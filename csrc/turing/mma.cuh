@@ -14,6 +14,7 @@ namespace turing {
 using u32 = unsigned;
 using Accumulator = float[4];
 
+// A lane's indices in the layouts above.
 struct Lane {
     int lane;  // 0 to 31
     int group;  // g

@@ -14,6 +14,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;

@@ -7,6 +7,7 @@
 
 namespace turing {
 
+// Order of the elements; argument of BackwardPostprocess.
 struct DqAccumulator {
     static constexpr int kTileFloats = 128, kElementFloats = 32;
 

@@ -13,6 +13,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDqWarpSpecialized {
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;

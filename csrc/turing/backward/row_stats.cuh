@@ -9,6 +9,7 @@
 
 namespace turing {
 
+// Layout of the statistics; argument of the shared kernels.
 struct RowStats {
     // Sizes from `Scratch` in src/kernels/turing/mod.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;

@@ -11,6 +11,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;

@@ -14,6 +14,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;

@@ -9,6 +9,7 @@
 
 namespace turing {
 
+// ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
     // -slope / scale; query position minus key, of the lane's first row and the first key of a tile at key 0

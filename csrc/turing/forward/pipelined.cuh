@@ -20,6 +20,7 @@
 
 namespace turing {
 
+// The kernel. A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots>
 struct ForwardPipelined {
     static constexpr int kThreads = 32 * Warps;

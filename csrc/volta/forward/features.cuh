@@ -301,6 +301,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
     static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
 
+    // Where the lane's bias lies.
     struct BiasAddress {
         const unsigned short* base;  // of the lane's first row
         int rows_left, first_key;  // rows after that one; the lane's first key
@@ -404,11 +405,13 @@ public:
 // registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
+// Dropout of packed probabilities. Rolled: rounds in a rolled loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
+    // The seed, and round 0 of head and row.
     struct Seed {
         u32 key[2], row;  // of the lane's first row
     };

@@ -19,6 +19,7 @@
 
 namespace volta {
 
+// A lane's rows of the operands.
 struct ForwardLane : Lane {
     using Lane::Lane;
     __device__ __forceinline__ int q_row() const { return qm + 2 * quad + 8 * half; }

@@ -12,6 +12,7 @@
 
 namespace volta {
 
+// The kernel. A warp has 32 query rows. Grid: DataParallelGrid or StreamKGrid.
 template <int Headdim, int HeaddimV, int Warps, class Grid = DataParallelGrid>
 struct ForwardRegisterQ {
     static constexpr int kRowTiles = 2;

@@ -59,6 +59,7 @@ public:
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     template <int Rows>
+    // Coordinates and keys of a block.
     struct Block : TileCoord {
         TileSplit split;
         int head_k;
