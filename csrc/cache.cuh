@@ -13,18 +13,19 @@
 class CacheSeqlenInfo {
     const Problem& problem_;
     const Lengths& lengths_;
-    int q_offset_, seqlen_q_, k_offset_, seqlen_k_cache_, seqlen_knew_, first_new_;
+    int q_offset_, seqlen_q_, k_offset_, seqlen_k_cache_, seqlen_knew_, knew_offset_;
     bool has_queries_, valid_;
 
 public:
     __device__ __forceinline__ CacheSeqlenInfo(const Problem& problem, const Lengths& lengths, const Cache& cache, int batch)
-        : problem_(problem), lengths_(lengths), q_offset_(0), seqlen_q_(problem.seqlen_q), k_offset_(0), seqlen_knew_(cache.seqlen_new),
-          first_new_(0), has_queries_(true), valid_(true) {
+        : problem_(problem), lengths_(lengths), q_offset_(0), seqlen_q_(problem.seqlen_q), k_offset_(0),
+          seqlen_knew_(cache.seqlen_new), knew_offset_(0), has_queries_(true), valid_(true) {
         if (lengths.cu_seqlens_q)
             has_queries_ =
                 packed_range(lengths, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, q_offset_, seqlen_q_);
         if (cache.cu_seqlens_k_new)
-            valid_ &= packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, first_new_, seqlen_knew_);
+            valid_ &=
+                packed_range(lengths, cache.cu_seqlens_k_new, batch, cache.total_new, cache.seqlen_new, knew_offset_, seqlen_knew_);
         if (cache.leftpad_k) k_offset_ = load_length(cache.leftpad_k + batch);
         const int capacity = cache.block_table ? cache.max_pages * cache.rows : cache.rows;
         const int end = cache.cache_seqlens ? load_length(cache.cache_seqlens + batch) : capacity;
@@ -45,7 +46,7 @@ public:
     __device__ __forceinline__ int seqlen_k_cache() const { return seqlen_k_cache_; }
     // What this call appends, and where that begins among packed tokens.
     __device__ __forceinline__ int seqlen_knew() const { return seqlen_knew_; }
-    __device__ __forceinline__ int first_new() const { return first_new_; }
+    __device__ __forceinline__ int knew_offset() const { return knew_offset_; }
     // The first row of q, from the batch entry's first.
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
     // Where token 0 lies, from the first row of the sequence's entry or of its pages.

@@ -17,7 +17,7 @@ __device__ __forceinline__ float2 to_float2(unsigned packed) {
 
 // Two floats to packed bf16, rounded to nearest even by integers: sm_70 has no instruction for it. Rounding upwards carries into
 // the exponent, and from the largest number to infinity. Of some NaN it would make a number, so each becomes the canonical one.
-__device__ __forceinline__ unsigned to_bfloat2(float lo, float hi) {
+__device__ __forceinline__ unsigned to_bf16x2(float lo, float hi) {
     const auto rounded = [](float x) {  // its upper half
         const unsigned bits = __float_as_uint(x);
         return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fff0000u;
@@ -26,6 +26,6 @@ __device__ __forceinline__ unsigned to_bfloat2(float lo, float hi) {
 }
 
 // Packed bf16 to two floats.
-__device__ __forceinline__ float2 bfloat_to_float2(unsigned packed) {
+__device__ __forceinline__ float2 bf16x2_to_float2(unsigned packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }

@@ -54,7 +54,7 @@ struct UnmaskedRows {
         span = none ? 0 : last - first;
         if (none) first = 0x7fffffff;  // no row is so large
     }
-    __device__ __forceinline__ bool contain(int row) const { return static_cast<unsigned>(row - first) <= span; }
+    __device__ __forceinline__ bool contains(int row) const { return static_cast<unsigned>(row - first) <= span; }
 };
 
 // Of the rows [row, row + rows): the tiles of Step keys that need no mask, in one comparison.
@@ -69,5 +69,5 @@ struct UnmaskedKeys {
         span = none ? 0 : last - first;
         if (none) first = 0x7fffffff;  // no key is so large
     }
-    __device__ __forceinline__ bool contain(int key) const { return static_cast<unsigned>(key - first) <= span; }
+    __device__ __forceinline__ bool contains(int key) const { return static_cast<unsigned>(key - first) <= span; }
 };

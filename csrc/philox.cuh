@@ -4,18 +4,18 @@
 #include "volta_fa_params.h"
 
 constexpr int kPhiloxRounds = 7;
-constexpr unsigned kPhiloxSteps[2] = {0x9E3779B9u, 0xBB67AE85u};  // what a round adds to the key
+constexpr unsigned kPhiloxKeyIncrements[2] = {0x9E3779B9u, 0xBB67AE85u};  // what a round adds to the key
 
 // The two products of a round.
-struct PhiloxWide {
+struct PhiloxProduct {
     unsigned low, high;
-    __device__ __forceinline__ explicit PhiloxWide(unsigned long long x)
+    __device__ __forceinline__ explicit PhiloxProduct(unsigned long long x)
         : low(static_cast<unsigned>(x)), high(static_cast<unsigned>(x >> 32)) {}
 };
-__device__ __forceinline__ PhiloxWide philox_first(unsigned x) { return PhiloxWide(0xD2511F53ull * x); }
-__device__ __forceinline__ PhiloxWide philox_second(unsigned z) { return PhiloxWide(0xCD9E8D57ull * z); }
+__device__ __forceinline__ PhiloxProduct philox_product_x(unsigned x) { return PhiloxProduct(0xD2511F53ull * x); }
+__device__ __forceinline__ PhiloxProduct philox_product_z(unsigned z) { return PhiloxProduct(0xCD9E8D57ull * z); }
 __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1) {
-    const PhiloxWide first = philox_first(c.x), second = philox_second(c.z);
+    const PhiloxProduct first = philox_product_x(c.x), second = philox_product_z(c.z);
     c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
 }
 
@@ -37,7 +37,7 @@ struct Philox {
         uint4 c = make_uint4(column / 4, row, head, offset);
 #pragma unroll
         for (int round = 0; round < kPhiloxRounds; round++)
-            philox_round(c, key[0] + round * kPhiloxSteps[0], key[1] + round * kPhiloxSteps[1]);
+            philox_round(c, key[0] + round * kPhiloxKeyIncrements[0], key[1] + round * kPhiloxKeyIncrements[1]);
         return c;
     }
 
@@ -48,7 +48,7 @@ struct Philox {
     __device__ __forceinline__ RoundKeys round_keys() const {
         RoundKeys of;
 #pragma unroll
-        for (int i = 0; i < 2 * kPhiloxRounds; i++) of.key[i / 2][i % 2] = key[i % 2] + i / 2 * kPhiloxSteps[i % 2];
+        for (int i = 0; i < 2 * kPhiloxRounds; i++) of.key[i / 2][i % 2] = key[i % 2] + i / 2 * kPhiloxKeyIncrements[i % 2];
         return of;
     }
     __device__ __forceinline__ uint4 numbers(int row, int column, const RoundKeys& of) const {

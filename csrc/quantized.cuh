@@ -1,5 +1,5 @@
 // Quantized KV caches, for the kernels that read or write them: where bytes and scales lie, and what the bytes are in fp16.
-// python/volta_fa/kv_formats.py defines the formats.
+// python/volta_fa/kv_cache/formats.py defines the formats.
 #pragma once
 
 #include "volta_fa_params.h"
@@ -29,19 +29,19 @@ template <CacheFormat Format>
 struct Element {
     static constexpr int kBits = 16;
     static constexpr float kScale = 1.f;
-    static constexpr bool kSplit = false;
-    __device__ __forceinline__ static uint4 eight(const unsigned* words) {
+    static constexpr bool kTwoScales = false;
+    __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) { return x; }
+    __device__ __forceinline__ static uint4 permute8(const uint4& x) { return x; }
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
 struct ByteElement {
     static constexpr int kBits = 8;
     static constexpr float kScale = 1.f;
-    static constexpr bool kSplit = false;
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) { return x; }
+    static constexpr bool kTwoScales = false;
+    __device__ __forceinline__ static uint4 permute8(const uint4& x) { return x; }
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ unsigned half2_mul(unsigned a, unsigned b) {
 // A byte below 0x64 is, in fp16, 1024 + the byte. So signed ones are moved up by 128, and what they are then is taken away.
 template <>
 struct Element<CacheFormat::Int8> : ByteElement {
-    __device__ __forceinline__ static uint4 eight(const unsigned* words) {
+    __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         const unsigned k1024 = 0x64646464, k1152 = 0x64806480;
         const unsigned x = words[0] ^ 0x80808080, y = words[1] ^ 0x80808080;
         return make_uint4(half2_sub(__byte_perm(x, k1024, 0x4140), k1152), half2_sub(__byte_perm(x, k1024, 0x4342), k1152),
@@ -70,7 +70,7 @@ struct Element<CacheFormat::Int8> : ByteElement {
 // The upper half of fp16.
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
-    __device__ __forceinline__ static uint4 eight(const unsigned* words) {
+    __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         return make_uint4(__byte_perm(words[0], 0, 0x1404), __byte_perm(words[0], 0, 0x3424), __byte_perm(words[1], 0, 0x1404),
                           __byte_perm(words[1], 0, 0x3424));
     }
@@ -87,7 +87,7 @@ struct Element<CacheFormat::E4m3> : ByteElement {
         // sign and magnitude in the upper byte, less half the magnitude
         return half2_mul(high - magnitude * 128u, factor);
     }
-    __device__ __forceinline__ static uint4 eight(const unsigned* words) {
+    __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         const unsigned x = words[0], y = words[1], mx = x & 0x7f7f7f7f, my = y & 0x7f7f7f7f;
         return make_uint4(pair(__byte_perm(x, 0, 0x1404), __byte_perm(mx, 0, 0x4140)),
                           pair(__byte_perm(x, 0, 0x3424), __byte_perm(mx, 0, 0x4342)),
@@ -102,12 +102,12 @@ template <>
 struct Element<CacheFormat::Int4> {
     static constexpr int kBits = 4;
     static constexpr float kScale = 5.9604644775390625e-8f;  // 2^-24
-    static constexpr bool kSplit = true;
-    __device__ __forceinline__ static uint4 eight(const unsigned* words) {
+    static constexpr bool kTwoScales = true;
+    __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
         const unsigned x = words[0], y = x >> 8, low = 0x000f000f, high = 0x00f000f0;
         return make_uint4(x & low, y & low, x & high, y & high);
     }
-    __device__ __forceinline__ static uint4 arrange(const uint4& x) {
+    __device__ __forceinline__ static uint4 permute8(const uint4& x) {
         return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.x, x.z, 0x7632),
                           __byte_perm(x.y, x.w, 0x7632));
     }

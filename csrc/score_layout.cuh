@@ -30,11 +30,11 @@ template <class Layout>
 __device__ constexpr bool covers_tile() {
     static_assert(32 * Layout::kElements == Layout::kTileQueries * Layout::kTileKeys, "a warp holds a tile");
     bool held[Layout::kTileQueries * Layout::kTileKeys] = {};
-    for (int lane = 0; lane < 32; lane++)
+    for (int index = 0; index < 32; index++)
         for (int v = 0; v < Layout::kElements; v++) {
-            const typename Layout::Lane place(lane);
-            const int query = Layout::first_query(place) + Layout::query_slot(v),
-                      key = Layout::first_key(place) + Layout::key_slot(v);
+            const typename Layout::Lane lane(index);
+            const int query = Layout::first_query(lane) + Layout::query_slot(v),
+                      key = Layout::first_key(lane) + Layout::key_slot(v);
             if (query >= Layout::kTileQueries || key >= Layout::kTileKeys || held[query * Layout::kTileKeys + key]) return false;
             held[query * Layout::kTileKeys + key] = true;
         }
@@ -45,19 +45,19 @@ __device__ constexpr bool covers_tile() {
 template <class Layout>
 __device__ constexpr bool has_rows() {
     int distances = 0;
-    for (int mate : Layout::kRowLaneMasks) distances |= mate;
+    for (int lane_mask : Layout::kRowLaneMasks) distances |= lane_mask;
     for (int v = 0; v < Layout::kElements; v++)
         if (Layout::row_slot(Layout::row_of(v)) != Layout::query_slot(v) || Layout::key_slot(v) >= Layout::kKeys) return false;
-    for (int lane = 0; lane < 32; lane++) {
-        const typename Layout::Lane place(lane);
+    for (int index = 0; index < 32; index++) {
+        const typename Layout::Lane lane(index);
         int leaders = 0;
-        for (int mate = 0; mate < 32; mate++) {
-            const typename Layout::Lane other(mate);
-            const bool same_row = Layout::first_query(place) == Layout::first_query(other);
-            if (same_row != ((lane & ~distances) == (mate & ~distances))) return false;
+        for (int other_index = 0; other_index < 32; other_index++) {
+            const typename Layout::Lane other(other_index);
+            const bool same_row = Layout::first_query(lane) == Layout::first_query(other);
+            if (same_row != ((index & ~distances) == (other_index & ~distances))) return false;
             leaders += same_row && Layout::leads_row(other);
         }
-        if (leaders != 1 || Layout::first_key(place) % Layout::kKeys != 0) return false;
+        if (leaders != 1 || Layout::first_key(lane) % Layout::kKeys != 0) return false;
     }
     return true;
 }

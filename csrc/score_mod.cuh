@@ -44,9 +44,12 @@ struct Softcap {
 
     // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
     // is what a score needs; sm_70 has no tanh instruction.
-    __device__ __forceinline__ float logistic(float product) const {
-        return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f);
+    __device__ __forceinline__ float logistic(float product) const { return logistic(product, to_exponent); }
+    __device__ __forceinline__ static float logistic(float product, float to_exponent, float one = 1.f) {
+        return reciprocal_approx(exp2_approx(product * to_exponent) + one);
     }
+    // Returns the capped score of this logistic plus (offset - cap).
+    __device__ __forceinline__ float score(float logistic, float offset) const { return fmaf(-2.f * cap, logistic, offset); }
     // The capped score, in units of log2, of a product q.k.
     __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
     // The product that has this logistic; infinite where none has.
@@ -63,7 +66,10 @@ struct Alibi {
     int offset;   // seqlen_k - seqlen_q
 
     __device__ __forceinline__ Alibi(const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
-        : slope(__ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * kLog2e), offset(seqlen_k - seqlen_q) {}
+        : slope(load_slope(o, batch, head) * kLog2e), offset(seqlen_k - seqlen_q) {}
+    __device__ __forceinline__ static float load_slope(const ScoreOptions& o, int batch, int head) {
+        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head);
+    }
 
     // i + o - j.
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }

@@ -39,6 +39,7 @@ __device__ __forceinline__ float log2_approx(float x) {
 }
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
 // Two values scaled by 2^-112 to packed fp16. "* 8" instead of "<< 3" lets it fuse with the rounding
 // addition into one multiply-add; the fp16 is then the upper half of each word.
@@ -55,12 +56,12 @@ enum class RescaledRows { kAll, kExceeding };
 
 // What a lane keeps of one row of scores.
 struct SoftmaxRow {
-    float reference = kMaxOffset - kLargestScore;  // subtracted from scaled scores
+    float row_max = kMaxOffset - kLargestScore;  // subtracted from scaled scores
     float limit = kLowest;                              // a score (not scaled) above it moves the reference
     float sum = 0.f;            // of this lane's probabilities, times 2^-kMaxOffset
 
     __device__ __forceinline__ float probability(float score, float scale_log2) {
-        const float p = exp2_approx(fmaf(score, scale_log2, -reference));
+        const float p = exp2_approx(fmaf(score, scale_log2, -row_max));
         sum += p;
         return p;
     }
@@ -70,9 +71,9 @@ struct SoftmaxRow {
     template <RescaledRows Rows>
     __device__ __forceinline__ float update_row_max(float row_maximum, float scale_log2, float inverse_scale_log2) {
         const bool stays = Rows == RescaledRows::kExceeding && !(row_maximum > limit);
-        const float moved = stays ? reference : fmaxf(fmaf(row_maximum, scale_log2, kMaxOffset), reference);
-        const float factor = exp2_approx(reference - moved);
-        reference = moved;
+        const float moved = stays ? row_max : fmaxf(fmaf(row_maximum, scale_log2, kMaxOffset), row_max);
+        const float factor = exp2_approx(row_max - moved);
+        row_max = moved;
         limit = (moved - kMaxOffset + kRescaleThreshold) * inverse_scale_log2;
         sum *= factor;
         return factor;
@@ -80,12 +81,12 @@ struct SoftmaxRow {
 
     // Joins the same row over other keys. Returns the factor for what has been accumulated here, and in other_factor
     // that for what was accumulated there.
-    __device__ __forceinline__ float merge(float other_reference, float other_sum, float& other_factor) {
-        const float joint = fmaxf(reference, other_reference);
-        const float factor = exp2_approx(reference - joint);
-        other_factor = exp2_approx(other_reference - joint);
+    __device__ __forceinline__ float merge(float other_row_max, float other_sum, float& other_factor) {
+        const float joint = fmaxf(row_max, other_row_max);
+        const float factor = exp2_approx(row_max - joint);
+        other_factor = exp2_approx(other_row_max - joint);
         sum = sum * factor + other_sum * other_factor;
-        reference = joint;
+        row_max = joint;
         return factor;
     }
 };
@@ -95,9 +96,9 @@ struct SoftmaxResult {
     float lse;           // natural logarithm; +inf for a row that sees no key
     float output_scale;  // for the accumulated output; 0 for a row that sees no key
 
-    __device__ __forceinline__ SoftmaxResult(float reference, float row_sum) {
+    __device__ __forceinline__ SoftmaxResult(float row_max, float row_sum) {
         const bool empty = row_sum == 0.f;
-        lse = empty ? positive_infinity() : kLn2 * (log2_approx(row_sum) + reference);
+        lse = empty ? positive_infinity() : kLn2 * (log2_approx(row_sum) + row_max);
         // Output and sum are in units of 2^(112 - reference) and 2^-reference.
         output_scale = empty ? 0.f : __fdividef(1.92592994e-34f /* 2^-112 */, row_sum);
     }

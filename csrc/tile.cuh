@@ -89,7 +89,7 @@ __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
 __device__ constexpr int threads_per_row(int chunks) { return chunks % 8 == 0 ? 8 : 4; }
 
 // Keeps a value that ptxas would otherwise recompute from thread indices in every iteration of a loop.
-__device__ __forceinline__ int pinned(int x) {
+__device__ __forceinline__ int keep_in_register(int x) {
     asm volatile("mov.b32 %0, %0;" : "+r"(x));
     return x;
 }

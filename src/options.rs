@@ -4,7 +4,7 @@
 //! Each row gives an option's name, kind and default. From the rows of a list come a struct that the ops work with
 //! ([`Options`]), and one in which the shim hands them over ([`OptionArgs`]); and in C++ the schema, the parameters and
 //! arguments of every registration, and what autograd saves (tools/build/options.rs writes `volta_fa_options.h`). What an
-//! option means is in the package's docstring, what it may be in `problem.rs`.
+//! option means is in the package's docstring, what it may be in `problem`.
 //!
 //! This file is also a module of build.rs, so it depends on nothing but `std`.
 

@@ -5,7 +5,6 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
-use crate::plan::DeviceLimits;
 use crate::problem::{Attention, MergedStates};
 use serde::Deserialize;
 use std::fmt;
@@ -292,9 +291,10 @@ impl Tuning {
         Ok(())
     }
 
-    /// Leaves out the choices that a device can never take, and says of each why.
-    pub fn usable_on(mut self, kernels: Kernels, d: &DeviceLimits) -> (Tuning, Vec<String>) {
-        let families = kernels.families_for(d.sm());
+    /// Removes the choices that a device with this architecture and shared memory (bytes per block) can never take. Returns the reason for
+    /// each.
+    pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
+        let families = kernels.families_for(sm);
         let mut refused = Vec::new();
         self.choices.retain(|c| {
             let Take::Kernel(v) = c.take else { return true };
@@ -302,9 +302,9 @@ impl Tuning {
                 refused.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
                 return false;
             }
-            let fits = v.shared_bytes <= d.shared_bytes_per_block;
+            let fits = v.shared_bytes <= shared_bytes_per_block;
             if !fits {
-                refused.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, d.shared_bytes_per_block));
+                refused.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, shared_bytes_per_block));
             }
             fits
         });

@@ -1080,7 +1080,7 @@ fn choices_that_a_device_can_never_take_are_named() {
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
         {"pass": "Backward", "deterministic": true}]}"#;
-    let usable = |d: &DeviceLimits| Tuning::parse(text, COMPILED).unwrap().usable_on(COMPILED, d);
+    let usable = |d: &DeviceLimits| Tuning::parse(text, COMPILED).unwrap().usable_on(COMPILED, d.sm(), d.shared_bytes_per_block);
     let (tuning, refused) = usable(&DeviceLimits::V100);
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");

@@ -46,7 +46,7 @@ if LIBRARY.parents[1].name != "volta_fa":
 
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks import volta
-from benchmarks.peers import PEERS
+from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
 from volta_fa.errors import CommandError
 
@@ -154,7 +154,7 @@ def test_volta_cases_are_the_ones_that_were_promised():
         for d in ("32", "96", "192", "192/128", "256"):
             assert f"{direction} D={d} N=1024 H={heads}" in names
         assert f"{direction} D=64 N=1024 H=16" in names and f"{direction} D=128 N=512 H=8" in names
-    assert all(any(volta._same_case(c, p) for c in cases) for p in PEERS if p.seqlen < 8192)
+    assert all(any(volta._same_case(c, p) for c in cases) for p in PUBLISHED_RESULTS if p.seqlen < 8192)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.volta_fa, "_plan"), reason="this library cannot describe its plans")

@@ -17,7 +17,7 @@ import predictions
 import volta_fa
 import volta_fa.check
 from conftest import INFO, need
-from volta_fa import remedies
+from volta_fa import diagnostics
 from volta_fa.check import atomics, cached, fast, isolation, kernels, machine, problems, report, right, rule, tune
 from volta_fa.check.fast import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.check.kernels import Target
@@ -103,7 +103,7 @@ def test_says_what_is_wrong_with_arguments(arguments, message, capsys, tmp_path)
 def test_a_card_that_torch_cannot_see_is_not_passed_over(device, monkeypatch, capsys, tmp_path):
     """A driver that is too old for torch: no check of the CPU instead, with an exit status that says that all is right."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(remedies, "driver_cuda", lambda: (11, 4))
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (11, 4))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert main(["check", "--output", str(tmp_path), "--device", device]) == 2
     error = capsys.readouterr().err
@@ -284,7 +284,8 @@ def spoil_latent(inputs):
 
 
 @pytest.mark.parametrize(
-    "name, spoil", [("volta_decode_int8_64x8", spoil_scale), ("volta_decode_int4_64x16", spoil_scale), ("volta_mla_decode_16", spoil_latent)]
+    "name, spoil",
+    [("volta_decode_int8_64x8", spoil_scale), ("volta_decode_int4_64x16", spoil_scale), ("volta_mla_decode_16", spoil_latent)],
 )
 def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
     need("sim")

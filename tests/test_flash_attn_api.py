@@ -136,7 +136,7 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("name", volta_fa.flash_attn_interface.__all__)
+@pytest.mark.parametrize("name", volta_fa.integrations.flash_attn.interface.__all__)
 def test_signatures_are_flash_attns(name):
     """Of release 2.8.3, as inspect.signature shows them without annotations."""
     signature = inspect.signature(getattr(volta_fa, name))

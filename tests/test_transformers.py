@@ -494,7 +494,7 @@ def test_continuous_batching(name, pages, monkeypatch):
 
 def test_continuous_batching_of_others(monkeypatch):
     """Refused by name, before anything is generated, where transformers' own cache is wrong."""
-    monkeypatch.setattr(volta_fa.transformers, "_VERSION", (5, 13))
+    monkeypatch.setattr(volta_fa.integrations.transformers, "_VERSION", (5, 13))
     with pytest.raises(NotImplementedError, match="generate_batch: got transformers .*, expected 5.17 or later"):
         make(*CAUSAL["llama"](transformers), "volta_fa").get_correct_attn_implementation("paged|volta_fa")
 
@@ -841,14 +841,14 @@ def test_a_class_in_a_program_with_other_attention():
 
 @pytest.mark.parametrize("version", [(4, 56), (6, 0)])
 def test_other_versions_of_transformers(version, monkeypatch):
-    monkeypatch.setattr(volta_fa.transformers, "_VERSION", version)
+    monkeypatch.setattr(volta_fa.integrations.transformers, "_VERSION", version)
     if version < (4, 57):
         with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
-            volta_fa.transformers._register()
+            volta_fa.integrations.transformers._register()
     else:
         monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
         with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
-            volta_fa.transformers._register()
+            volta_fa.integrations.transformers._register()
 
 
 def test_headdim_above_256_is_refused():

@@ -6,9 +6,9 @@
 #include "volta_fa_params.h"
 
 // Whether it is bf16; plain kernels know fp16 only.
-__device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kVarlen && p.gradients_are_bf16; }
+__device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kHasBf16Gradients && p.gradients_are_bf16; }
 
 template <bool BF16>
 __device__ __forceinline__ unsigned to_gradient2(float lo, float hi) {
-    return BF16 ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+    return BF16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
 }

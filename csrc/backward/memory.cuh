@@ -17,7 +17,7 @@ public:
 };
 
 // Keeps a pointer that the compiler would otherwise compute again and again. (See pinned() of an int.)
-__device__ __forceinline__ float* pinned(float* x) {
+__device__ __forceinline__ float* keep_in_register(float* x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
     return x;
 }

@@ -31,13 +31,13 @@ struct BackwardPostprocess {
             const float* from = accum + DqAccumulator::row(static_cast<long long>(row), p.headdim_rounded);
             unsigned short* to = dq + row * p.dq.row_stride;
             for (int d = DqAccumulator::chunk_of(threadIdx.x) * kChunk; d < p.problem.headdim; d += kLanesPerRow * kChunk) {
-                const float* eight = from + DqAccumulator::column(d, p.headdim_rounded);
+                const float* chunk = from + DqAccumulator::column(d, p.headdim_rounded);
                 float4 a, b;
-                DqAccumulator::eight(eight, a, b);
+                DqAccumulator::load8(chunk, a, b);
 #pragma unroll 1
-                for (int sum = 1; sum < p.dq_accum_splits; sum++) {
+                for (int split = 1; split < p.dq_accum_splits; split++) {
                     float4 c, d;
-                    DqAccumulator::eight(eight += p.dq_accum_split_stride, c, d);
+                    DqAccumulator::load8(chunk += p.dq_accum_split_stride, c, d);
                     a = make_float4(a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w);
                     b = make_float4(b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w);
                 }

@@ -56,22 +56,22 @@ template <class Layout, int M, int N>
 __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], const BwdParams& p, const typename Layout::Lane& lane,
                                            int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
-    const ScoreCoord<Layout> place(lane, query, key);
+    const ScoreCoord<Layout> coord(lane, query, key);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int v = 0; v < Layout::kElements; v++) {
-                const int j = Layout::key(place.key(0) + Layout::kTileKeys * (Layout::kKeyRows ? m : n), v);
-                const int i = Layout::query(place.query(0) + Layout::kTileQueries * (Layout::kKeyRows ? n : m), v);
+                const int j = Layout::key(coord.key(0) + Layout::kTileKeys * (Layout::kKeyRows ? m : n), v);
+                const int i = Layout::query(coord.query(0) + Layout::kTileQueries * (Layout::kKeyRows ? n : m), v);
                 if (!mask.visible(i, j)) s[m][n][v] = negative_infinity();
             }
 }
 // The same of one tile.
 template <class Layout>
-__device__ __forceinline__ void mask_tile(typename Layout::Tile& s, const Mask& mask, const ScoreCoord<Layout>& place) {
+__device__ __forceinline__ void mask_tile(typename Layout::Tile& s, const Mask& mask, const ScoreCoord<Layout>& coord) {
 #pragma unroll
     for (int v = 0; v < Layout::kElements; v++)
-        if (!mask.visible(place.query(v), place.key(v))) s[v] = negative_infinity();
+        if (!mask.visible(coord.query(v), coord.key(v))) s[v] = negative_infinity();
 }

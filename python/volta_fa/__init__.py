@@ -153,18 +153,18 @@ Environment, read at each call unless it says otherwise:
 `python -m volta_fa --help` lists the command line's commands.
 """
 
-from . import flash_attn_interface as _flash_attn
-from . import flash_door as _flash_door
-from .cascade import cascade_attention
-from .flash_attn_interface import *
-from .flash_attn_shim import install_flash_attn_shim
+from .diagnostics import warn_when_cuda_starts
 from .inspection import info, kernel_family
-from .kv_formats import QuantizedKV, dequantize_kv, quantize_kv
+from .integrations import torch_flash_impl as _torch_flash_impl
+from .integrations.dtensor import register_dtensor_rules
+from .integrations.flash_attn import interface as _flash_attn
+from .integrations.flash_attn.install import install_flash_attn_shim
+from .integrations.flash_attn.interface import *
+from .integrations.sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .kv_cache.cascade import cascade_attention
+from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
 from .merge import merge_attention_states
-from .remedies import warn_when_cuda_starts
-from .sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
-from .subclass import answer_the_library
 from .version import __version__
 
 __all__ = [
@@ -186,8 +186,8 @@ __all__ = [
 __all__ += _flash_attn.__all__
 
 load()
-_flash_door.register()
-answer_the_library()
+_torch_flash_impl.register()
+register_dtensor_rules()
 _follow_the_library()
 warn_when_cuda_starts()
-del answer_the_library, load, _follow_the_library, warn_when_cuda_starts
+del register_dtensor_rules, load, _follow_the_library, warn_when_cuda_starts

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import remedies
+from . import diagnostics
 from .library import library_path
 from .version import __version__
 
@@ -46,7 +46,7 @@ def info() -> dict[str, Any]:
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
         "tuning": _tunings(build["simulator"]),
-        "problems": remedies.problems(),
+        "problems": diagnostics.problems(),
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }

@@ -1,22 +1,16 @@
 //! Planning the backward pass: what becomes of dq, which blocks of keys a launch has, and what lies in scratch memory.
 
-use super::{
-    choose, needs, of_all_sizes, of_rows, planned, rounded, rows_and_heads, scratch, smaller, Chosen, DeviceLimits, PlannedKernel, Reason,
-};
+use super::choose::{choose, Chosen};
+use super::device::DeviceLimits;
+use super::features::{needs, BackwardMode};
+use super::grid::{of_rows, planned, rounded, rows_and_heads, scratch};
+use super::kernel::{PlannedKernel, Reason};
+use super::size::{of_all_sizes, smaller};
 use crate::error::Result;
 use crate::kernels::{self, Kernels, Pass, Scratch, Variant, COMPILED};
 use crate::problem::{Attention, Window};
 use crate::tuning::Shape;
 use std::sync::LazyLock;
-
-/// How a backward pass differs from others of the same problem.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BackwardMode {
-    /// gradients equal to the bit, run to run: no sum depends on which block comes first
-    pub deterministic: bool,
-    /// dq, dk and dv leave the kernels as bf16 instead of fp16
-    pub bf16_gradients: bool,
-}
 
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

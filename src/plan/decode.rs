@@ -3,7 +3,10 @@
 //! The grid is as large as the GPU, whatever the lengths, which the host does not know: blocks share them on the device
 //! (`csrc/decode/tile_scheduler.cuh`). So a plan depends on nothing but headdims and the most rows that a sequence has.
 
-use super::{cached_plan, choose, holds, DeviceLimits, PlanCache, PlannedKernel, Reason};
+use super::cached::{cached_plan, PlanCache};
+use super::choose::{choose, holds};
+use super::device::DeviceLimits;
+use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
 use crate::kernels::{CacheFormat, FeatureSet, Kernels, Pass, COMPILED};
 use crate::problem::{Attention, MAX_HEADDIM};

@@ -9,8 +9,8 @@ namespace volta {
 // A tile of dS, as fp16, to the gradient of the bias. A lane has four queries of two keys, and the lane beside it those of the keys
 // behind: each takes two of the queries, so that a store has two keys. seqlen_k is even, so both exist or neither.
 __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
-                                                    const ScoreCoord<KeysLayout>& place) {
-    const int odd = place.key(0) & 1;
+                                                    const ScoreCoord<KeysLayout>& coord) {
+    const int odd = coord.key(0) & 1;
     u32 first[2], second[2];  // of a key and of the one two behind: two queries
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const 
     }
     __syncwarp();  // what follows is made of parameters behind this
     const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-    const int query = place.query(0) + 2 * odd, key = place.key(0) & ~1;
+    const int query = coord.query(0) + 2 * odd, key = coord.key(0) & ~1;
     unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + remat_block_batch() * p.dbias_batch_stride +
                          head * p.dbias_head_stride + query * p.dbias_row_stride + key;
 #pragma unroll

@@ -11,7 +11,7 @@ struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }
     // A lane's place in its line. (quad: t % 4)
-    static __device__ __forceinline__ constexpr int place(int half, int qn, int qm, int quad) {
+    static __device__ __forceinline__ constexpr int line_offset(int half, int qn, int qm, int quad) {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
 
@@ -28,7 +28,7 @@ struct DqAccumulator {
         return has_short_steps(headdim) ? column / 16 * kTileFloats + (column & 8) / 2 : column / 8 * kTileFloats;
     }
     // The eight elements from one whose column is a multiple of 8.
-    static __device__ __forceinline__ void eight(const float* from, float4& a, float4& b) {
+    static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const auto pair = [&](int v) { return *reinterpret_cast<const float2*>(from + v * kLineFloats); };
         const float2 x = pair(0), y = pair(1), z = pair(4), w = pair(5);
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);

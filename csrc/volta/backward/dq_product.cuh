@@ -36,7 +36,7 @@ struct DqProduct {
     }
     // Where the lane's sums go, from the first of the step's rows in the accumulator.
     static __device__ __forceinline__ int output_offset(const Lane& lane, int warp) {
-        return warp * DqAccumulator::kTileFloats + DqAccumulator::place(lane.half, lane.qn, lane.qm, lane.quad);
+        return warp * DqAccumulator::kTileFloats + DqAccumulator::line_offset(lane.half, lane.qn, lane.qm, lane.quad);
     }
     // Where the units do not divide evenly, the last warps have one less.
     static __device__ __forceinline__ bool has_unit(int u) {
@@ -102,7 +102,7 @@ struct DqProduct {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const float x = sum(u, 4 * i + 2 * r) * p.problem.scale, y = sum(u, 4 * i + 2 * r + 1) * p.problem.scale;
-                    of_row[r] = gradients_are_bf16(p) ? to_bfloat2(x, y) : to_half2(x, y);
+                    of_row[r] = gradients_are_bf16(p) ? to_bf16x2(x, y) : to_half2(x, y);
                 }
                 const unsigned mine = is_second ? of_row[1] : of_row[0];
                 const unsigned others = __shfl_xor_sync(~0u, is_second ? of_row[0] : of_row[1], 2);

@@ -68,7 +68,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int key_slot(int v) { return key(0, v); }
 
     static constexpr bool kKeyRows = false;
-    static constexpr int kRows = 2, kKeys = 4, kKeyStride = 1, kQueryMate = 4;
+    static constexpr int kRows = 2, kKeys = 4, kKeyStride = 1, kQueryPartnerMask = 4;
     __device__ __forceinline__ static constexpr int row_of(int v) { return v / 2 % 2; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 2 * r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j % 2 + 4 * (j / 2); }

@@ -7,15 +7,15 @@
 
 #include "backward/modifiers.cuh"
 #include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/block.cuh"
-#include "volta/backward/dropped_keys.cuh"
+#include "volta/backward/key_block.cuh"
+#include "volta/backward/dropout.cuh"
 
 namespace volta {
 
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];
-    using Place = ScoreCoord<KeysLayout>;
+    using Coord = ScoreCoord<KeysLayout>;
 
     // Softcap needs the product itself, dropout dP: their initial accumulators are 0, and the statistic is added behind.
     static constexpr bool kBeginWithLse = !kHasSoftcap, kBeginWithDelta = !kHasDropout;
@@ -28,8 +28,8 @@ struct JointScores {
     // What ALiBi's distance of the lane's first key is more than a step's first query.
     static __device__ __forceinline__ int first_distance(const BlockSeqlenInfo& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
-        return pinned(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
-                      KeysLayout::first_key(lane));
+        return keep_in_register(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
+                                KeysLayout::first_key(lane));
     }
 
     // `row` is the step's first, rows from row_end on see no key, `stats` are the lane's, `packed` its address of P, of which
@@ -53,7 +53,7 @@ struct JointScores {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const float logistic = softcap.logistic(x[v]);
-                    x[v] = fmaf(-2.f * softcap.cap, logistic, lse[KeysLayout::row_of(v)]);
+                    x[v] = softcap.score(logistic, lse[KeysLayout::row_of(v)]);
                     dx[v] *= Softcap::derivative(logistic);
                 }
             } else {
@@ -63,21 +63,22 @@ struct JointScores {
             if (uses_alibi(options)) {
                 const float first = static_cast<float>(distance + row + 16 * (n - m));
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Place::query_minus_key(v))), x[v]);
+                for (int v = 0; v < 8; v++) x[v] = fmaf(slope, fabsf(first + static_cast<float>(Coord::query_minus_key(v))), x[v]);
             }
             if (uses_bias(options)) {
                 if (uses_fp32_bias(options))
-                    add_bias<true>(x, p, head, row_end, place(p, row, m, n));
+                    add_bias<true>(x, p, head, row_end, remat_coord(p, row, m, n));
                 else
-                    add_bias<false>(x, p, head, row_end, place(p, row, m, n));
+                    add_bias<false>(x, p, head, row_end, remat_coord(p, row, m, n));
             }
             if (masked)
-                mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place(p, row, m, n));
+                mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())),
+                          remat_coord(p, row, m, n));
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v]);
             PackedTile probabilities = pack_probability_tile(x);
             if (uses_dropout(options)) {
-                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place(p, row, m, n));
+                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), remat_coord(p, row, m, n));
                 float delta[KeysLayout::kRows];
                 load_rows(delta, stats + RowStats::kDeltaAt + 16 * n * RowStats::kRowFloats);
 #pragma unroll
@@ -86,14 +87,14 @@ struct JointScores {
                     dx[v] = fmaf(dx[v], is_dropped ? 0.f : options.dropout_scale, delta[KeysLayout::row_of(v)]);
                 }
 #pragma unroll
-                for (int i = 0; i < 4; i++) probabilities.x[i] &= ~halves_of(dropped.signs(i));
+                for (int i = 0; i < 4; i++) probabilities.x[i] &= ~sign_masks(dropped.signs(i));
             }
             store(packed, m, n, probabilities, keys_left);
 #pragma unroll
             for (int v = 0; v < 8; v++) dx[v] *= x[v] * kExponentUnit;
-            if (kHasBias && p.dbias && !p.dbias_is_fp16) add_bias_gradient(dx, p, head, place(p, row, m, n));
+            if (kHasBias && p.dbias && !p.dbias_is_fp16) add_bias_gradient(dx, p, head, remat_coord(p, row, m, n));
             const PackedTile ds = pack_tile(dx);
-            if (kHasBias && p.dbias && p.dbias_is_fp16) store_bias_gradient(ds, p, head, place(p, row, m, n));
+            if (kHasBias && p.dbias && p.dbias_is_fp16) store_bias_gradient(ds, p, head, remat_coord(p, row, m, n));
             next_tile(s);
             next_tile(dp);
 #pragma unroll
@@ -118,22 +119,22 @@ private:
         }
     }
     // A parameter that takes no register between the steps, nor does what is made of it.
-    static __device__ __forceinline__ float here(float x) {
+    static __device__ __forceinline__ float remat(float x) {
         float y;
         asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
         return y;
     }
     static __device__ __forceinline__ Softcap remat_softcap(const BwdParams& p) {
         ScoreOptions options = p.score_options;
-        options.softcap = here(options.softcap), options.inverse_softcap = here(options.inverse_softcap);
+        options.softcap = remat(options.softcap), options.inverse_softcap = remat(options.inverse_softcap);
         return Softcap(p.problem, options);
     }
     static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
-        return __ldg(o.alibi_slopes + remat_block_batch() * o.alibi_batch_stride + head) * -kLog2e;
+        return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
     // As that of modifiers.cuh, with one branch on the type around all of it and four registers less for fp32.
     template <bool FP32>
-    static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Place& at) {
+    static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;
         options.bias_is_fp32 = FP32;
         asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as here()
@@ -144,10 +145,11 @@ private:
             uint4 loaded[kAtOnce];
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++)
-                loaded[r] = bias.load4(options, min(at.query(KeysLayout::element(first + r, 0)) + 1, row_end) - 1, at.key(0) & ~3);
+                loaded[r] =
+                    bias.load4(options, min(coord.query(KeysLayout::element(first + r, 0)) + 1, row_end) - 1, coord.key(0) & ~3);
             if (FP32) __syncwarp();  // one row's four registers after the other's
             float2 of_keys[kAtOnce];
-            Bias::every_second(options, loaded, at.key(0) & 1, of_keys);
+            Bias::every_second(options, loaded, coord.key(0) & 1, of_keys);
 #pragma unroll
             for (int r = 0; r < kAtOnce; r++) {
                 float &first_key = x[KeysLayout::element(first + r, 0)], &second_key = x[KeysLayout::element(first + r, 1)];
@@ -165,9 +167,9 @@ private:
         }
     }
     // Derived again wherever it is asked for.
-    static __device__ __forceinline__ Place place(const BwdParams& p, int row, int m, int n) {
+    static __device__ __forceinline__ Coord remat_coord(const BwdParams& p, int row, int m, int n) {
         const int thread = remat_thread_index();
-        return Place(Lane(thread & 31), row + 16 * n, KeysBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
+        return Coord(Lane(thread & 31), row + 16 * n, KeyBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
     }
     // As store_packed(), without branches.
     static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {

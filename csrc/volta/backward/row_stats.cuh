@@ -32,10 +32,10 @@ static_assert(RowStats::kDeltaAt - RowStats::kLseAt == RowStats::kGroupRows * Ro
               "a group is its -lse/scale, then its -delta");
 // The gradient of sinks reads the statistics where prepare writes them.
 constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int minus_lse[] = {STATS_MINUS_LSE_AT}, minus_delta[] = {STATS_MINUS_DELTA_AT};
+    constexpr int neg_lse[] = {STATS_MINUS_LSE_AT}, neg_delta[] = {STATS_MINUS_DELTA_AT};
     for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (minus_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
-            minus_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
+            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
             return false;
     return true;
 }

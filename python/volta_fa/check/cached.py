@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_formats import dequantize_kv, quantize_kv
+from ..kv_cache.formats import dequantize_kv, quantize_kv
 from . import rule
 from .kernels import Target
 from .problems import Expected, agree, first_that_can, keyless

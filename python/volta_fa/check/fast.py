@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..sdpa import disable_sdpa
+from ..integrations.sdpa import disable_sdpa
 from . import atomics, fast_cached, machine
 from .fast_cached import CachePoint
 from .kernels import Target

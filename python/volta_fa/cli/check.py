@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .. import remedies
+from .. import diagnostics
 from ..errors import CommandError
 from ..inspection import info, kernel_family
 from .rich_import import require_rich
@@ -57,7 +57,7 @@ def _choose(name: str) -> str:
     """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
     count = torch.cuda.device_count()
     # a card that torch cannot see is not one that was checked
-    hidden = remedies.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
+    hidden = diagnostics.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
     if hidden:
         raise CommandError(f"--device {name}: {'; '.join(hidden)} (--device cpu works everywhere)")
     if name == "auto":

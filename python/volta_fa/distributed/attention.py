@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import agree
+from .argument_check import check_same_arguments
 from .communication import prepare
 from .groups import Grid, Group, check_layout, gather, grid_of, group_of
 from .layout import length, shard_ranges
@@ -50,7 +50,7 @@ def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: 
         others = [n for i, n in enumerate(tensor.shape) if i != dim % tensor.dim()]
         return {"tensor": f"{tensor.dtype}, {others} besides dim {dim}", "layout": layout}, tensor.shape[dim]
 
-    lengths = agree(groups, "unshard_sequence", words, tensor.device)
+    lengths = check_same_arguments(groups, "unshard_sequence", words, tensor.device)
     _check_lengths("unshard_sequence", "tensor", grid, lengths, layout)
     prepare(groups[-1], tensor.device)
     t = tensor.detach().movedim(dim, 0).contiguous()
@@ -241,7 +241,7 @@ def _attention(
         return same, [q.shape[-3], k.shape[-3]]
 
     groups = _groups(grid)
-    lengths = agree(groups, op, words, q.device)
+    lengths = check_same_arguments(groups, op, words, q.device)
     q_lengths, k_lengths = ([n[i] for n in lengths] for i in (0, 1))
     seqlen_q = _check_lengths(op, "q", grid, q_lengths, layout)
     seqlen_k = _check_lengths(op, "k", grid, k_lengths, layout)

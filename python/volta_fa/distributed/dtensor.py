@@ -25,7 +25,7 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from . import ring
-from .agreement import agree
+from .argument_check import check_same_arguments
 from .attention import generator_for
 from .communication import prepare
 from .layout import shard_ranges
@@ -237,7 +237,9 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
         if t.shape[1] % chunks:
             raise NotImplementedError(f"volta_fa: context_parallel: {name}: got seqlen {t.shape[1]}, expected a multiple of {chunks}")
     local = q._local_tensor
-    agree([group], f"context_parallel, {op}", lambda: ({"q": str(local.dtype), "shapes": str((q.shape, k.shape))}, None), local.device)
+    check_same_arguments(
+        [group], f"context_parallel, {op}", lambda: ({"q": str(local.dtype), "shapes": str((q.shape, k.shape))}, None), local.device
+    )
     prepare(group, local.device)
     left, right = options.get("window_left", -1), options.get("window_right", -1)
     return ring.Problem(

@@ -1,4 +1,4 @@
-//! Quantized caches by ATen operations: python/volta_fa/kv_formats.py defines what this computes, to the bit.
+//! Quantized caches by ATen operations: python/volta_fa/kv_cache/formats.py defines what this computes, to the bit.
 
 use super::Call;
 use crate::error::Result;

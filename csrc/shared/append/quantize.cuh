@@ -1,0 +1,52 @@
+// Numbers to the bytes of a quantized cache: python/volta_fa/kv_cache/formats.py defines what, and this is the same to the bit.
+#pragma once
+
+#include "quantized.cuh"
+
+// Of a warp that has a row: scale and zero point, from the smallest and the largest number, and whether all are finite.
+struct RowScale {
+    float scale, zero_point, origin;
+    bool finite;
+
+    template <CacheFormat Format>
+    __device__ __forceinline__ static RowScale of(float low, float high) {
+        RowScale r;
+        r.finite = fabsf(low) <= 3.402823466e38f && fabsf(high) <= 3.402823466e38f;
+        if constexpr (Format == CacheFormat::Int4) {
+            const float spread = __fdiv_rn(high - low, 15.f);
+            r.scale = spread == 0.f ? fabsf(low) : spread;
+            r.zero_point = r.scale == 0.f ? 0.f : __fdiv_rn(-low, r.scale);
+            r.origin = low;
+        } else {
+            r.scale = __fdiv_rn(fmaxf(-low, high), 127.f);
+            r.zero_point = r.origin = 0.f;
+        }
+        return r;
+    }
+    template <CacheFormat Format>
+    __device__ __forceinline__ int code(float x) const {
+        if (!finite || scale == 0.f) return 0;
+        const float code = rintf(__fdiv_rn(x - origin, scale));
+        return static_cast<int>(Format == CacheFormat::Int4 ? fminf(fmaxf(code, 0.f), 15.f) : fminf(fmaxf(code, -127.f), 127.f));
+    }
+};
+
+// x / scale as a byte of fp8, rounded to nearest even; saturates, and NaN stays NaN.
+template <CacheFormat Format>
+__device__ __forceinline__ unsigned fp8_code(float x, float scale) {
+    constexpr bool kE4m3 = Format == CacheFormat::E4m3;
+    constexpr int kMantissa = kE4m3 ? 3 : 2, kLeastExponent = kE4m3 ? -6 : -14, kBias = kE4m3 ? 7 : 15;
+    constexpr float kLargest = kE4m3 ? 448.f : 57344.f;
+    float y = __fdiv_rn(x, scale);
+    const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
+    if (y != y) return sign | 0x7f;
+    y = fminf(fabsf(y), kLargest);
+    // what its last place counts: of numbers below the least exponent, that of the least
+    const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
+    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
+                inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
+    y = rintf(y * inverse) * unit;
+    const int rounded = static_cast<int>(__float_as_uint(y) >> 23) - 127;
+    if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);
+    return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
+}

@@ -1,0 +1,113 @@
+"""FlashMLA's functions, by `volta_fa::fwd_mla`: a drop-in for programs that import `flash_mla`.
+
+    from volta_fa import flash_mla  # instead of: import flash_mla
+
+    metadata, num_splits = flash_mla.get_mla_metadata(cache_seqlens, seqlen_q * nheads, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, latents, block_table, cache_seqlens, 512, metadata, num_splits, causal=True)
+
+The blocks of our kernels share the sequences on the device (docs/decode-kernels.md), so metadata has nothing to say: what these functions
+take and give of it is there for the callers' sake. Tensors on the CPU are computed too, in any floating-point dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+def _refuse(name: str, given: object, allowed: str, kind: type[Exception] = NotImplementedError) -> None:
+    raise kind(f"volta_fa.flash_mla: {name}: got {given}, expected {allowed}")
+
+
+def get_mla_metadata(
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What FlashMLA plans ahead for `flash_mla_with_kvcache`. Here nothing is: both are empty, and nobody waits for lengths.
+
+    Args:
+        cache_seqlens: int32 (batch); without one, as newer callers have it, the results are on the CPU.
+        num_q_tokens_per_head_k: queries times query heads; not looked at, as num_heads_q.
+        num_heads_k: 1.
+        is_fp8_kvcache: False. topk: None.
+
+    Returns (tile_scheduler_metadata, num_splits): int32 (0, 8), and int32 zeros (batch + 1).
+
+    Raises ValueError for key heads that are not one, and NotImplementedError for what `flash_mla_with_kvcache` does not have.
+    """
+    _refuse_what_is_missing(is_fp8_kvcache, topk, "topk")
+    if num_heads_k not in (None, 1):
+        _refuse("num_heads_k", num_heads_k, "1: all query heads share one head of latents", ValueError)
+    device = torch.device("cpu") if cache_seqlens is None else cache_seqlens.device
+    batch = 0 if cache_seqlens is None else cache_seqlens.shape[0]
+    return torch.empty(0, 8, dtype=torch.int32, device=device), torch.zeros(batch + 1, dtype=torch.int32, device=device)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    *,
+    descale_k: Tensor | None = None,
+    latent_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a paged cache of latents (multi-head latent attention, absorbed), whose first columns are the values.
+
+    Args:
+        q: (batch, seqlen_q, nheads, 576); of each head 512 columns for the latent and 64 for positions.
+        k_cache: (num_pages, page_size, 1, 576), pages of any multiple of 16 tokens. What lies behind a sequence's length is not
+            looked at. In q's dtype, or quantized by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
+        block_table: int32 (batch, max_pages).
+        cache_seqlens: int32 (batch): tokens of each sequence.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: as `get_mla_metadata` returned them; not looked at.
+        softmax_scale: 576 ** -0.5 unless given. Models give that of the heads that they were trained with.
+        causal: the last query sees all tokens, the one before all but the last, and so on.
+        is_fp8_kvcache, indices: FlashMLA's own tokens of 656 bytes, and sparse attention: not there.
+        descale_k: float32 (1,) or (batch, 1), the scale of a cache in fp8, as vLLM's FlashMLA has it; 1 unless given.
+        latent_scale: float32 (num_pages, page_size, 1), of each token, of a cache in int8; an argument of this package's own.
+
+    Returns out (batch, seqlen_q, nheads, 512) in q's dtype, and softmax_lse (batch, nheads, seqlen_q) in float32. No gradient.
+
+    Raises ValueError for wrong arguments, NotImplementedError for what is not there.
+    """
+    _refuse_what_is_missing(is_fp8_kvcache, indices, "indices")
+    if head_dim_v != 512:
+        _refuse("head_dim_v", head_dim_v, "512, the columns of a latent", ValueError)
+    for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if tensor is None:
+            _refuse(name, "None", "a tensor: without one FlashMLA has sparse attention alone")
+    return torch.ops.volta_fa.fwd_mla(
+        q,
+        k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        latent_scale=latent_scale,
+        latent_descale=descale_k,
+        softmax_scale=softmax_scale,
+        is_causal=causal,
+    )
+
+
+def _refuse_what_is_missing(is_fp8_kvcache: bool, sparse: object, name: str) -> None:
+    if is_fp8_kvcache:
+        _refuse("is_fp8_kvcache", is_fp8_kvcache, "False: a cache in fp8 has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k")
+    if sparse is not None:
+        given = f"a tensor of shape {tuple(sparse.shape)}" if isinstance(sparse, Tensor) else sparse
+        _refuse(name, given, "None: attention to chosen tokens alone is not there")

@@ -1,0 +1,258 @@
+"""A KV cache for transformers whose layers are quantized and stay so: `volta_fa.transformers.QuantizedCache`.
+
+transformers' own class of the name returns the whole cache in the model's type at each step. This one returns tensors without memory,
+that say where bytes and scales are, and `volta_fa.transformers.attention` hands these to `volta_fa::fwd_kvcache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...kv_cache.formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
+
+#: Storage that is full grows by this part of what is needed, so that a token is copied four times, whatever the length.
+_ROOM = 4
+
+
+class QuantizedStates(Tensor):
+    """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, that have no memory: `stored` has their
+    data, scales and zero points, views of the cache's storage, as `quantize_kv` makes them of such a tensor. Queries are to be multiplied
+    by `turn`, (headdim, headdim), where keys have one. No operation takes such tensors, so nothing can make numbers of the whole
+    cache."""
+
+    stored: QuantizedKV
+    turn: Tensor | None
+
+    @staticmethod
+    def __new__(cls, stored: QuantizedKV, headdim: int, dtype: torch.dtype, turn: Tensor | None = None) -> QuantizedStates:
+        """Of rows of the storage, (batch, nheads_k, seqlen, columns)."""
+        shape = (*stored.data.shape[:-1], headdim)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.data.device)
+        self.stored, self.turn = stored, turn
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
+        return f"QuantizedStates(shape={tuple(self.shape)}, {self.stored.data.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is a placeholder without arguments' defaults
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        raise NotImplementedError(
+            f"volta_fa: past_key_values: the keys or values of a QuantizedCache were given to {func}, and only "
+            "attn_implementation='volta_fa' reads them: expected a model with that one, whose attention does nothing else with them"
+        )
+
+
+class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a base that registers classes
+    """One layer of a `QuantizedCache`. Rows of its storage are tokens, heads before them, so that those of a head are side by side."""
+
+    is_croppable = True
+
+    def __init__(self, kv_dtype: str, sliding_window: int | None = None, rotate_keys: bool = False) -> None:
+        # (the base's would set keys and values, which are properties here)
+        self.kv_dtype, self.rotate_keys = kv_dtype, rotate_keys
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all tokens, and gives the memory back."""
+        self.is_initialized = False
+        self.stored: tuple[QuantizedKV, ...] = ()
+        self.length = 0  # tokens so far
+        self.dropped = 0  # of these, the first that are no longer in memory: no window shows them again
+        self.shown = 0  # the first that the last call's queries could see
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Notes sizes and types, of (batch, nheads_k, any, headdim)."""
+        value_states = key_states if value_states is None else value_states
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.headdims = (key_states.shape[-1], value_states.shape[-1])
+        self.turns: list[Tensor] = []
+        if self.rotate_keys:
+            n = key_states.shape[-1]
+            if n & (n - 1):
+                raise ValueError(f"rotate_keys: got True with headdim {n}, expected a power of two")
+            # of keys and of queries, n**-0.5 each, but both powers of two: exact in any type
+            half = n.bit_length() // 2
+            scales = (2.0**-half, 2.0**half / n)
+            self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in scales]
+        self.stored = tuple(quantize_kv(t[:, :, :0], self.kv_dtype) for t in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends keys and values (batch, nheads_k, tokens, headdim), quantized. Returns `keys` and `values`; of a prompt, before which
+        there is nothing, its own, which nobody has to read from the cache."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, at = key_states.shape[2], self._make_room(key_states.shape[2])
+        keys = key_states @ self.turns[0] if self.turns else key_states
+        k, v = (t.detach().transpose(1, 2) for t in (keys, value_states))
+        k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+        cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
+        torch.ops.volta_fa.fwd_kvcache(
+            k[:, :0],  # no queries: these come with the mask
+            cache.pop("k_cache"),
+            cache.pop("v_cache"),
+            k,
+            v,
+            # the rows of these tokens alone are the cache here
+            cache_seqlens=torch.zeros(len(k), dtype=torch.int32, device=self.device),
+            **cache,
+        )
+        is_prompt = self.length == 0
+        _, self.shown = self.get_mask_sizes(0)
+        self.length += new
+        return (key_states, value_states) if is_prompt else (self._states(0), self._states(1))
+
+    def _make_room(self, new: int) -> int:
+        """The row for the first of so many tokens."""
+        used = self.length - self.dropped
+        if used + new > self.stored[0].data.shape[2]:
+            kept = used if self.sliding_window is None or self.record_past else min(used, self.sliding_window - 1)
+            room = kept + new + (kept + new) // _ROOM
+
+            def moved(t: Tensor) -> Tensor:
+                larger = t.new_empty((*t.shape[:2], room, *t.shape[3:]))
+                larger[:, :, :kept] = t[:, :, used - kept : used]
+                return larger
+
+            self._change(moved)
+            self.dropped += used - kept
+            used = kept
+        return used
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces all tensors of the storage."""
+        self.stored = tuple(_each(change, stored) for stored in self.stored)
+
+    def _states(self, i: int) -> QuantizedStates:
+        rows = _rows(self.stored[i], self.shown - self.dropped, self.length - self.shown)
+        return QuantizedStates(rows, self.headdims[i], self.dtype, self.turns[1] if self.turns and i == 0 else None)
+
+    @property
+    def keys(self) -> QuantizedStates | None:  # type: ignore[override]  # an attribute of the base
+        """Of the tokens that the last call's queries could see."""
+        return self._states(0) if self.is_initialized else None
+
+    @property
+    def values(self) -> QuantizedStates | None:  # type: ignore[override]
+        """Of the same tokens."""
+        return self._states(1) if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """How many keys the next `query_length` queries get, themselves included, and the position of the first. (transformers 4.57
+        names the queries' positions instead of their number.)"""
+        queries = len(query_length) if isinstance(query_length, Tensor) else query_length
+        past = self.length if self.sliding_window is None else min(self.length, self.sliding_window - 1)
+        return past + queries, self.length - past
+
+    def get_max_length(self) -> int:
+        """-1: none."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # transformers 4.57
+
+    def activate_past_recording(self) -> None:
+        """From now on nothing is dropped, so that `crop` can go back beyond a window."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens; where positive, as transformers 4.57 has it, all but the first tokens_to_remove."""
+        left = max(0, self.length + tokens_to_remove) if tokens_to_remove <= 0 else min(self.length, tokens_to_remove)
+        needed = 0 if self.sliding_window is None else self.sliding_window - 1
+        if self.dropped and left - self.dropped < needed:
+            raise ValueError(
+                f"tokens_to_remove: got {tokens_to_remove} after {self.length} tokens, of which the last {self.length - self.dropped} are "
+                f"in memory, expected to leave {needed} of these, which a window shows; activate_past_recording() keeps all"
+            )
+        self.length, self.shown = left, min(self.shown, left)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what beam_idx[i] was."""
+        if self.is_initialized:
+            indices = beam_idx.to(self.device)
+            self._change(lambda t: t.view(torch.uint8).index_select(0, indices).view(t.dtype) if t.element_size() == 1 else t[indices])
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times."""
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(len(self.stored[0].data), device=self.device).repeat_interleave(repeats))
+
+
+def _each(change: Callable[[Tensor], Tensor], stored: QuantizedKV) -> QuantizedKV:
+    data, scale, zero_point = stored
+    return QuantizedKV(change(data), None if scale is None else change(scale), None if zero_point is None else change(zero_point))
+
+
+def _rows(stored: QuantizedKV, first: int, count: int) -> QuantizedKV:
+    return _each(lambda t: t.narrow(2, first, count), stored)
+
+
+def arguments(k: QuantizedKV, v: QuantizedKV) -> dict[str, Tensor]:
+    """A layer's keys and values as arguments of `volta_fa::fwd_kvcache`, which has tokens before heads."""
+    named = {"k_cache": k.data, "k_scale": k.scale, "k_zero_point": k.zero_point}
+    named |= {"v_cache": v.data, "v_scale": v.scale, "v_zero_point": v.zero_point}
+    return {name: t.transpose(1, 2) for name, t in named.items() if t is not None}
+
+
+class QuantizedCache(Cache):
+    """A KV cache in int8, int4 or fp8, for models with `attn_implementation="volta_fa"`.
+
+        cache = volta_fa.transformers.QuantizedCache(model.config, kv_dtype="int8")
+        model.generate(**inputs, past_key_values=cache)
+
+    It grows as needed (by a quarter, so up to a fifth of its memory is empty). New tokens are quantized where they are appended, and
+    attention reads bytes and scales: at no time is the whole cache in another form, but where `fwd_kvcache` itself takes copies
+    (docs/decode.md: bfloat16, many queries). A prompt attends to its own keys and values, before they are rounded; what comes later, a
+    second part of the prompt too, to what is in the cache. Layers with a sliding window keep what it shows.
+
+    Beam search, crop (assisted decoding), batches padded on the left, and chunked prefill are covered. Encoder-decoder models can have
+    it for self-attention: `EncoderDecoderCache(QuantizedCache(...), DynamicCache(...))`.
+
+    Args:
+        config: the model's.
+        kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1.
+        rotate_keys: multiply keys by a Hadamard matrix before they are quantized, and queries with them, so that scores stay what they are
+            and no channel is much larger than others. A headdim that is no power of two raises ValueError at the first token.
+
+    Raises ValueError for another kv_dtype or a config with another attn_implementation, and NotImplementedError for layers that are
+    neither full nor sliding attention. int4 needs an even headdim: else ValueError at the first token. A mask that is more than
+    causality, a window and padding before or after a sequence raises NotImplementedError in the model's attention, and so does another
+    attention implementation once it is given this cache's keys.
+    """
+
+    def __init__(self, config: Any, kv_dtype: str = "int8", *, rotate_keys: bool = False) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype: got {kv_dtype!r}, expected one of {', '.join(KV_DTYPES)}")
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation not in (None, "volta_fa"):
+            raise ValueError(f"config: got attn_implementation {implementation!r}, expected 'volta_fa', which alone reads a QuantizedCache")
+        text = config.get_text_config(decoder=True)
+        window = getattr(text, "sliding_window", None)
+        types = getattr(text, "layer_types", None)
+        if types is None:
+            kind = (
+                "sliding_attention" if window else "chunked_attention" if getattr(text, "attention_chunk_size", None) else "full_attention"
+            )
+            types = [kind] * text.num_hidden_layers
+        windows = {"full_attention": None, "sliding_attention": window}
+        for kind in types:
+            if kind not in windows:
+                raise NotImplementedError(f"volta_fa: config: got a layer of {kind}, expected {' or '.join(windows)}")
+        super().__init__(layers=[QuantizedLayer(kv_dtype, windows[kind], rotate_keys) for kind in types])

@@ -1,0 +1,103 @@
+"""Attention of sequences that begin alike, whose common beginning is read once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..merge import merge_attention_states
+
+
+@torch.no_grad()
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    shared_block_table: Tensor,
+    shared_seqlen: int | Tensor,
+    *,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
+
+    `volta_fa::fwd_kvcache` reads the tokens of each sequence for that sequence's queries. Here the queries of all sequences attend to
+    the shared tokens together, which are read once, then each sequence's to its own; the two results are merged by their softmax_lse.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.
+        k_cache, v_cache: (num_pages, page_size, nheads_k, headdim or headdim_v).
+        shared_block_table: int32 (pages): the pages of the shared tokens.
+        shared_seqlen: how many there are, as an int or as an int32 tensor (1) on q's device.
+        block_table: int32 (batch, max_pages): each sequence's own pages, behind the shared ones.
+        cache_seqlens: int32 (batch): own tokens in them, without the shared ones, before this call appends.
+        k, v: appended behind those, in place, as `volta_fa::fwd_kvcache` does it.
+        sinks, softmax_scale, softcap, num_splits: as in `volta_fa::fwd_kvcache`.
+        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k), as there.
+        k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k), as there.
+        is_causal: the last query of a sequence sees its last token, the one before all but that, and so on. The queries are the last of
+            a sequence's own tokens, so all of them see all shared ones.
+
+    Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient. A window, ALiBi and rotary positions count from the beginning of a
+    whole sequence, so there are none here: rotate q and k before.
+
+    Raises ValueError, naming the argument, for wrong ones.
+    """
+    if shared_block_table.dim() != 1:
+        got, name = tuple(shared_block_table.shape), "shared_block_table"
+        raise ValueError(f"volta_fa: {name}: got shape {got}, expected (pages,): one list of pages for all sequences")
+    if (k is None) != (v is None):
+        missing, there = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"volta_fa: {missing}: got None, expected a tensor: {there} is given")
+    if isinstance(shared_seqlen, int):
+        shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
+    options = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "num_splits": num_splits,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "k_zero_point": k_zero_point,
+        "v_zero_point": v_zero_point,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    own, own_lse = torch.ops.volta_fa.fwd_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        *(() if k is None or v is None else (k, v)),
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        sinks=sinks,  # once: of both parts together
+        is_causal=is_causal,
+        **options,
+    )
+    # as the queries of one sequence, which no mask orders
+    packed = q if q.dim() == 3 else q.flatten(0, 1)
+    shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(
+        packed[None], k_cache, v_cache, cache_seqlens=shared_seqlen, block_table=shared_block_table[None], **options
+    )
+    shared, shared_lse = shared[0], shared_lse[0]
+    if q.dim() == 4:
+        batch, seqlen_q = q.shape[:2]
+        shared = shared.unflatten(0, (batch, seqlen_q))
+        shared_lse = shared_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return merge_attention_states(own, own_lse, shared, shared_lse)
