@@ -18,20 +18,20 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
 
 template <class Layout>
 __device__ __forceinline__ float row_sum(float x) {
-    for (int mate : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, mate);
+    for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
     return x;
 }
 
 // Joins the sink to a finished row's sum. Returns the factor for its output.
-__device__ __forceinline__ float join_sink(const ScoreOptions& options, int head, float& reference, float& sum) {
+__device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
         SoftmaxRow row;
-        row.reference = reference;
+        row.row_max = row_max;
         row.sum = sum;
         float other_factor;
         factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kMaxOffset), exp2_approx(-kMaxOffset), other_factor);
-        reference = row.reference;
+        row_max = row.row_max;
         sum = row.sum;
     }
     return factor;
@@ -44,11 +44,11 @@ __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqle
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
                                             float* lse) {
     const SoftmaxRow& state = softmax.row[mt][r];
-    float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
-    constexpr bool kHasFactor = kVarlen || kHasDropout;
-    if (kVarlen) factor = join_sink(p.score_options, head, reference, sum);
+    float row_max = state.row_max, sum = row_sum<Layout>(state.sum), factor = 1.f;
+    constexpr bool kHasFactor = kHasSinks || kHasDropout;
+    if (kHasSinks) factor = add_sink(p.score_options, head, row_max, sum);
     if (kHasDropout && p.score_options.rng_state) factor *= p.score_options.dropout_scale;
-    const SoftmaxResult result(reference, sum);
+    const SoftmaxResult result(row_max, sum);
     const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;
     const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);
     if (Layout::leads_row(lane) && i < sequence.seqlen_q()) lse[i] = result.lse;

@@ -40,7 +40,7 @@ class PageIterator {
     int row_;    // of the first group in that page
     int page_[Groups];
 
-    __device__ __forceinline__ static void cross(const Cache& cache, int& row, int& index) {
+    __device__ __forceinline__ static void wrap_row(const Cache& cache, int& row, int& index) {
         if (row >= cache.rows) row -= cache.rows, index++;
     }
     // Where group g is.
@@ -50,7 +50,7 @@ class PageIterator {
 #pragma unroll
         for (int i = 0; i < g; i++) {
             row += kPageGroup;
-            cross(cache, row, index);
+            wrap_row(cache, row, index);
         }
         return row;
     }
@@ -79,15 +79,15 @@ public:
         }
     }
     // To the next step, in which the first group begins with `token`.
-    __device__ __forceinline__ void go(const Cache& cache, int token, int end) {
+    __device__ __forceinline__ void advance(const Cache& cache, int token, int end) {
         row_ += Step;
 #pragma unroll
-        for (int i = 0; i < Step; i += kPageGroup) cross(cache, row_, index_);
+        for (int i = 0; i < Step; i += kPageGroup) wrap_row(cache, row_, index_);
         look_up(cache, token, end);
     }
     // The element that is `rows` rows behind that of group g which lies at `column` in row 0 of page 0.
-    __device__ __forceinline__ const unsigned short* at(const Cache& cache, const Operand& x, const unsigned short* column, int g,
-                                                        int rows) const {
+    __device__ __forceinline__ const unsigned short* address(const Cache& cache, const Operand& x, const unsigned short* column,
+                                                             int g, int rows) const {
         int index;
         const unsigned short* row = rows_after(column, row_of(cache, g, index) + rows, x.row_stride);
         // of a number of 32 bits and one of 64: two multiply-adds
@@ -97,20 +97,20 @@ public:
 };
 
 // What kernels without pages have instead, and never ask.
-struct NoWalk {
-    __device__ __forceinline__ NoWalk(const Cache&, int, int, int, int) {}
-    __device__ __forceinline__ void go(const Cache&, int, int) {}
-    __device__ __forceinline__ const unsigned short* at(const Cache&, const Operand&, const unsigned short* column, int,
-                                                        int) const {
+struct NoPages {
+    __device__ __forceinline__ NoPages(const Cache&, int, int, int, int) {}
+    __device__ __forceinline__ void advance(const Cache&, int, int) {}
+    __device__ __forceinline__ const unsigned short* address(const Cache&, const Operand&, const unsigned short* column, int,
+                                                             int) const {
         return column;
     }
 };
 template <bool Paged, int Step, int Groups, bool InBranch>
-struct PageWalkIf {
-    using Type = NoWalk;
+struct PageIteratorIf {
+    using Type = NoPages;
 };
 template <int Step, int Groups, bool InBranch>
-struct PageWalkIf<true, Step, Groups, InBranch> {
+struct PageIteratorIf<true, Step, Groups, InBranch> {
     using Type = PageIterator<Step, Groups, InBranch>;
 };
 
@@ -120,7 +120,7 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream = TileStream<Chunks, Rows, Threads>;
     using Stream::has_chunk, Stream::has_row, Stream::next, Stream::row_of;
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
-    using Walk = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
+    using Pages = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
 
     // Rows of a tile before the group of the thread's first.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
@@ -132,11 +132,11 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     // Loads the tile at which the walk is, whose first row is number `row`.
     template <int Passes, int ChunksPerRow>
     __device__ __forceinline__ void load(uint4 (&data)[Passes][ChunksPerRow], const Cache& cache, const Operand& x,
-                                         const Walk& walk, int row) const {
+                                         const Pages& pages, int row) const {
 #pragma unroll
         for (int i = 0; i < kPasses; i++) {
             const int rows = i * kRowsPerPass;
-            const unsigned short* from = walk.at(cache, x, next, rows / kPageGroup, rows % kPageGroup);
+            const unsigned short* from = pages.address(cache, x, next, rows / kPageGroup, rows % kPageGroup);
 #pragma unroll
             for (int c = 0; c < kChunksPerRow; c++)
                 load_global_if(has_row(row, i) && has_chunk(c), data[i][c], from + c * kThreadsPerRow * kChunk);
@@ -146,14 +146,14 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
 
 // The tiles of K and of V of a block, which take turns: each of K before that of V.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads>
-struct KeyTiles {
+struct KvTiles {
     TileStream<Chunks, Rows, Threads> k;
     TileStream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;
 
     // The keys `first` to `last` - 1 of a sequence whose key 0 is row k_offset of its entry.
     template <class Block>
-    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
+    __device__ __forceinline__ KvTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
         : k(thread, rows_of(p.k, block.batch, block.head_k, k_offset), p.k.row_stride, p.problem.headdim, first, last),
           v(thread, rows_of(p.v, block.batch, block.head_k, k_offset), p.v.row_stride, p.problem.headdim_v, first, last),
           k_stride(p.k.row_stride), v_stride(p.v.row_stride) {}
@@ -170,26 +170,26 @@ struct KeyTiles {
 };
 
 template <int Chunks, int Rows, int Threads>
-struct KeyTiles<true, Chunks, Chunks, Rows, Threads> {
+struct KvTiles<true, Chunks, Chunks, Rows, Threads> {
     using Stream = PagedTileStream<Chunks, Rows, Threads>;
     Stream k, v;
-    typename Stream::Walk walk;
+    typename Stream::Pages pages;
     int group, last;
 
     template <class Block>
-    __device__ __forceinline__ KeyTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
+    __device__ __forceinline__ KvTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last_)
         : k(thread, p.cache.k, block.head_k, p.problem.headdim, last_),
           v(thread, p.cache.v, block.head_k, p.problem.headdim_v, last_),
-          walk(p.cache, block.batch, k_offset, first + Stream::first_group(thread), last_), group(Stream::first_group(thread)),
+          pages(p.cache, block.batch, k_offset, first + Stream::first_group(thread), last_), group(Stream::first_group(thread)),
           last(last_) {}
 
     template <class Data>
     __device__ __forceinline__ void load_k(Data& data, const FwdParams& p, int key) {
-        k.load(data, p.cache, p.cache.k, walk, key);
+        k.load(data, p.cache, p.cache.k, pages, key);
     }
     template <class Data>
     __device__ __forceinline__ void load_v(Data& data, const FwdParams& p, int key) {
-        v.load(data, p.cache, p.cache.v, walk, key);
-        walk.go(p.cache, key + Rows + group, last);
+        v.load(data, p.cache, p.cache.v, pages, key);
+        pages.advance(p.cache, key + Rows + group, last);
     }
 };

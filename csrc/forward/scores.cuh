@@ -42,7 +42,7 @@ struct Scores {
     }
 
     // Sets the scores of pairs outside the mask to -inf.
-    __device__ __forceinline__ void apply(const Mask& mask, int row, int key) {
+    __device__ __forceinline__ void apply_mask(const Mask& mask, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -85,28 +85,28 @@ struct Scores {
     // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
     // that was made of probabilities of a row.
     template <RescaledRows Rows, class Rescale>
-    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
-                                                    float inverse_scale_log2, Rescale rescale) const {
-        move_references(softmax, rescale, [&](SoftmaxRow& row, float m) {
+    __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
+                                                   float inverse_scale_log2, Rescale rescale) const {
+        update_row_max(softmax, rescale, [&](SoftmaxRow& row, float m) {
             return row.template update_row_max<Rows>(m, scale_log2, inverse_scale_log2);
         });
     }
     // move(row, its maximum) moves one, and returns the factor.
     template <class Rescale, class Move>
-    __device__ __forceinline__ void move_references(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
+    __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < Layout::kRows; r++) {
                 float m = lane_maximum(mt, r);
 #pragma unroll
-                for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
                 rescale(mt, r, move(softmax.row[mt][r], m));
             }
     }
 
     // From products q.k to units of log2 (score_modifier.cuh). The bias is not added here: ScoreBias.
-    __device__ __forceinline__ void modify(const FwdParams& p, const Mask& mask, int row, int key) {
+    __device__ __forceinline__ void apply_score_mod(const FwdParams& p, const Mask& mask, int row, int key) {
         const ScoreOptions& options = p.score_options;
         const typename Layout::Lane lane(remat_lane());
         row += Layout::first_query(lane);
@@ -189,15 +189,15 @@ struct ScoreBias {
 
 // Which probabilities of RowTiles tiles, one of keys, dropout keeps.
 template <class Layout, int RowTiles>
-struct KeptProbabilities {
+struct DropoutBits {
     unsigned bits = ~0u;  // of row tile mt the kept_bits of a call (philox.cuh), kBitsOfTile further each
     static constexpr int kBitsOfTile = 4;
     static_assert(RowTiles * kBitsOfTile <= 16, "one word, whose halves have two of four columns each");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
-        return Philox(p.score_options.rng_state,
-                      (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + remat_head<Layout::kEitherOrder>(p.problem));
+        return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads +
+                                                     remat_head<Layout::kEitherOrder>(p.problem));
     }
 
     // `row` and `key` are the tile's first, multiples of 8 and of 4.

@@ -17,7 +17,7 @@ struct DqAccumulator {
         return column / 8 * kTileFloats + column % 2 * kElementFloats + column % 8 / 2;
     }
     // The eight elements from one whose column is a multiple of 8.
-    static __device__ __forceinline__ void eight(const float* from, float4& a, float4& b) {
+    static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kElementFloats);
         a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);
     }

@@ -33,7 +33,7 @@ struct DqProduct {
     }
     // Where the lane's first element goes, from the first of the step's rows.
     static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
-        if (kOwnCalls) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
+        if (kOneCallPerLane) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
@@ -73,7 +73,7 @@ struct DqProduct {
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);  // again: it takes no registers in the loop
         const auto row_of_lane = [](const Lane& lane, int, int h) {
-            return (kOwnCalls ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
+            return (kOneCallPerLane ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };
         write_gradient(c, p, p.dq, rows_of(p.dq, batch, head, sequence.q_offset()), p.problem.scale, row + query_tile(warp) * 16,
                        rows, p.problem.headdim, row_of_lane, pair(warp) + kColumnWarps * j);

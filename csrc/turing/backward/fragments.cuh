@@ -35,7 +35,7 @@ __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32);
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Kernels that do one thing to scores besides: one_feature.cuh.
-constexpr bool kOwnCalls = kOneFeature && kHasDropout;
+constexpr bool kOneCallPerLane = kOneFeature && kHasDropout;
 
 // S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.
 template <int KeyTiles>
@@ -45,12 +45,12 @@ struct KeysLayout {
     using Tile = float[4 * KeyTiles];
     static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
     // Where a lane draws random numbers for itself alone, its two queries are those of one call (philox.cuh).
-    static constexpr int kQueryStride = kOwnCalls ? 4 : 1;
-    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return kOwnCalls ? l.quad : 2 * l.quad; }
+    static constexpr int kQueryStride = kOneCallPerLane ? 4 : 1;
+    __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return kOneCallPerLane ? l.quad : 2 * l.quad; }
     // Which query a row of eight of the step's tiles is, and the other way round.
-    __device__ __forceinline__ static constexpr u32 query_of_row(u32 row) { return kOwnCalls ? row / 2 + row % 2 * 4 : row; }
+    __device__ __forceinline__ static constexpr u32 query_of_row(u32 row) { return kOneCallPerLane ? row / 2 + row % 2 * 4 : row; }
     __device__ __forceinline__ static constexpr u32 row_of_query(u32 query) {
-        return kOwnCalls ? query % 4 * 2 + query / 4 : query;
+        return kOneCallPerLane ? query % 4 * 2 + query / 4 : query;
     }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) {
         return KeyTiles == 2 ? 4 * l.group : l.group / 2 * 4 + l.group % 2;
@@ -66,8 +66,8 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r * kQueryStride; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
-    static constexpr int kKeyMate = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
-    static constexpr int kQueryMate = 2;
+    static constexpr int kKeyPartnerMask = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
+    static constexpr int kQueryPartnerMask = 2;
     // The key of row h of two of a lane in operand A number m of the tile ...
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);
@@ -97,7 +97,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 8 * r; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j; }
 
-    static constexpr int kKeyMate = 1;
+    static constexpr int kKeyPartnerMask = 1;
     // Which key of eight column n of operand B is.
     __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };

@@ -23,13 +23,13 @@ struct InitialScores {
         float slope;  // by a volatile load: it takes no register between the steps
         asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(slope) : "l"(o.alibi_slopes + batch * o.alibi_batch_stride + head));
         slope = __fdividef(-slope, p.problem.scale);
-        const ScoreCoord<Layout> place(remat_lane(), row, key);
-        const float first = static_cast<float>(place.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - place.key(0));
+        const ScoreCoord<Layout> coord(remat_lane(), row, key);
+        const float first = static_cast<float>(coord.query(0) + sequence.seqlen_k() - sequence.seqlen_q() - coord.key(0));
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int v = 0; v < Layout::kElements; v++)
-                tile_of(s, n)[v] = slope * fabsf(first + static_cast<float>(8 * n + place.query_minus_key(v)));
+                tile_of(s, n)[v] = slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
     }
 
     // The fp16 bias of a step, loaded in the one before.
@@ -53,25 +53,25 @@ struct InitialScores {
             for (int i = 0; i < 2 * N; i++) loaded[i / 2][i % 2] = make_uint2(0, 0);
             return;
         }
-        const ScoreCoord<Layout> place(remat_lane(), row, key);
-        const char* base = bias_base(p, head, place.key(0), 2);
+        const ScoreCoord<Layout> coord(remat_lane(), row, key);
+        const char* base = bias_base(p, head, coord.key(0), 2);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
+                const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 2);
                 asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(loaded[n][r].x), "=r"(loaded[n][r].y) : "l"(from));
             }
     }
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
-        const ScoreCoord<Layout> place(remat_lane(), row, key);
-        const char* base = bias_base(p, head, place.key(0), 4);
+        const ScoreCoord<Layout> coord(remat_lane(), row, key);
+        const char* base = bias_base(p, head, coord.key(0), 4);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const char* from = bias_at(p, base, place.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
+                const char* from = bias_at(p, base, coord.query(0) + 8 * n + Layout::row_slot(r), row_end, 4);
                 float of_keys[4];
                 Bias::to_float(p.score_options, __ldg(reinterpret_cast<const uint4*>(from)), of_keys);
 #pragma unroll
@@ -97,7 +97,7 @@ struct InitialScores {
 };
 
 // Dropout: which probabilities of the two queries and four keys that a lane has in a tile are kept.
-struct KeptOfTile {
+struct TileDropoutMask {
     u32 kept[4];  // of each key: 0xffff for each of two queries
 
     // `row` and `key` are the tile's first.
@@ -105,8 +105,8 @@ struct KeptOfTile {
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "a call has all of them");
         const DropoutRule rule(p.score_options);
-        const ScoreCoord<Layout> place(remat_lane(), row, key);
-        const uint4 of = philox.numbers(place.query(0), place.key(0));
+        const ScoreCoord<Layout> coord(remat_lane(), row, key);
+        const uint4 of = philox.numbers(coord.query(0), coord.key(0));
         kept[0] = rule.kept_halves(__byte_perm(of.x, of.z, 0x5410));
         kept[1] = rule.kept_halves(__byte_perm(of.y, of.w, 0x5410));
         kept[2] = rule.kept_halves(__byte_perm(of.x, of.z, 0x7632));

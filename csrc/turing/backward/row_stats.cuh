@@ -24,10 +24,10 @@ struct RowStats {
 static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
 // The gradient of sinks reads the statistics where prepare writes them.
 constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int minus_lse[] = {STATS_MINUS_LSE_AT}, minus_delta[] = {STATS_MINUS_DELTA_AT};
+    constexpr int neg_lse[] = {STATS_MINUS_LSE_AT}, neg_delta[] = {STATS_MINUS_DELTA_AT};
     for (int row = 0; row < RowStats::kGroupRows; row++)
-        if (minus_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
-            minus_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
+        if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
+            neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))
             return false;
     return true;
 }

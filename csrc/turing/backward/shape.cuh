@@ -12,8 +12,9 @@
 
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
-#include "backward/walk.cuh"
-#include "backward/fused.cuh"
+#include "backward/iteration_range.cuh"
+#include "backward/dq_mode.cuh"
+#include "backward/row_statistics.cuh"
 #include "turing/backward/dq_product.cuh"
 #include "turing/backward/fragments.cuh"
 
@@ -70,8 +71,8 @@ struct HeadRows {
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
 
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
-        : head(head_), origin_(kVarlen && !kGeneric ? pinned(sequence.q_offset()) : 0),
-          scratch(pinned(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
+        : head(head_), origin_(kVarlen && !kGeneric ? keep_in_register(sequence.q_offset()) : 0),
+          scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
     // ... and in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kGeneric ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
@@ -132,7 +133,7 @@ private:
 // Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the
 // gradients are columns that nobody stores, so there a thread reads the last column that exists once more.
 template <class S>
-class TilesOfStep {
+class StepTileLoader {
     static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
@@ -159,7 +160,8 @@ public:
     }
     static __device__ __forceinline__ void store(const Part& x, u32 tile) {
         const u32 thread = remat_thread();
-        const u32 row = kOwnCalls ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
+        const u32 row =
+            kOneCallPerLane ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
         tile += remat_swizzled<S::kChunks>(row, thread % kLanes);
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
@@ -186,8 +188,8 @@ private:
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
 // dS from such a P, dP and delta as StepStats::scale leaves it. fp32 to the end: dP - delta may be far beyond fp16 where P is
 // small. Only dS itself is rounded to fp16, and beyond 65504 becomes infinite, which is what a GradScaler looks for.
-__device__ __forceinline__ float score_gradient(float p, float dp, float minus_delta) {
-    return p * fmaf(dp, 1.f / kProbabilityUnit, minus_delta);
+__device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
+    return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }
 
 // The mask on the scores of the queries kernels, c[n][m] (apply_mask has the others' order).

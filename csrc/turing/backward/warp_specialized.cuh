@@ -8,21 +8,21 @@
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
-#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/dropout.cuh"
 #include "turing/backward/one_feature.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
 
-template <int Headdim, int BlockRows, int Step, int Threads, int Slots, QueryGradients DqGoes>
-struct BackwardSplit {
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
+struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
     // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
     // in shared memory anyway, of V these chunks are.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
-    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static constexpr int kPartners = S::kWarps / 2;           // warps of a role
     static constexpr int kKeys = S::kRows / kPartners;        // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
@@ -59,29 +59,29 @@ struct BackwardSplit {
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_index() * S::kRows + remat_warp_row(); }
     // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
     static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
-        if (!kGeneric) return range.unmasked.contain(row);
+        if (!kGeneric) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contain(row);
+        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
     // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
-    static __device__ __forceinline__ u32 slopes_of(u32 parcel, u32 slot) {
-        return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
+    static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
+        return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
 
     // What goes from a lane to the one with the same scores in the other role, 16 bytes at a time.
-    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kParcelBytes = 32 * 16;
+    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kExchangeBytes = 32 * 16;
     using Words = u32[kWords];
     static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4)
-            store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
+            store_shared(address + i / 4 * kExchangeBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
     }
     static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
-            const uint4 r = load_shared(address + i / 4 * kParcelBytes);
+            const uint4 r = load_shared(address + i / 4 * kExchangeBytes);
             w[i] = r.x, w[i + 1] = r.y, w[i + 2] = r.z, w[i + 3] = r.w;
         }
     }
@@ -109,8 +109,8 @@ struct BackwardSplit {
                         float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
                         const float x_logistic = softcap.logistic(x), y_logistic = softcap.logistic(y);
                         derivatives[n][m][h] = to_half2(Softcap::derivative(x_logistic), Softcap::derivative(y_logistic));
-                        x = fmaf(-2.f * softcap.cap, x_logistic, softcap.cap + lse.x);
-                        y = fmaf(-2.f * softcap.cap, y_logistic, softcap.cap + lse.y);
+                        x = softcap.score(x_logistic, softcap.cap + lse.x);
+                        y = softcap.score(y_logistic, softcap.cap + lse.y);
                     }
             }
             send(slopes, derivatives);
@@ -127,22 +127,21 @@ struct BackwardSplit {
             const int batch = remat_block_batch();
             const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
             const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
-            const ScoreCoord<Layout> place(lane, row, key);
+            const ScoreCoord<Layout> coord(lane, row, key);
             // one conversion, by the XU pipe, for all elements
-            const float first = alibi.distance(place.query(0), place.key(0));
+            const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
                 for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + place.query_minus_key(v)));
+                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + coord.query_minus_key(v)));
         }
         if (has_bias(p)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
         }
-        if (kInitial && uses_fp32_bias(options))
-            InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
+        if (kInitial && uses_fp32_bias(options)) InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
         if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         if (!kGeneric || kInitial) {
 #pragma unroll
@@ -160,10 +159,10 @@ struct BackwardSplit {
                                                 int row) {
         const Lane lane = remat_lane();
         const Philox philox = philox_of(p, head);
-        if constexpr (kOwnCalls) {
+        if constexpr (kOneCallPerLane) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                KeptOfTile kept;
+                TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
 #pragma unroll
                 for (int m = 0; m < kKeyTiles; m++)
@@ -179,7 +178,8 @@ struct BackwardSplit {
         u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
-            kept |= kept_of_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key)) << 4 * n;
+            kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
+                    << 4 * n;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -190,7 +190,7 @@ struct BackwardSplit {
                     const u32 signs =
                         (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
                     sent[n][m][h] = x[n][m][h] | signs;
-                    x[n][m][h] &= ~halves_of(signs);
+                    x[n][m][h] &= ~sign_masks(signs);
                 }
     }
 
@@ -283,8 +283,8 @@ struct BackwardSplit {
         const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (kVarlen && !kWhole && first_key >= sequence.stored_k()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
+        if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         if (kWithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         if (kSharedPairs > 0) load_values(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
@@ -300,27 +300,27 @@ struct BackwardSplit {
         clear(gradient);
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
-        if (kWhole) write_all_statistics<S>(p, sequence);
-        if (kWhole) __syncthreads();  // the statistics are there
+        if (kFused) write_all_statistics<S>(p, sequence);
+        if (kFused) __syncthreads();  // the statistics are there
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
                 Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                              Dq::b_operand(shared + S::kOwn, lane, warp), pair);
-                if constexpr (kWhole)
+                if constexpr (kFused)
                     Dq::store(c, p, rows.head, row, range.end, warp, pair);
                 else
                     Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
-            TilesOfStep<S> tiles;
+            StepTileLoader<S> tiles;
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
@@ -342,7 +342,7 @@ struct BackwardSplit {
                 if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll
-                    for (int j = 0; j < Dq::kPairs; j++) put_dq(max(row - S::kStep, first), slot ^ 1, j);
+                    for (int j = 0; j < Dq::kPairs; j++) compute_dq(max(row - S::kStep, first), slot ^ 1, j);
                 }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 if (kInitial && __any_sync(~0u, is_first_role())) {
@@ -376,7 +376,7 @@ struct BackwardSplit {
                     }
                 }
                 PackedScores packed;
-                const u32 parcels = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
+                const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
                 // The tile after the next is under way from the middle of the step on, between what takes many registers before and
                 // behind it. (Beyond the last row nothing is loaded.)
                 const auto load_next = [&](bool here) {
@@ -388,7 +388,7 @@ struct BackwardSplit {
                 if (__any_sync(~0u, is_first_role())) {
                     const bool masked = !contains(range, p, row);
                     stats.scale(p.problem.scale_log2);
-                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(parcels, slot));
+                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(exchange, slot));
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -399,9 +399,9 @@ struct BackwardSplit {
                     if (has_dropout(p)) {
                         PackedScores sent;
                         drop(packed, sent, p, head, remat_warp_key(), row);
-                        send(parcels, sent);
+                        send(exchange, sent);
                     } else {
-                        send(parcels, packed);
+                        send(exchange, packed);
                     }
                     load_next(!kGeneric);
                     wait_partner();
@@ -409,8 +409,8 @@ struct BackwardSplit {
                     load_next(!kGeneric);
                     wait_partner();
                     stats.scale(p.problem.scale_log2);
-                    receive(parcels, packed);
-                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(parcels, slot));
+                    receive(exchange, packed);
+                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, slot));
                     if (kWithDq) {
                         const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
                         const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
@@ -444,19 +444,19 @@ struct BackwardSplit {
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {
-                        typename TilesOfStep<S>::Part part;
-                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
-                                             range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
-                        if (kWithDq) put_dq(row, 0, i);
-                        TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
+                        typename StepTileLoader<S>::Part part;
+                        StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
+                                                range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
+                        if (kWithDq) compute_dq(row, 0, i);
+                        StepTileLoader<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
                 }
             }
             if (kWithDq && S::kSlots == 2) {
                 __syncthreads();
-                const int last = pinned(range.end) - 1;
+                const int last = keep_in_register(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++) put_dq(last & -S::kStep, S::slot(last), j);
+                for (int j = 0; j < Dq::kPairs; j++) compute_dq(last & -S::kStep, S::slot(last), j);
             }
         }
 
@@ -469,7 +469,7 @@ struct BackwardSplit {
         if (has_dropout(p)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_head(), end.k_offset()),
                        is_dk ? p.signed_scale : dv_factor, remat_block_index() * S::kRows + end_warp % kPartners * kKeys,
-                       end.stored_k(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
+                       end.seqlen_k_allocated(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -22,11 +22,12 @@ struct InitialAlibi {
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
     }
     // `key` is the first of a tile.
-    __device__ __forceinline__ void to(Scores<ForwardLayout, RowTiles, 1>& s, int key) const {
+    __device__ __forceinline__ void init_scores(Scores<ForwardLayout, RowTiles, 1>& s, int key) const {
         const float from_key = distance - static_cast<float>(key);
         s.each([&](float& x, int mt, int, int v) {
-            const int place = ForwardLayout::kTileQueries * mt + ForwardLayout::query_slot(v) - ForwardLayout::key_slot(v);
-            x = slope * fabsf(from_key + static_cast<float>(place));
+            const int slot_difference =
+                ForwardLayout::kTileQueries * mt + ForwardLayout::query_slot(v) - ForwardLayout::key_slot(v);
+            x = slope * fabsf(from_key + static_cast<float>(slot_difference));
         });
     }
 };
@@ -48,8 +49,8 @@ struct InitialBias {
         const ScoreOptions& o = p.score_options;
         const int bytes = uses_fp32_bias(o) ? 4 : 2;
         base = reinterpret_cast<const char*>(o.bias) +
-               (remat_block_batch() * o.bias_batch_stride + remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
-                ForwardLayout::first_key(lane)) *
+               (remat_block_batch() * o.bias_batch_stride +
+                remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride + ForwardLayout::first_key(lane)) *
                    bytes;
         row_bytes = static_cast<unsigned>(o.bias_row_stride) * bytes;
         row = row_ + ForwardLayout::first_query(lane);
@@ -63,7 +64,7 @@ struct InitialBias {
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
     // What the scores of tile number `half` of a step begin with; of the first one, the step that was loaded.
-    __device__ __forceinline__ void to(Tile& s, int half) {
+    __device__ __forceinline__ void init_scores(Tile& s, int half) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
@@ -109,22 +110,20 @@ struct CappedSoftmax {
         to_exponent = softcap.to_exponent;
         scale_log2 = -2.f * softcap.cap;
     }
-    __device__ __forceinline__ float logistic(float product) const {
-        return reciprocal_approx(exp2_approx(product * to_exponent) + 1.f);
-    }
+    __device__ __forceinline__ float logistic(float product) const { return Softcap::logistic(product, to_exponent); }
 };
 
 // Which of a step's probabilities dropout keeps: a call of the random numbers has the eight of a lane in one row tile.
 template <int RowTiles>
-struct KeptOfStep {
+struct StepDropoutMask {
     u32 verdicts[RowTiles][2][2];  // [row][tile of keys]: 0xffff for each of two numbers that is not below the threshold
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
-        return KeptProbabilities<ForwardLayout, RowTiles>::numbers_of(p);
+        return DropoutBits<ForwardLayout, RowTiles>::numbers_of(p);
     }
     // `numbers(row, key)` are those of a call; `row` and `key` the warp's and the step's first.
     // OneByOne: the calls one after the other, where registers are short.
-    template <bool OneByOne, class Numbers>
+    template <bool Sequential, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
         const Lane lane(remat_lane());
@@ -140,7 +139,7 @@ struct KeptOfStep {
                     verdicts[mt][r][half] = rule.not_below(ForwardLayout::kEverySecondKey
                                                                ? words[r][half]
                                                                : __byte_perm(words[r][0], words[r][1], half ? 0x7632 : 0x5410));
-            if (OneByOne) asm("" : "+r"(row), "+r"(verdicts[mt][1][1]));
+            if (Sequential) asm("" : "+r"(row), "+r"(verdicts[mt][1][1]));
         }
     }
     __device__ __forceinline__ void keep_all(const FwdParams& p) {
@@ -148,7 +147,7 @@ struct KeptOfStep {
         for (int i = 0; i < 4 * RowTiles; i++) verdicts[i / 4][i / 2 % 2][i % 2] = ~p.score_options.dropout_inverted;
     }
     // Of two packed probabilities of tile number `half` those that are kept.
-    __device__ __forceinline__ u32 of(const FwdParams& p, u32 probabilities, int mt, int r, int half) const {
+    __device__ __forceinline__ u32 apply(const FwdParams& p, u32 probabilities, int mt, int r, int half) const {
         return probabilities & (verdicts[mt][r][half] ^ p.score_options.dropout_inverted);
     }
 };

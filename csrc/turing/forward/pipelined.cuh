@@ -16,7 +16,7 @@
 #include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
-#include "turing/forward/stream.cuh"
+#include "turing/forward/row_stream.cuh"
 
 namespace turing {
 
@@ -44,8 +44,8 @@ struct ForwardPipelined {
     // before it backwards, then those behind it, backwards too.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;
-    static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
-    static constexpr int kAhead = kEverySecond ? 3 : 2;
+    static constexpr bool kBarrierEverySecondStep = Slots == 8;  // step has a barrier
+    static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
     static_assert(Slots == 4 || Slots == 8, "see above");
     static_assert(kSlotBytes % 128 == 0, "at_group");
 
@@ -63,25 +63,26 @@ struct ForwardPipelined {
 
     // What a lane holds of Q and of the output. Near the limit of 255 registers ptxas has to be helped: each of these was found by
     // trying until nothing spilled.
-    static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
-    static constexpr bool kFull = kHeld >= 192;
-    static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept =
-        !(kFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));  // else a thread's chunks are derived each time
-    static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
+    static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
+    static constexpr bool kRegistersFull = kOperandRegisters >= 192;
+    static constexpr bool kFragmentsAhead =
+        !kRegistersFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
+    static constexpr bool kChunkCoordsKept = !(
+        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));  // else a thread's chunks are derived each time
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same of where these lie in row 0 of page 0
     // Whether what a thread moves of K and of V, and ALiBi's constants, are kept behind the ring in shared memory.
-    static constexpr bool kStreamsInShared = kFull && kOneFeature && RowTiles > 1 && !kPaged;
+    static constexpr bool kStreamsInShared = kRegistersFull && kOneFeature && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
-    static constexpr bool kPagesInBranch = kFull && RowTiles == 1 && !kGeneric;  // see PageIterator
+    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kGeneric;  // see PageIterator
     static constexpr bool kMaskKept =
-        !(kFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else it is derived in each masked tile
+        !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else it is derived in each masked tile
     // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
     // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
-    static constexpr bool kTestedFirst = kFull || Headdim <= 32;
-    static_assert(!kTestedFirst || !kCapped, "see move_references_first");
+    static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
+    static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
     static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are derived from references
-    static constexpr bool kKeysKept = kHeld < 144;  // of dropout's random numbers, those of all rounds
-    static constexpr bool kUnmaskedLoop = !(kFull && kGeneric);  // else every step is masked
+    static constexpr bool kKeysKept = kOperandRegisters < 144;  // of dropout's random numbers, those of all rounds
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
 
     // From the address of a chunk of group 0 to that of group c in the same row.
     template <int Chunks>
@@ -119,7 +120,7 @@ struct ForwardPipelined {
         template <bool MayMask>
         __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
                                                      int r) {
-            if (kTestedFirst) {
+            if (kRescaleBeforeExp) {
                 SoftmaxRow& row = softmax.row[mt][r];
                 float x[2];
 #pragma unroll
@@ -130,8 +131,7 @@ struct ForwardPipelined {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float score = s.tile[mt][0][2 * r + i];
-                const float exponent =
-                    fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].reference);
+                const float exponent = fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].row_max);
                 x[i] = kCapped && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
             }
             sum[mt][r] = x[0] + x[1];
@@ -143,21 +143,21 @@ struct ForwardPipelined {
     static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
 
     // Moves references to the maxima of the last tile, s, whose probabilities were too large, and computes these again.
-    __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, TileSoftmax& of_tile,
-                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
-                                                           const KeptOfStep<RowTiles>& kept, int half) {
+    __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
+                                                          Softmax& softmax, float scale, Output& o, Probabilities& p_last,
+                                                          const StepDropoutMask<RowTiles>& dropout, int half) {
         const auto rescale = rescale_output<ForwardLayout>(o);
-        of_tile.largest = 0.f;
+        tile_softmax.largest = 0.f;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = s.lane_maximum(mt, r);
-                for (int mate : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                for (int lane_mask : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
                 if (kCapped) m = CappedSoftmax(p).logistic(m);
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
-                p_last[mt][r] = of_tile.template probabilities<true>(p, s, softmax, scale, mt, r);
-                if (kHasDropout) p_last[mt][r] = kept.of(p, p_last[mt][r], mt, r, half);
+                p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
+                if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
             }
     }
 
@@ -169,21 +169,21 @@ struct ForwardPipelined {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kRescaleThreshold - kMaxOffset;
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold - kMaxOffset;
         return __any_sync(~0u, exceeds);
     }
     // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
-    __device__ __forceinline__ static void move_references_first(const Tile& s, Softmax& softmax, float scale, Output& o,
-                                                                 Probabilities& p_last) {
+    __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
+                                                                     Probabilities& p_last) {
         // 1 / scale again, so that it holds no register in between
-        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
+        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
             SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
-            r.limit = (r.reference - kMaxOffset + kRescaleThreshold) * inverse_scale;
+            r.limit = (r.row_max - kMaxOffset + kRescaleThreshold) * inverse_scale;
         }
-        s.template move_references<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
+        s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
             multiply_halves(p_last[mt][r], factor);
         });
@@ -235,16 +235,17 @@ struct ForwardPipelined {
                 thread_v,
                 kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim_v);
-            typename PageWalkIf<kPaged, kStep, 1, kPagesInBranch>::Type walk(p.cache, block.batch, sequence.k_offset(), key,
-                                                                             key_end);
-            const int head_k = kPaged ? pinned(block.head_k) : 0;
+            typename PageIteratorIf<kPaged, kStep, 1, kPagesInBranch>::Type pages(p.cache, block.batch, sequence.k_offset(), key,
+                                                                                  key_end);
+            const int head_k = kPaged ? keep_in_register(block.head_k) : 0;
             uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
-            const u32 k_store = pinned(ring + StreamK::offset(thread));
-            const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart ? k_store + kOffsetV
-                                                                             : pinned(ring + kOffsetV + StreamV::offset(thread_v));
-            const u32 k_fragment = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
-            const u32 v_fragment =
-                kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
+            const u32 k_store = keep_in_register(ring + StreamK::offset(thread));
+            const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart
+                                    ? k_store + kOffsetV
+                                    : keep_in_register(ring + kOffsetV + StreamV::offset(thread_v));
+            const u32 k_fragment = keep_in_register(ring + swizzled<kChunks>(lane % 8, lane / 8));
+            const u32 v_fragment = kChunks == kChunksV ? k_fragment + kOffsetV
+                                                       : keep_in_register(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
             if (kStreamsInShared) {  // by the thread that will read it
                 static_assert(!kStreamsInShared || (StreamK::kPasses == 1 && StreamK::kAllTakePart), "one chunk of K and one of V");
                 const auto k = reinterpret_cast<unsigned long long>(kept_k.column);
@@ -252,8 +253,8 @@ struct ForwardPipelined {
                 store_shared(ring + kRingBytes + 16 * thread, make_uint4(k, k >> 32, v, v >> 32));
                 store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread, StreamK::key_of(thread), kept_k.inside);
             }
-            const int k_row = pinned(StreamK::key_of(thread));
-            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::key_of(thread_v));
+            const int k_row = keep_in_register(StreamK::key_of(thread));
+            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : keep_in_register(StreamV::key_of(thread_v));
             // The step that comes so many later. (Behind the last one, backwards, it may lie before the first row.)
             const auto key_after = [&](int key, int steps) {
                 if (!kBackwards) return key + steps * kStep;
@@ -262,15 +263,15 @@ struct ForwardPipelined {
             };
             const auto load = [&](int pass, int first_key) {
                 if constexpr (kPaged) {
-                    const int t = kPlacesKept ? thread : remat_thread_index();
+                    const int t = kChunkCoordsKept ? thread : remat_thread_index();
                     const StreamK k_here = kStreamsKept ? kept_k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
                     const StreamV v_here = kStreamsKept ? kept_v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
                     // Rows behind the last are not loaded, and what was loaded last stays: it is multiplied by 0.
-                    const int row = (kPlacesKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
+                    const int row = (kChunkCoordsKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
                     const bool exists = first_key + row < key_end;
-                    load_global_if(exists && k_here.inside, k_data, walk.at(p.cache, p.cache.k, k_here.column, 0, row));
-                    load_global_if(exists, v_data, walk.at(p.cache, p.cache.v, v_here.column, 0, row));
-                    if (pass == kPasses - 1) walk.go(p.cache, first_key + kStep, key_end);
+                    load_global_if(exists && k_here.inside, k_data, pages.address(p.cache, p.cache.k, k_here.column, 0, row));
+                    load_global_if(exists, v_data, pages.address(p.cache, p.cache.v, v_here.column, 0, row));
+                    if (pass == kPasses - 1) pages.advance(p.cache, first_key + kStep, key_end);
                     return;
                 }
                 StreamK k = kept_k;
@@ -282,30 +283,32 @@ struct ForwardPipelined {
                         reinterpret_cast<const unsigned short*>(columns.x | static_cast<unsigned long long>(columns.y) << 32);
                     v.column =
                         reinterpret_cast<const unsigned short*>(columns.z | static_cast<unsigned long long>(columns.w) << 32);
-                    const uint2 place = load_shared2(from + 16 * kThreads);
-                    k.inside = place.y;
-                    k.template load<true>(k_data, pass, k_stride, first_key + place.x, key_end - 1);
-                    v.template load<false>(v_data, pass, v_stride, first_key + place.x, key_end - 1);
+                    const uint2 saved = load_shared2(from + 16 * kThreads);
+                    k.inside = saved.y;
+                    k.template load<true>(k_data, pass, k_stride, first_key + saved.x, key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride, first_key + saved.x, key_end - 1);
                     return;
                 }
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
-                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(remat_thread_index())), key_end - 1);
+                                          first_key + (kChunkCoordsKept ? k_row : StreamK::key_of(remat_thread_index())),
+                                          key_end - 1);
                 if (pass < StreamV::kPasses)
                     v.template load<false>(v_data, pass, v_stride,
-                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(remat_thread_index())), key_end - 1);
+                                           first_key + (kChunkCoordsKept ? v_row : StreamV::key_of(remat_thread_index())),
+                                           key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
-                const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(remat_thread_index());
+                const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
                 if (pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
-                const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
+                const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
 
             // Modified scores are in units of log2 already.
             const float scale = kHasScoreMod ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
-            TileSoftmax of_tile;  // of the last one
+            TileSoftmax tile_softmax;  // of the last one
             InitialAlibi<RowTiles> alibi;
             if (kInitialAlibi) {
                 alibi.start(p, mask, row);
@@ -326,20 +329,20 @@ struct ForwardPipelined {
                         const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * remat_thread_index() + 8);
                         here.slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
                     }
-                    here.to(s, first_key + half * kNextTile);
+                    here.init_scores(s, first_key + half * kNextTile);
                 } else if (kInitialBias)
-                    bias.to(s, half);
+                    bias.init_scores(s, half);
                 else
                     s.clear();
             };
-            KeptOfStep<RowTiles> kept;
-            const Philox philox = kCarriedDropout ? kept.numbers_of(p) : Philox();
+            StepDropoutMask<RowTiles> dropout;
+            const Philox philox = kCarriedDropout ? dropout.numbers_of(p) : Philox();
             Philox::RoundKeys round_keys;
             if (kCarriedDropout && kKeysKept) {
                 round_keys = philox.round_keys();
 #pragma unroll
                 for (int i = 0; i < 2 * kPhiloxRounds; i++)
-                    round_keys.key[i / 2][i % 2] = pinned(static_cast<int>(round_keys.key[i / 2][i % 2]));
+                    round_keys.key[i / 2][i % 2] = keep_in_register(static_cast<int>(round_keys.key[i / 2][i % 2]));
             }
 
 #pragma unroll
@@ -371,13 +374,13 @@ struct ForwardPipelined {
             // successor's products are done, is it looked at whether its probabilities were too large: the test then waits for
             // nothing.
             const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
-                if (kTestedFirst) return;
-                if (__any_sync(~0u, of_tile.largest > kLargestSum))
-                    move_references(p, s, of_tile, softmax, scale, o, p_last, kept, half);
+                if (kRescaleBeforeExp) return;
+                if (__any_sync(~0u, tile_softmax.largest > kLargestSum))
+                    update_row_max(p, s, tile_softmax, softmax, scale, o, p_last, dropout, half);
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += of_tile.sum[mt][r];
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
             // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
@@ -390,7 +393,7 @@ struct ForwardPipelined {
                 end_softmax(s_next, p_last, 1 - half);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
-                    s.modify(p, mask, remat_warp_row(p), first_key);
+                    s.apply_score_mod(p, mask, remat_warp_row(p), first_key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
                         bias.load(p, remat_warp_row(p), first_key);
@@ -399,18 +402,18 @@ struct ForwardPipelined {
                 }
                 if (kHasDropout && !kCarriedDropout && half == 0) {
                     if (p.score_options.rng_state) {
-                        const Philox philox = kept.numbers_of(p);
-                        kept.template draw<kFull>(p, remat_warp_row(p), step_key,
-                                                  [&](int row, int key) { return philox.numbers(row, key); });
+                        const Philox philox = dropout.numbers_of(p);
+                        dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key,
+                                                              [&](int row, int key) { return philox.numbers(row, key); });
                     } else {
-                        kept.keep_all(p);
+                        dropout.keep_all(p);
                     }
                 }
-                if (may_mask) s.apply(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
-                if (kTestedFirst && needs_rescale(s, softmax, scale)) move_references_first(s, softmax, scale, o, p_last);
+                if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
+                if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
-                    kept.template draw<kFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
+                    dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
                 if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
@@ -442,9 +445,9 @@ struct ForwardPipelined {
                         for (int part = 0; part < kParts; part++)
                             if (part * 4 * kMostGroups / kParts == chunk) {
                                 const int mt = part / ForwardLayout::kRows, r = part % ForwardLayout::kRows;
-                                p_this[mt][r] = may_mask ? of_tile.template probabilities<true>(p, s, softmax, scale, mt, r)
-                                                         : of_tile.template probabilities<false>(p, s, softmax, scale, mt, r);
-                                if (kHasDropout) p_this[mt][r] = kept.of(p, p_this[mt][r], mt, r, half);
+                                p_this[mt][r] = may_mask ? tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r)
+                                                         : tile_softmax.template probabilities<false>(p, s, softmax, scale, mt, r);
+                                if (kHasDropout) p_this[mt][r] = dropout.apply(p, p_this[mt][r], mt, r, half);
                             }
                     }
                 }
@@ -460,7 +463,7 @@ struct ForwardPipelined {
                 const Mask mask = remat_mask(p);
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) {
-                    if (!kEverySecond || slot % (2 * kSlotBytes) == 0) barrier();
+                    if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
                     const u32 next = slot_after(slot, 1);
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
@@ -502,7 +505,7 @@ struct ForwardPipelined {
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].reference -= .5f * scale;
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max -= .5f * scale;
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
 #pragma unroll

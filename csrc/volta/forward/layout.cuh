@@ -133,12 +133,12 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
 
 // A lane's unfinished result in chunks of 16 bytes: of each row tile the references and sums of its rows, then the output.
 template <int RowTiles, int OutputTiles>
-constexpr int kResultChunks = RowTiles * (1 + 2 * OutputTiles);
+constexpr int kPartialChunks = RowTiles * (1 + 2 * OutputTiles);
 
 // put(number of the chunk, chunk) for each.
 template <int RowTiles, int OutputTiles, class Put>
-__device__ __forceinline__ void put_result(const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles],
-                                           Put put) {
+__device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles],
+                                              Put put) {
     const auto chunk = [](float a, float b, float c, float d) {
         return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
     };
@@ -146,7 +146,7 @@ __device__ __forceinline__ void put_result(const SoftmaxState<RowTiles>& softmax
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++) {
         const SoftmaxRow* row = softmax.row[mt];
-        put(number++, chunk(row[0].reference, row[0].sum, row[1].reference, row[1].sum));
+        put(number++, chunk(row[0].row_max, row[0].sum, row[1].row_max, row[1].sum));
 #pragma unroll
         for (int j = 0; j < OutputTiles; j++)
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void put_result(const SoftmaxState<RowTiles>& softmax
 
 // Joins the same lane's result over other keys, whose chunks get(number) has.
 template <int RowTiles, int OutputTiles, class Get>
-__device__ __forceinline__ void join_result(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
+__device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
     int number = 0;
 #pragma unroll
     for (int mt = 0; mt < RowTiles; mt++) {
@@ -183,13 +183,13 @@ __device__ __forceinline__ void join_result(SoftmaxState<RowTiles>& softmax, Acc
 }
 
 // The usual grid: a block of rows has a block, which has all of its keys.
-struct WholeRows {
-    static constexpr bool kIndexed =
+struct DataParallelGrid {
+    static constexpr bool kHasHeadAndBatchAxes =
         true;  // an axis each for batch entries and heads, of which much knows that is not told of grids
     template <int BlockRows>
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
-        __device__ __forceinline__ Block(const Problem& p, const WholeRows&) : Base(p) {}
+        __device__ __forceinline__ Block(const Problem& p, const DataParallelGrid&) : Base(p) {}
         // The block's keys, which it takes in steps of Step.
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
@@ -202,7 +202,7 @@ struct WholeRows {
     };
     // Whether the block has the result of its rows over all keys, and now writes it.
     template <int Threads, int RowTiles, int OutputTiles>
-    __device__ __forceinline__ bool join(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
+    __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
         return true;
     }
     __device__ __forceinline__ static int remat_batch(const Problem&) { return remat_block_batch(); }

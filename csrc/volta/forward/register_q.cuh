@@ -12,7 +12,7 @@
 
 namespace volta {
 
-template <int Headdim, int HeaddimV, int Warps, class Grid = WholeRows>
+template <int Headdim, int HeaddimV, int Warps, class Grid = DataParallelGrid>
 struct ForwardRegisterQ {
     static constexpr int kRowTiles = 2;
     static constexpr int kStep = 16;
@@ -30,8 +30,8 @@ struct ForwardRegisterQ {
     static constexpr int kOffsetV = kStep * kPitch;
     static constexpr int kSlotBytes = kStep * (kPitch + kPitchV);
     static constexpr int kRingBytes = kSlots * kSlotBytes;
-    using FeaturesHere = Features<kRowTiles, 1, Grid>;
-    static constexpr int kSharedBytes = kRingBytes + FeaturesHere::kLaneChunks * kStep * kPitch;
+    using KernelFeature = Features<kRowTiles, 1, Grid>;
+    static constexpr int kSharedBytes = kRingBytes + KernelFeature::kLaneScratchChunks * kStep * kPitch;
 
     // Three blocks an SM leave ragged kernels no registers for the mask, which is made again in masked tiles.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
@@ -96,7 +96,7 @@ struct ForwardRegisterQ {
     // The same of a KV cache.
     struct PagedKeyLoader {
         const FwdParams& p;
-        KeyTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
+        KvTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
         u32 k_store, v_store;
 
         __device__ __forceinline__ PagedKeyLoader(const FwdParams& params, const Block& block, int first_row, int key, int key_end,
@@ -156,7 +156,7 @@ struct ForwardRegisterQ {
         }
         int key = block.template key_first<kStep>(mask);
         if (kRoundedKeys) key &= ~15;
-        const int key_end = pinned(block.template key_end<kStep>(mask));
+        const int key_end = keep_in_register(block.template key_end<kStep>(mask));
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
@@ -166,14 +166,14 @@ struct ForwardRegisterQ {
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
         // each as a tile of K behind the ring: a lane's chunk lies there where it stores K's
-        const LaneMemory memory{loader.k_store + kRingBytes, kStep * kPitch};
-        FeaturesHere features(p, grid, mask, unmasked, memory, row, key);
-        unmasked.first = pinned(unmasked.first);
-        unmasked.span = pinned(unmasked.span);
+        const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
+        KernelFeature features(p, grid, mask, unmasked, memory, row, key);
+        unmasked.first = keep_in_register(unmasked.first);
+        unmasked.span = keep_in_register(unmasked.span);
         const float scale = features.scale(p), inverse_scale = 1.f / scale;
 
         SoftmaxState<kRowTiles> softmax;
-        features.seed(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
+        features.init_row_max(softmax, p, mask, q_base, rows_of(p.k, block.batch, block.head_k, sequence.k_offset()), row);
         Accumulator o[kRowTiles][kOutputTiles];
 #pragma unroll
         for (int mt = 0; mt < kRowTiles; mt++)
@@ -196,7 +196,7 @@ struct ForwardRegisterQ {
 
         Tile s;
         features.load(p, row, key);
-        features.start(p, s, row, key);
+        features.init_accumulators(p, s, row, key);
         features.load(p, row, key + kStep);
 #pragma unroll
         for (int c = 0; c < kChunks; c++) {
@@ -222,16 +222,16 @@ struct ForwardRegisterQ {
         for (; key < key_end; key += kStep) {
             loader.store(tile, slot_after(2));
             loader.load(tile, key + 3 * kStep);
-            const bool masked = !unmasked.contain(key);
+            const bool masked = !unmasked.contains(key);
             if (masked) {
-                features.correct(s, softmax, unmasked, p, mask, row, key);
+                features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key);
                 if constexpr (kMaskKept)
-                    s.apply(mask, row, key);
+                    s.apply_mask(mask, row, key);
                 else
-                    s.apply(mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())),
-                            Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows, key);
+                    s.apply_mask(mask_of(problem, BlockSeqlenInfo(p, remat_block_batch())),
+                                 Block::remat_row(problem) + remat_thread_index() / 32 * kWarpRows, key);
             }
-            if (exceeds) features.move_references(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
+            if (exceeds) features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
 
             // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
@@ -240,9 +240,9 @@ struct ForwardRegisterQ {
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
             uint4 k[kChunks];
-            features.start(p, even, row, key + kStep);
+            features.init_accumulators(p, even, row, key + kStep);
             odd.clear();
-            typename FeaturesHere::Numbers numbers;
+            typename KernelFeature::Numbers numbers;
             features.draw(numbers, p, row, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
@@ -271,7 +271,7 @@ struct ForwardRegisterQ {
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
             }
-            if (kFeature & kFeatureBias) {  // behind the product, before the barrier: ptxas would move it
+            if (kRequiredFeatures & kFeatureBias) {  // behind the product, before the barrier: ptxas would move it
                 __syncwarp();
                 features.load(p, row, key + 2 * kStep);
                 __syncwarp();
@@ -314,7 +314,7 @@ struct ForwardRegisterQ {
             }
         }
         features.finish(softmax, scale);
-        if (!grid.template join<kThreads>(softmax, o)) return;
+        if (!grid.template combine_splits<kThreads>(softmax, o)) return;
         write_output<kRowTiles, kOutputTiles>(p, lane, grid.remat_batch(problem), grid.remat_head(problem), row, softmax, o);
     }
 };

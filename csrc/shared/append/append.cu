@@ -3,7 +3,7 @@
 //
 // Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
 // a time. Rows of a quantized cache, which have a scale, are a warp's each.
-#include "append/quantize.cuh"
+#include "shared/append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
 #include "volta_fa_params.h"
@@ -35,18 +35,18 @@ __device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
 
 template <ElementType Element>
 __device__ __forceinline__ float2 to_floats(unsigned pair) {
-    return Element == ElementType::Bf16 ? bfloat_to_float2(pair) : to_float2(pair);
+    return Element == ElementType::Bf16 ? bf16x2_to_float2(pair) : to_float2(pair);
 }
 template <ElementType Element>
 __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
-    return Element == ElementType::Bf16 ? to_bfloat2(lo, hi) : to_half2(lo, hi);
+    return Element == ElementType::Bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
 }
 
 // Element i of a row of cos or sin.
 __device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
     if (element == ElementType::Float) return static_cast<const float*>(row)[i];
     const unsigned x = static_cast<const unsigned short*>(row)[i];
-    return element == ElementType::Bf16 ? bfloat_to_float2(x).x : to_float2(x).x;
+    return element == ElementType::Bf16 ? bf16x2_to_float2(x).x : to_float2(x).x;
 }
 
 // How the rows of one position are rotated.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
         const bool is_v = i % 2;
         const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
         const int columns = is_v ? p.problem.headdim_v : p.problem.headdim;
-        const unsigned short* source = row_of(from, batch, head_k, sequence.first_new() + row);
+        const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
         float2 x[kPairs] = {};
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void append(const AppendParams& p) {
             const bool is_v = unit >= pairs;
             const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
             const int column = (is_v ? unit - pairs : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
-            const unsigned short* source = row_of(from, batch, head_k, sequence.first_new() + row);
+            const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
             unsigned x = load(source + column, columns - column);
             if (!is_v) x = Rotation(p, position).apply<Element>(x, source, column);
             const unsigned short* place = row_of_page(to, page, position - index * p.cache.rows) + head_k * to.head_stride;

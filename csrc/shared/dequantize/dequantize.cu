@@ -2,20 +2,20 @@
 // src/ops/kvcache/dequantize.rs says who asks. For any family.
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a key head, a thread eight columns of a row of K or V at a time: 16 bytes of
-// what it writes. python/volta_fa/kv_cache/formats.py defines the numbers, and these are the same to the bit: computed in fp32, rounded
-// once.
+// what it writes. python/volta_fa/kv_cache/formats.py defines the numbers, and these are the same to the bit: computed in fp32,
+// rounded once.
 #include "cache.cuh"
 #include "half.cuh"
 #include "quantized.cuh"
 #include "volta_fa_params.h"
 
-namespace convert {
+namespace dequantize {
 
 constexpr int kColumns = 8;
 
 // What a code stands for, before zero point and scale.
 template <CacheFormat Format>
-__device__ __forceinline__ float number(unsigned code) {
+__device__ __forceinline__ float code_value(unsigned code) {
     if constexpr (Format == CacheFormat::Int8) return static_cast<float>(static_cast<signed char>(code));
     if constexpr (Format == CacheFormat::Int4) return static_cast<float>(code);
     if constexpr (Format == CacheFormat::E5m2) return to_float2(code << 8).x;
@@ -53,8 +53,8 @@ __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int lef
 
 // The columns from `column` on of a row of K or V.
 template <CacheFormat Format, ElementType Element>
-__device__ __forceinline__ uint4 eight(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row, int column,
-                                       int columns) {
+__device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
+                                             int column, int columns) {
     constexpr bool kInt4 = Format == CacheFormat::Int4, kTokenScales = Format == CacheFormat::Int8 || kInt4;
     constexpr int kBits = kInt4 ? 4 : 8, kBytes = kColumns * kBits / 8;
     const CacheScale& scales = is_v ? p.scales.v : p.scales.k;
@@ -66,18 +66,18 @@ __device__ __forceinline__ uint4 eight(const DequantizeParams& p, bool is_v, int
 #pragma unroll
     for (int i = 0; i < kColumns; i++) {
         const unsigned word = i * kBits < 32 ? codes.x : codes.y;
-        x[i] = number<Format>(word >> i * kBits % 32 & ((1u << kBits) - 1));
+        x[i] = code_value<Format>(word >> i * kBits % 32 & ((1u << kBits) - 1));
         if constexpr (kInt4) x[i] = __fsub_rn(x[i], zero);
         x[i] = __fmul_rn(x[i], scale);
     }
     const auto pair = [&](int i) {
-        return Element == ElementType::Bf16 ? to_bfloat2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+        return Element == ElementType::Bf16 ? to_bf16x2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
     };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
 }
 
 template <CacheFormat Format, ElementType Element>
-__device__ __forceinline__ void convert(const DequantizeParams& p) {
+__device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const Problem& problem = p.problem;
     const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void convert(const DequantizeParams& p) {
             const int position = sequence.k_offset() + row, index = position / p.cache.rows;
             const int page = page_of(p.cache, batch, index);
             if (has_page(p.cache, page))
-                x = eight<Format, Element>(p, is_v, batch, head, page, position - index * p.cache.rows, column, columns);
+                x = dequantize8<Format, Element>(p, is_v, batch, head, page, position - index * p.cache.rows, column, columns);
         }
         const Output& to = is_v ? p.v : p.k;
         store(to.ptr + batch * to.batch_stride + row * to.row_stride + head * to.head_stride + column, x, columns - column);
@@ -113,24 +113,24 @@ __device__ __forceinline__ void convert(const DequantizeParams& p) {
 }
 
 template <CacheFormat Format>
-__device__ __forceinline__ void convert(const DequantizeParams& p) {
+__device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     if (p.element == ElementType::Bf16)
-        convert<Format, ElementType::Bf16>(p);
+        dequantize<Format, ElementType::Bf16>(p);
     else
-        convert<Format, ElementType::Half>(p);
+        dequantize<Format, ElementType::Half>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DequantizeParams p) {
     switch (p.scales.format) {
         case CacheFormat::Int8:
-            return convert<CacheFormat::Int8>(p);
+            return dequantize<CacheFormat::Int8>(p);
         case CacheFormat::Int4:
-            return convert<CacheFormat::Int4>(p);
+            return dequantize<CacheFormat::Int4>(p);
         case CacheFormat::E5m2:
-            return convert<CacheFormat::E5m2>(p);
+            return dequantize<CacheFormat::E5m2>(p);
         default:
-            return convert<CacheFormat::E4m3>(p);
+            return dequantize<CacheFormat::E4m3>(p);
     }
 }
 
-}  // namespace convert
+}  // namespace dequantize
