@@ -89,6 +89,7 @@ WRONG = {
     "sparse": ({"indices": torch.zeros(2, 1, 64)}, NotImplementedError, r"indices: got a tensor of shape \(2, 1, 64\), expected None"),
     "table": ({"block_table": None}, NotImplementedError, "block_table: got None"),
     "lengths": ({"cache_seqlens": None}, NotImplementedError, "cache_seqlens: got None"),
+    "q": ({"q": None}, ValueError, "q: got None, expected a tensor"),
     "heads": ({"k_cache": torch.zeros(4, 64, 2, 576)}, ValueError, "latent_cache: got nheads_k 2"),
     "headdim": ({"k_cache": torch.zeros(4, 64, 1, 512)}, ValueError, "latent_cache: got headdim 512"),
 }
