@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .errors import require_tensors
+
 
 def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, softmax_lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys together, from the attention over each: `volta_fa::merge_attention_states`.
@@ -23,5 +25,6 @@ def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, 
 
     Raises ValueError for wrong arguments, NotImplementedError on a device without kernels.
     """
+    require_tensors(out_a=out_a, softmax_lse_a=softmax_lse_a, out_b=out_b, softmax_lse_b=softmax_lse_b)
     out, softmax_lse = torch.ops.volta_fa.merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)
     return out, softmax_lse

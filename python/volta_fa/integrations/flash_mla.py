@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import bad_argument, require_tensors
+
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 
-def _refuse(name: str, given: object, allowed: str, kind: type[Exception] = NotImplementedError) -> None:
-    raise kind(f"volta_fa.flash_mla: {name}: got {given}, expected {allowed}")
+#: The module that begins the messages.
+_OP = "flash_mla"
 
 
 def get_mla_metadata(
@@ -43,9 +45,9 @@ def get_mla_metadata(
 
     Raises ValueError for key heads that are not one, and NotImplementedError for what `flash_mla_with_kvcache` does not have.
     """
-    _refuse_what_is_missing(is_fp8_kvcache, topk, "topk")
+    _check_supported(is_fp8_kvcache, topk, "topk")
     if num_heads_k not in (None, 1):
-        _refuse("num_heads_k", num_heads_k, "1: all query heads share one head of latents", ValueError)
+        raise bad_argument("num_heads_k", num_heads_k, "1: all query heads share one head of latents", op=_OP)
     device = torch.device("cpu") if cache_seqlens is None else cache_seqlens.device
     batch = 0 if cache_seqlens is None else cache_seqlens.shape[0]
     return torch.empty(0, 8, dtype=torch.int32, device=device), torch.zeros(batch + 1, dtype=torch.int32, device=device)
@@ -87,12 +89,13 @@ def flash_mla_with_kvcache(
 
     Raises ValueError for wrong arguments, NotImplementedError for what is not there.
     """
-    _refuse_what_is_missing(is_fp8_kvcache, indices, "indices")
+    _check_supported(is_fp8_kvcache, indices, "indices")
+    require_tensors(q=q, k_cache=k_cache)
     if head_dim_v != 512:
-        _refuse("head_dim_v", head_dim_v, "512, the columns of a latent", ValueError)
+        raise bad_argument("head_dim_v", head_dim_v, "512, the columns of a latent", op=_OP)
     for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if tensor is None:
-            _refuse(name, "None", "a tensor: without one FlashMLA has sparse attention alone")
+            raise bad_argument(name, "None", "a tensor: without one FlashMLA has sparse attention alone", op=_OP, error=NotImplementedError)
     return torch.ops.volta_fa.fwd_mla(
         q,
         k_cache,
@@ -105,9 +108,10 @@ def flash_mla_with_kvcache(
     )
 
 
-def _refuse_what_is_missing(is_fp8_kvcache: bool, sparse: object, name: str) -> None:
+def _check_supported(is_fp8_kvcache: bool, sparse: object, name: str) -> None:
     if is_fp8_kvcache:
-        _refuse("is_fp8_kvcache", is_fp8_kvcache, "False: a cache in fp8 has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k")
+        expected = "False: a cache in fp8 has 576 columns of torch.float8_e4m3fn or _e5m2, and descale_k"
+        raise bad_argument("is_fp8_kvcache", is_fp8_kvcache, expected, op=_OP, error=NotImplementedError)
     if sparse is not None:
         given = f"a tensor of shape {tuple(sparse.shape)}" if isinstance(sparse, Tensor) else sparse
-        _refuse(name, given, "None: attention to chosen tokens alone is not there")
+        raise bad_argument(name, given, "None: volta_fa has no sparse attention", op=_OP, error=NotImplementedError)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..errors import bad_argument
 from ..inspection import info
 
 #: In the key of torch.compile's caches on disk while something is enabled: they know a graph by its Python code,
@@ -114,10 +115,10 @@ def _request(device: str | torch.device | int | None, force: bool) -> _Request:
     if device.type == "cpu":
         return _Request(True, frozenset())
     if device.type != "cuda":
-        raise ValueError(f"volta_fa.enable_sdpa: device: got {device}, expected a CUDA device, or cpu for tests")
+        raise bad_argument("device", device, "a CUDA device, or cpu for tests", op="enable_sdpa")
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise ValueError(f"volta_fa.enable_sdpa: device: got {device}, and this machine has {count} CUDA devices")
+        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices", op="enable_sdpa")
     return _Request(False, frozenset(_usable(range(count) if device.index is None else [device.index], force)))
 
 

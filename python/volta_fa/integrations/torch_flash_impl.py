@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import bad_argument
+
 #: What `activate_flash_attention_impl` calls us.
 NAME = "VOLTA"
 
@@ -66,7 +68,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, softmax_lse and rng_state, by the names that PyTorch has for the ops' arguments."""
     if return_debug_mask:
-        raise NotImplementedError("volta_fa: return_debug_mask: got True, expected False: the probabilities are never in memory")
+        raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "is_causal": is_causal,
@@ -80,8 +82,8 @@ def _attend(
         options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
     if block_table is not None:
         if dropout_p:
-            raise NotImplementedError(
-                f"volta_fa: dropout_p: got {dropout_p} together with block_table, expected 0: a cache is for inference"
+            raise bad_argument(
+                "dropout_p", f"{dropout_p} together with block_table", "0: a cache is for inference", error=NotImplementedError
             )
         if seqused_k is None and cum_seq_k is not None:
             seqused_k = cum_seq_k.diff()
@@ -93,8 +95,11 @@ def _attend(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
             if t is not None:
-                raise NotImplementedError(
-                    f"volta_fa: {name}: got a tensor where a gradient is asked for, whose formula PyTorch does not tell it"
+                raise bad_argument(
+                    name,
+                    "a tensor with inputs that require grad",
+                    "None: aten::_flash_attention_backward has no such argument",
+                    error=NotImplementedError,
                 )
     out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
     return out, softmax_lse, rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import bad_argument, require_tensors
 from ..merge import merge_attention_states
 
 
@@ -58,12 +59,16 @@ def cascade_attention(
 
     Raises ValueError, naming the argument, for wrong ones.
     """
+    require_tensors(
+        q=q, k_cache=k_cache, v_cache=v_cache, shared_block_table=shared_block_table, block_table=block_table, cache_seqlens=cache_seqlens
+    )
     if shared_block_table.dim() != 1:
-        got, name = tuple(shared_block_table.shape), "shared_block_table"
-        raise ValueError(f"volta_fa: {name}: got shape {got}, expected (pages,): one list of pages for all sequences")
+        raise bad_argument(
+            "shared_block_table", f"shape {tuple(shared_block_table.shape)}", "(pages,): one list of pages for all sequences"
+        )
     if (k is None) != (v is None):
         missing, there = ("k", "v") if k is None else ("v", "k")
-        raise ValueError(f"volta_fa: {missing}: got None, expected a tensor: {there} is given")
+        raise bad_argument(missing, "None", f"a tensor: {there} is given")
     if isinstance(shared_seqlen, int):
         shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
     options = {

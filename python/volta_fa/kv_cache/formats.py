@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import bad_argument, require_tensors
+
 __all__ = ["KV_DTYPES", "QuantizedKV", "dequantize_kv", "hadamard", "quantize_kv"]
 
 
@@ -43,7 +45,7 @@ KV_DTYPES = tuple(_FORMATS)
 
 def _format(kv_dtype: str) -> _Format:
     if kv_dtype not in _FORMATS:
-        raise ValueError(f"kv_dtype: got {kv_dtype!r}, expected one of {', '.join(KV_DTYPES)}")
+        raise bad_argument("kv_dtype", repr(kv_dtype), f"one of {', '.join(KV_DTYPES)}")
     return _FORMATS[kv_dtype]
 
 
@@ -69,7 +71,7 @@ def hadamard(n: int) -> Tensor:
     Raises ValueError for another n.
     """
     if n < 1 or n & (n - 1):
-        raise ValueError(f"n: got {n}, expected a power of two")
+        raise bad_argument("n", n, "a power of two")
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -99,13 +101,14 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
     Raises ValueError for another kv_dtype, a type of x that is not a floating-point one, an odd headdim with int4, or a scale where
     there is one for each token.
     """
+    require_tensors(x=x)
     f = _format(kv_dtype)
     if not x.is_floating_point() or x.element_size() == 1:
-        raise ValueError(f"x: got dtype {x.dtype}, expected torch.float16, torch.bfloat16, torch.float32 or torch.float64")
+        raise bad_argument("x", f"dtype {x.dtype}", "torch.float16, torch.bfloat16, torch.float32 or torch.float64")
     if x.dim() < 2:
-        raise ValueError(f"x: got a tensor of rank {x.dim()}, expected (..., nheads, headdim)")
+        raise bad_argument("x", f"a tensor of rank {x.dim()}", "(..., nheads, headdim)")
     if f.bits == 4 and x.shape[-1] % 2:
-        raise ValueError(f"x: got headdim {x.shape[-1]}, expected an even one: kv_dtype int4 has two columns in a byte")
+        raise bad_argument("x", f"headdim {x.shape[-1]}", "an even one: kv_dtype int4 has two columns in a byte")
     x = x.float()
     if not f.has_scales:
         given = _scaled(x, scale)
@@ -113,7 +116,7 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
         data = y.clamp(-f.largest, f.largest).to(f.dtype)
         return QuantizedKV(data, scale if scale is None or isinstance(scale, Tensor) else torch.tensor([scale]), None)
     if scale is not None:
-        raise ValueError(f"scale: got one, expected None: kv_dtype {kv_dtype} computes one for each token and head")
+        raise bad_argument("scale", "one", f"None: kv_dtype {kv_dtype} computes one for each token and head")
     if x.shape[-1] == 0:
         low = high = x.new_zeros(x.shape[:-1])
     else:
@@ -152,14 +155,15 @@ def dequantize_kv(
 
     Raises ValueError where data is not of the format's type, or what it needs is missing.
     """
+    require_tensors(data=data)
     f = _format(kv_dtype)
     if data.dtype != f.dtype:
-        raise ValueError(f"data: got dtype {data.dtype}, expected {f.dtype} for kv_dtype {kv_dtype}")
+        raise bad_argument("data", f"dtype {data.dtype}", f"{f.dtype} for kv_dtype {kv_dtype}")
     for name, given, wanted in (("scale", scale, f.has_scales), ("zero_point", zero_point, f.has_zero_points)):
         if wanted and given is None:
-            raise ValueError(f"{name}: got None, expected a tensor (..., nheads): kv_dtype {kv_dtype} has one for each token and head")
+            raise bad_argument(name, "None", f"a tensor (..., nheads): kv_dtype {kv_dtype} has one for each token and head")
     if zero_point is not None and not f.has_zero_points:
-        raise ValueError(f"zero_point: got a tensor, expected None: kv_dtype {kv_dtype} has none")
+        raise bad_argument("zero_point", "a tensor", f"None: kv_dtype {kv_dtype} has none")
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     if f.bits == 4:
         codes = torch.stack((data % 16, data // 16), -1).flatten(-2).to(exact)

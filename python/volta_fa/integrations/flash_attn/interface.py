@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import bad_argument, require_tensors
+from ...limits import MAX_HEADDIM
+
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -22,7 +25,6 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-_MAX_HEADDIM = 256
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -167,13 +169,14 @@ def _paged(
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` over pages."""
+    require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if dropout_p != 0.0:
-        raise _wrong("dropout_p", str(dropout_p), "0: a cache is for inference")
+        raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
     if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.dtype != torch.int32:
         expected = f"shape {tuple(cu_seqlens_q.shape)} of dtype torch.int32, as cu_seqlens_q"
-        raise _wrong("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
+        raise bad_argument("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
     if max_seqlen_k < 0:
-        raise _wrong("max_seqlen_k", str(max_seqlen_k), "the length of the longest sequence")
+        raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
         _operand(q),
         k,
@@ -233,6 +236,7 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, nheads, headdim).
     """
+    require_tensors(cu_seqlens=cu_seqlens)
     q, k, v = _unbind("qkv", qkv, "total", 3)
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -289,22 +293,23 @@ def flash_attn_with_kvcache(
     with VOLTA_FA_CHECK_LENGTHS=1 only, since that means waiting. Unchecked, an entry whose lengths or pages cannot be gets NaN in out
     and softmax_lse, and nothing that it does not own is read or written.
     """
+    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     batch = q.shape[0]
     if k is None:
         for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if t is not None:
-                raise _wrong(name, "a tensor", "None: k is not given")
+                raise bad_argument(name, "a tensor", "None: k is not given")
     elif v is None:
-        raise _wrong("v", "None", "a value: k is given")
+        raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         # a number is there to be seen, unlike a tensor's values on a GPU
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
             why = "" if room == capacity else f": there is room for {capacity} keys, and k has {capacity - room}"
-            raise _wrong("cache_seqlens", str(cache_seqlens), f"a length from 0 to {room}{why}")
+            raise bad_argument("cache_seqlens", cache_seqlens, f"a length from 0 to {room}{why}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
         _operand(q),
@@ -329,9 +334,9 @@ def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
     if t is None:
         return None
     if t.dtype not in _INTEGERS:
-        raise _wrong(name, f"dtype {t.dtype}", "an integer dtype")
+        raise bad_argument(name, f"dtype {t.dtype}", "an integer dtype")
     if t.shape != q.shape[:1]:
-        raise _wrong(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
+        raise bad_argument(name, f"shape {tuple(t.shape)}", f"shape (batch,), here ({q.shape[0]},)")
     return t.to(torch.int32)
 
 
@@ -350,9 +355,11 @@ def _attention(
     packed: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """What all functions for training share; packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    require_tensors(q=q, k=k, v=v)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
+        require_tensors(cu_seqlens_q=packed[0], cu_seqlens_k=packed[1])
         options |= zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed)
     out, softmax_lse, rng_state = _fwd(q, k, v, **options)
     if not return_attn_probs:
@@ -390,17 +397,13 @@ def _check_headdims(operands: dict[str, Tensor]) -> None:
     for name, t in operands.items():
         if t.dim() != len(layout):
             expected = f"rank {len(layout)}, ({', '.join(layout)})"
-            raise _wrong(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
-        if not 1 <= t.shape[-1] <= _MAX_HEADDIM:
-            raise _wrong(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {_MAX_HEADDIM}")
+            raise bad_argument(name, f"a tensor of rank {t.dim()} with shape {tuple(t.shape)}", expected)
+        if not 1 <= t.shape[-1] <= MAX_HEADDIM:
+            raise bad_argument(name, f"headdim {t.shape[-1]}", f"a headdim from 1 to {MAX_HEADDIM}")
     q, k, _ = operands.values()
     if k.shape[-1] != q.shape[-1]:
         _, name, _ = operands
-        raise _wrong(name, f"headdim {k.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
-
-
-def _wrong(name: str, got: str, expected: str) -> ValueError:
-    return ValueError(f"volta_fa: {name}: got {got}, expected {expected}")
+        raise bad_argument(name, f"headdim {k.shape[-1]}", f"headdim {q.shape[-1]}, that of q")
 
 
 def _operand(t: Tensor) -> Tensor:
@@ -410,9 +413,10 @@ def _operand(t: Tensor) -> Tensor:
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
     """The tensors in dimension -3. Unbinding them at once makes their gradient one stack; a slice for each would fill
     and add as many tensors of the whole size."""
+    require_tensors(**{name: packed})
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
-        raise _wrong(name, f"shape {tuple(packed.shape)}", f"({', '.join(expected)})")
+        raise bad_argument(name, f"shape {tuple(packed.shape)}", f"({', '.join(expected)})")
     return packed.unbind(-3)
 
 
@@ -420,7 +424,7 @@ def _window(window_size: Any) -> tuple[int | torch.SymInt | Tensor, int | torch.
     """window_left and window_right. flash-attn takes any negative number as no limit, the op -1."""
     pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
     if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
-        raise _wrong("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
+        raise bad_argument("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
     left, right = (bound if isinstance(bound, (Tensor, torch.SymInt)) else operator.index(bound) for bound in window_size)
     return max(-1, left), max(-1, right)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...errors import bad_argument
 from ...kv_cache.formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
 
 #: Storage that is full grows by this part of what is needed, so that a token is copied four times, whatever the length.
@@ -45,9 +46,11 @@ class QuantizedStates(Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        raise NotImplementedError(
-            f"volta_fa: past_key_values: the keys or values of a QuantizedCache were given to {func}, and only "
-            "attn_implementation='volta_fa' reads them: expected a model with that one, whose attention does nothing else with them"
+        raise bad_argument(
+            "past_key_values",
+            f"a QuantizedCache whose keys or values are given to {func}",
+            "a model with attn_implementation='volta_fa', whose attention does nothing else with them",
+            error=NotImplementedError,
         )
 
 
@@ -81,7 +84,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         if self.rotate_keys:
             n = key_states.shape[-1]
             if n & (n - 1):
-                raise ValueError(f"rotate_keys: got True with headdim {n}, expected a power of two")
+                raise bad_argument("rotate_keys", f"True with headdim {n}", "a power of two")
             # of keys and of queries, n**-0.5 each, but both powers of two: exact in any type
             half = n.bit_length() // 2
             scales = (2.0**-half, 2.0**half / n)
@@ -175,9 +178,10 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         left = max(0, self.length + tokens_to_remove) if tokens_to_remove <= 0 else min(self.length, tokens_to_remove)
         needed = 0 if self.sliding_window is None else self.sliding_window - 1
         if self.dropped and left - self.dropped < needed:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove} after {self.length} tokens, of which the last {self.length - self.dropped} are "
-                f"in memory, expected to leave {needed} of these, which a window shows; activate_past_recording() keeps all"
+            raise bad_argument(
+                "tokens_to_remove",
+                f"{tokens_to_remove} after {self.length} tokens, of which the last {self.length - self.dropped} are in memory",
+                f"to leave {needed} of these, which a window shows; activate_past_recording() keeps all",
             )
         self.length, self.shown = left, min(self.shown, left)
 
@@ -239,10 +243,10 @@ class QuantizedCache(Cache):
 
     def __init__(self, config: Any, kv_dtype: str = "int8", *, rotate_keys: bool = False) -> None:
         if kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype: got {kv_dtype!r}, expected one of {', '.join(KV_DTYPES)}")
+            raise bad_argument("kv_dtype", repr(kv_dtype), f"one of {', '.join(KV_DTYPES)}")
         implementation = getattr(config, "_attn_implementation", None)
         if implementation not in (None, "volta_fa"):
-            raise ValueError(f"config: got attn_implementation {implementation!r}, expected 'volta_fa', which alone reads a QuantizedCache")
+            raise bad_argument("config", f"attn_implementation {implementation!r}", "'volta_fa', which alone reads a QuantizedCache")
         text = config.get_text_config(decoder=True)
         window = getattr(text, "sliding_window", None)
         types = getattr(text, "layer_types", None)
@@ -254,5 +258,5 @@ class QuantizedCache(Cache):
         windows = {"full_attention": None, "sliding_attention": window}
         for kind in types:
             if kind not in windows:
-                raise NotImplementedError(f"volta_fa: config: got a layer of {kind}, expected {' or '.join(windows)}")
+                raise bad_argument("config", f"a layer of {kind}", " or ".join(windows), error=NotImplementedError)
         super().__init__(layers=[QuantizedLayer(kv_dtype, windows[kind], rotate_keys) for kind in types])

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import warnings
 
+from ...errors import bad_argument
+
 __all__ = ["BACKEND", "MLA_BACKEND", "register"]
 
 #: What `--attention-backend CUSTOM` stands for.
@@ -29,7 +31,7 @@ def register() -> None:
     """
     mla = os.environ.get("VOLTA_FA_VLLM_MLA", "")
     if mla not in ("", "0", "1"):
-        raise ValueError(f"volta_fa: VOLTA_FA_VLLM_MLA: got `{mla}`, expected 0 or 1")
+        raise bad_argument("VOLTA_FA_VLLM_MLA", f"`{mla}`", "0 or 1")
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:

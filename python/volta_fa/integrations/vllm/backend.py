@@ -21,7 +21,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .paged import CACHE_DTYPES, MAX_HEADDIM, PAGE_GROUP, Attention, Batch, bytes_of_a_token, check_cache_dtype, split_cache, write
+from ...errors import bad_argument
+from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
+from .paged import CACHE_DTYPES, Attention, Batch, bytes_of_a_token, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -57,7 +59,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         """The metadata of a step; waits for nothing."""
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
-            raise NotImplementedError("volta_fa: causal: got a tensor, one value a sequence; expected one for the batch")
+            raise bad_argument("causal", "a tensor, one value a sequence", "one for the batch", error=NotImplementedError)
         metadata = VoltaMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -127,15 +129,15 @@ class VoltaBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Of the kernels, which vLLM's own blocks are multiples of."""
-        return [MultipleOf(PAGE_GROUP)]
+        return [MultipleOf(PAGE_SIZE_MULTIPLE)]
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """(0.19) A layer's cache, as `paged.split_cache` takes it."""
-        if block_size % PAGE_GROUP:
-            raise ValueError(f"volta_fa: block_size: got {block_size}, expected a multiple of {PAGE_GROUP}")
+        if block_size % PAGE_SIZE_MULTIPLE:
+            raise bad_argument("block_size", block_size, f"a multiple of {PAGE_SIZE_MULTIPLE}")
         check_cache_dtype(cache_dtype_str, beside_codes=False)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
@@ -242,7 +244,7 @@ class VoltaAttentionImpl(AttentionImpl):
         """
         for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if t is not None:
-                raise NotImplementedError(f"volta_fa: {name}: got a tensor, expected None: the output is not quantized")
+                raise bad_argument(name, "a tensor", "None: the output is not quantized", error=NotImplementedError)
         if attn_metadata is None:
             return output.zero_()
         attention = self._attention.to(query.device)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
+from ...errors import bad_argument
 from . import paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 
@@ -144,7 +145,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
         }
         for name, value in options.items():
             if value is not None:
-                raise NotImplementedError(f"volta_fa: {name}: got {value}, expected None in latent attention")
+                raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
         paged.check_cache_dtype(kv_cache_dtype)
         paged.check_latents(head_size, kv_lora_rank)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -153,7 +154,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
         """Never called: there are no tokens that are not `forward_mqa`'s."""
-        raise NotImplementedError("volta_fa: forward_mha: got a call, expected none: all tokens are forward_mqa's")
+        raise bad_argument("forward_mha", "a call", "none: all tokens are forward_mqa's", error=NotImplementedError)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any

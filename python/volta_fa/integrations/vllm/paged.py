@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import bad_argument
 from ...kv_cache.cascade import cascade_attention
 from ...kv_cache.formats import quantize_kv
+from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 
 #: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them, and what the bytes are that vLLM
 #: hands over for them, as uint8, int8 or, to latent attention, always as float8_e4m3fn. None: it hands over the type itself; `auto` is the
@@ -32,12 +34,6 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
 #: would do, and 16 leave rows of codes on the 16-byte boundaries that decode kernels ask for.
 SCALE_BYTES = 16
 
-#: Of `volta_fa::fwd_kvcache`.
-MAX_HEADDIM = 256
-
-#: Of the sizes of vLLM's blocks: what `volta_fa::fwd_kvcache` asks of its pages.
-PAGE_GROUP = 16
-
 
 def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
     """Raise NotImplementedError for a type of cache that the operator cannot read or write, and, unless scales have a place `beside_codes`,
@@ -50,7 +46,7 @@ def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
         why = "Volta and Turing have no bfloat16"
     elif kv_cache_dtype in CACHE_DTYPES:
         why = "a cache of this vLLM has no place for a scale of each token"
-    raise NotImplementedError(f"volta_fa: kv_cache_dtype: got {kv_cache_dtype}, expected {' or '.join(allowed)}: {why}")
+    raise bad_argument("kv_cache_dtype", kv_cache_dtype, f"{' or '.join(allowed)}: {why}", error=NotImplementedError)
 
 
 def bytes_of_a_token(dtype: torch.dtype, columns: int) -> int | None:
@@ -99,9 +95,10 @@ def split_cache(
     if content.dim() == 4 and content.shape[3] > head_size:
         content = content.transpose(1, 2)
         return content[..., :head_size], content[..., head_size:], options
-    raise ValueError(
-        f"volta_fa: kv_cache: got shape {tuple(kv_cache.shape)}, expected (blocks, 2, block_size, nheads_k, {head_size}) or "
-        f"(blocks, nheads_k, block_size, {head_size} + head_size_v)"
+    raise bad_argument(
+        "kv_cache",
+        f"shape {tuple(kv_cache.shape)}",
+        f"(blocks, 2, block_size, nheads_k, {head_size}) or (blocks, nheads_k, block_size, {head_size} + head_size_v)",
     )
 
 
@@ -350,7 +347,9 @@ def attend_to_latents(
 
 def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
     """Whether the operators of this build do: asked with tensors that have no data."""
-    query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_GROUP, head_size)))
+    query, cache = (
+        torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
+    )
     ints = torch.empty(2, dtype=torch.int32, device="meta")
     try:
         out = attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
@@ -362,6 +361,5 @@ def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
 def check_latents(head_size: int, kv_lora_rank: int) -> None:
     """Raise NotImplementedError where they do not."""
     if not takes_latents(head_size, kv_lora_rank):
-        raise NotImplementedError(
-            f"volta_fa: head_size: got {head_size} with kv_lora_rank {kv_lora_rank}, expected sizes that volta_fa::fwd_mla takes"
-        )
+        got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
+        raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)
