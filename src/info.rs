@@ -1,18 +1,61 @@
 //! What this build contains and this machine has, as JSON for `python -m volta_fa info` and the tests.
 
 use crate::error::{Error, Result};
-use crate::ffi::PlanArgs;
-use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, Variant, COMPILED, PASSES};
+use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
-use crate::limits::MAX_DECODE_ROWS;
+use crate::limits::{self, MAX_DECODE_ROWS};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use serde_json::{json, Value};
+use std::ffi::c_char;
 
-fn names(needs: FeatureSet) -> Vec<&'static str> {
-    needs.iter().map(Feature::name).collect()
+fn names(features: FeatureSet) -> Vec<&'static str> {
+    features.iter().map(Feature::name).collect()
+}
+
+/// The names that `needs` and `requires`, aliases of `features` and `required_features`, keep.
+fn old_names(features: FeatureSet) -> Vec<&'static str> {
+    features.iter().map(Feature::old_name).collect()
+}
+
+/// The table of cache formats.
+fn cache_formats() -> Vec<Value> {
+    let row = |f: &FormatInfo| {
+        json!({
+            "name": f.name,
+            "dtype": f.dtype,
+            "bits": f.bits,
+            "scale": match f.scale {
+                ScaleGranularity::None => "none",
+                ScaleGranularity::Token => "token",
+                ScaleGranularity::Head => "head",
+            },
+            "zero_point": f.has_zero_point,
+            "max_code": f.max_code,
+            "is_quantized": f.format.is_quantized(),
+            "of_latents": f.of_latents,
+        })
+    };
+    FORMATS.iter().map(row).collect()
+}
+
+/// What calls must keep to.
+fn published_limits() -> Value {
+    json!({
+        "max_headdim": limits::MAX_HEADDIM,
+        "headdim_multiple": limits::HEADDIM_MULTIPLE,
+        "latent_headdims": limits::LATENT_HEADDIMS,
+        "page_size_multiple": limits::PAGE_SIZE_MULTIPLE,
+        "max_decode_rows": limits::MAX_DECODE_ROWS,
+        "max_seqlen": limits::MAX_SEQLEN,
+        "max_sequences": limits::MAX_SEQUENCES,
+        "max_heads": limits::MAX_HEADS,
+        "max_row_stride": limits::MAX_ROW_STRIDE,
+        "max_merged_headdim": limits::MAX_MERGED_HEADDIM,
+        "softcap": [limits::SOFTCAPS.start(), limits::SOFTCAPS.end()],
+    })
 }
 
 fn variant(v: &Variant) -> Value {
@@ -24,8 +67,8 @@ fn variant(v: &Variant) -> Value {
         "pass": format!("{:?}", v.pass),
         "features": names(v.features),
         "required_features": names(v.required_features),
-        "needs": names(v.features),
-        "requires": names(v.required_features),
+        "needs": old_names(v.features),
+        "requires": old_names(v.required_features),
         "source": v.source,
         "cache": v.cache.name(),
         "headdim": v.headdim,
@@ -50,7 +93,7 @@ pub fn describe() -> Value {
             "params": p.params.name(),
             "rows": format!("{:?}", p.rows),
             "features": names(p.features),
-            "needs": names(p.features),
+            "needs": old_names(p.features),
         })
     });
     let families: Vec<Value> = COMPILED
@@ -70,6 +113,8 @@ pub fn describe() -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
+        "cache_formats": cache_formats(),
+        "limits": published_limits(),
         "passes": passes,
         "families": families,
         "variants": variants,
@@ -90,7 +135,7 @@ pub fn families(capability: (i32, i32)) -> Result<Value> {
 fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
     let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
     for name in needs.split(',').filter(|name| !name.is_empty()) {
-        let need = Feature::ALL.into_iter().find(|n| n.name() == name).ok_or_else(|| {
+        let need = Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
             Error::value("needs", format!("`{name}`"), format!("some of {}, between commas", known.join(", ")))
         })?;
@@ -220,6 +265,41 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     })
 }
 
+/// A shape and a device, for [`volta_fa_plan`].
+#[repr(C)]
+pub struct PlanArgs {
+    /// entries, all of one length; every size here is from 1 to 2^31 - 1
+    pub batch: i64,
+    /// queries of an entry
+    pub seqlen_q: i64,
+    /// keys of an entry
+    pub seqlen_k: i64,
+    /// query heads
+    pub nheads: i64,
+    /// key heads
+    pub nheads_k: i64,
+    /// of q and k
+    pub headdim: i64,
+    /// of v and out
+    pub headdim_v: i64,
+    /// the only window that can be asked for
+    pub is_causal: bool,
+    /// streaming multiprocessors of the device
+    pub sms: i64,
+    /// 7 where the compute capability is 7.5
+    pub capability_major: i64,
+    /// 5 there
+    pub capability_minor: i64,
+    /// dynamic shared memory that a block may opt in to, bytes
+    pub shared_bytes_per_block: i64,
+    /// which backward pass to plan: true, the one without atomics
+    pub deterministic: bool,
+    /// what the problem needs, as kernels say it in `_info()`, between commas
+    pub needs: *const c_char,
+    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
+    pub device: *const i64,
+}
+
 /// What the plan picks for a shape on a device: `forward`, the kernels of `backward` (null where one does all), and those of a KV
 /// `cache`, each with its reason; `needs` as the variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do
 /// not count then.
@@ -260,7 +340,8 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "is_causal": args.is_causal,
             "deterministic": mode.deterministic,
             "bf16_gradients": mode.bf16_gradients,
-            "needs": names(plan::needs(&a, mode)),
+            "features": names(plan::needs(&a, mode)),
+            "needs": old_names(plan::needs(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {

@@ -102,7 +102,7 @@ struct Class {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    needs: Option<FeatureSet>,
+    features: Option<FeatureSet>,
 }
 
 impl Class {
@@ -116,7 +116,7 @@ impl Class {
         ];
         bounds.into_iter().all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
             && (self.is_causal.is_none() || self.is_causal == s.is_causal)
-            && self.needs.is_none_or(|own| own == needs)
+            && self.features.is_none_or(|own| own == needs)
     }
 }
 
@@ -169,7 +169,8 @@ struct ChoiceText {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    needs: Option<Vec<String>>,
+    #[serde(alias = "needs")]
+    features: Option<Vec<String>>,
     variant: Option<String>,
     deterministic: Option<bool>,
     #[serde(rename = "note")]
@@ -204,12 +205,12 @@ impl ChoiceText {
         }
         let known = |name: &String| {
             let of_pass = pass.info().features;
-            of_pass.iter().find(|n| n.name() == name).ok_or_else(|| {
+            of_pass.iter().find(|&feature| Feature::named(name) == Some(feature)).ok_or_else(|| {
                 let names: Vec<_> = of_pass.iter().map(Feature::name).collect();
-                Error::value(&of("needs"), format!("`{name}`"), format!("what {pass:?} can need: {}", names.join(", ")))
+                Error::value(&of("features"), format!("`{name}`"), format!("features of {pass:?}: {}", names.join(", ")))
             })
         };
-        let needs = self.needs.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
+        let features = self.features.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
         let class = Class {
             headdim: self.headdim,
             headdim_v: self.headdim_v,
@@ -217,7 +218,7 @@ impl ChoiceText {
             seqlen_k: self.seqlen_k,
             rows: self.rows,
             is_causal: self.is_causal,
-            needs: needs.map(|list| FeatureSet::of(&list)),
+            features: features.map(|list| FeatureSet::of(&list)),
         };
         let take = match (self.variant, self.deterministic) {
             (Some(name), None) => Take::Kernel(variant(kernels, &name, &of("variant"))?),
@@ -240,13 +241,13 @@ impl ChoiceText {
             let holds = v.pass == pass
                 && v.headdim as i64 >= lowest(class.headdim)
                 && v.headdim_v as i64 >= lowest(class.headdim_v)
-                && v.features.contains(class.needs.unwrap_or(FeatureSet::NONE));
+                && v.features.contains(class.features.unwrap_or(FeatureSet::NONE));
             if !holds {
                 let found = format!("`{}`", v.name);
                 return Err(Error::value(
                     &of("variant"),
                     found,
-                    format!("a kernel of pass {pass:?} that the class' headdims and needs fit"),
+                    format!("a kernel of pass {pass:?} with the headdims and features of the class"),
                 ));
             }
         }

@@ -71,6 +71,15 @@ const _: () = {
 };
 
 impl FormatInfo {
+    /// Columns of one element of a quantized cache's tensor, which has whole bytes.
+    pub const fn columns(&self) -> i64 {
+        if self.bits < 8 {
+            8 / self.bits as i64
+        } else {
+            1
+        }
+    }
+
     /// Bytes of the elements of one row (token and head).
     pub const fn row_bytes(&self, headdim: i64) -> i64 {
         headdim * self.bits as i64 / 8

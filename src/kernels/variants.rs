@@ -45,16 +45,30 @@ impl Feature {
     /// As `_info()` and `_plan()` have it.
     pub const fn name(self) -> &'static str {
         match self {
-            Feature::Lengths => "lengths",
+            Feature::Lengths => "varlen",
             Feature::Sinks => "sinks",
             Feature::Bf16Gradients => "bf16_gradients",
             Feature::Softcap => "softcap",
             Feature::Alibi => "alibi",
             Feature::Bias => "bias",
             Feature::Dropout => "dropout",
-            Feature::Pages => "pages",
+            Feature::Pages => "paged_kv",
             Feature::Fp32Bias => "fp32_bias",
         }
+    }
+
+    /// Returns its name before `varlen` and `paged_kv` had theirs: `needs` and `requires` of `_info()` keep it.
+    pub const fn old_name(self) -> &'static str {
+        match self {
+            Feature::Lengths => "lengths",
+            Feature::Pages => "pages",
+            other => other.name(),
+        }
+    }
+
+    /// Returns the feature of this name, new or old.
+    pub fn named(name: &str) -> Option<Feature> {
+        Feature::ALL.into_iter().find(|f| f.name() == name || f.old_name() == name)
     }
 }
 
