@@ -1,4 +1,4 @@
-"""What serves this card better than the plan's own choice, as a tuning file that plans read (docs/tuning.md).
+"""What serves this card better than the plan's own choice, as a tuning file that plans read (docs/reference/tuning-file.md).
 
 Two questions, for plain problems: are gradients faster without atomics, by the deterministic kernels, and are smaller or larger blocks
 faster in the forward pass? Each class of shapes is measured at one shape; only what is clearly faster there, each time, is written down.

@@ -5,7 +5,7 @@
     metadata, num_splits = flash_mla.get_mla_metadata(cache_seqlens, seqlen_q * nheads, 1)
     out, lse = flash_mla.flash_mla_with_kvcache(q, latents, block_table, cache_seqlens, 512, metadata, num_splits, causal=True)
 
-The blocks of our kernels share the sequences on the device (docs/decode-kernels.md), so metadata has nothing to say: what these functions
+The blocks of our kernels share the sequences on the device (docs/design/decode.md), so metadata has nothing to say: what these functions
 take and give of it is there for the callers' sake. Tensors on the CPU are computed too, in any floating-point dtype.
 """
 

@@ -99,7 +99,7 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
         ran: calls that volta_fa ran.
         traced: calls that torch.compile or another tracer recorded as volta_fa's. What it compiled then runs
             without asking again, and is not counted.
-        fell_back: calls that went to PyTorch's implementation, counted by reason; docs/sdpa.md explains them.
+        fell_back: calls that went to PyTorch's implementation, counted by reason; docs/guides/sdpa.md explains them.
     """
     counts = dict(torch.ops.volta_fa._sdpa_stats())
     if reset:

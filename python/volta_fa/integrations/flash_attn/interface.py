@@ -1,7 +1,7 @@
 """flash-attn 2's functions on `torch.ops.volta_fa.fwd`: the same signatures, defaults and results.
 
 Masks are aligned bottom-right, a query that sees no key gets out 0 and softmax_lse +inf, and gradients come from
-autograd. docs/flash-attn.md says where these functions do more or less than flash-attn's.
+autograd. docs/guides/flash-attn.md says where these functions do more or less than flash-attn's.
 """
 
 from __future__ import annotations

@@ -221,10 +221,10 @@ class QuantizedCache(Cache):
         cache = volta_fa.transformers.QuantizedCache(model.config, kv_dtype="int8")
         model.generate(**inputs, past_key_values=cache)
 
-    It grows as needed (by a quarter, so up to a fifth of its memory is empty). New tokens are quantized where they are appended, and
-    attention reads bytes and scales: at no time is the whole cache in another form, but where `fwd_kvcache` itself takes copies
-    (docs/decode.md: bfloat16, many queries). A prompt attends to its own keys and values, before they are rounded; what comes later, a
-    second part of the prompt too, to what is in the cache. Layers with a sliding window keep what it shows.
+    It grows by a quarter when full, so up to a fifth of its memory is empty. The append kernel quantizes new tokens, and attention reads
+    codes and scales. The whole cache is never dequantized, except where `fwd_kvcache` itself takes copies
+    (docs/guides/quantized-kv-cache.md). A prompt attends to its own unrounded keys and values. Later tokens, a second part of the prompt
+    too, attend to the stored ones. Layers with a sliding window keep what the window shows.
 
     Beam search, crop (assisted decoding), batches padded on the left, and chunked prefill are covered. Encoder-decoder models can have
     it for self-attention: `EncoderDecoderCache(QuantizedCache(...), DynamicCache(...))`.

@@ -1,7 +1,7 @@
 """vLLM on volta_fa: an attention backend for a stock vLLM, chosen with `vllm serve --attention-backend CUSTOM`.
 
 vLLM calls `register` in all of its processes, by the entry point of this distribution in the group `vllm.general_plugins`. Nothing is
-imported from vLLM before. docs/vllm.md has the releases, the commands and what has not run.
+imported from vLLM before. docs/guides/vllm.md has the releases, the commands and what has not run.
 
 - `paged`: the cache and the calls of the operator, in PyTorch alone.
 - `backend`: vLLM's abstract classes on them.
