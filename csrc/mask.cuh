@@ -7,6 +7,7 @@
 
 #include "volta_fa_params.h"
 
+// The mask of one sequence.
 struct Mask {
     int low, high;  // row i sees keys i + low to i + high, inclusive
     int seqlen_q, seqlen_k;

@@ -5,6 +5,7 @@
 
 #include "volta_fa_params.h"
 
+// Rounds of Philox; src/ops/dropout.rs says why seven.
 constexpr int kPhiloxRounds = 7;
 constexpr unsigned kPhiloxKeyIncrements[2] = {0x9E3779B9u, 0xBB67AE85u};  // added to the key in each round
 
@@ -14,6 +15,7 @@ struct PhiloxProduct {
     __device__ __forceinline__ explicit PhiloxProduct(unsigned long long x)
         : low(static_cast<unsigned>(x)), high(static_cast<unsigned>(x >> 32)) {}
 };
+// The products of words x and z of the counter by Philox's multipliers.
 __device__ __forceinline__ PhiloxProduct philox_product_x(unsigned x) { return PhiloxProduct(0xD2511F53ull * x); }
 __device__ __forceinline__ PhiloxProduct philox_product_z(unsigned z) { return PhiloxProduct(0xCD9E8D57ull * z); }
 // One round on counter c with key (k0, k1).

@@ -47,6 +47,7 @@ struct ByteElement {
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
+// Arithmetic on packed fp16.
 __device__ __forceinline__ unsigned half2_sub(unsigned a, unsigned b) {
     unsigned r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -92,6 +92,7 @@ constexpr bool kHasSinks = kVarlen, kHasBf16Gradients = kVarlen;
 constexpr bool kPaged = FEATURES & kFeaturePages;
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 
+// The mask of a sequence.
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSeqlenInfo& sequence) {
     if (!kVarlen) return Mask(problem);
     return Mask(problem, sequence.seqlen_q(), sequence.seqlen_k());

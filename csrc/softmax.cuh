@@ -18,6 +18,7 @@
 // probability is 0 even in a row that sees nothing else, as with scores of -inf.
 #pragma once
 
+// How far a scaled score may exceed the maximum that row_max was set at, log2 units.
 constexpr float kRescaleThreshold = 7.f;
 constexpr float kPackedOne = 8.f;  // log2 of what a probability of 1 is packed as
 constexpr float kMaxOffset = 112.f - kPackedOne;  // row_max = scaled row maximum + kMaxOffset

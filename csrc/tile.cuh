@@ -12,6 +12,7 @@
 constexpr int kChunk = 8;  // fp16 elements of a chunk
 constexpr int kChunkBytes = 16;
 
+// 32-bit address in shared memory, for inline PTX.
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 // Loads and stores of a chunk in shared memory. Volatile, so that they stay in program order. No memory clobber: the compiler
@@ -34,6 +35,7 @@ __device__ __forceinline__ void store_shared2(unsigned address, unsigned x, unsi
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y));
 }
 
+// Loads a chunk from global memory, by the read-only path.
 __device__ __forceinline__ uint4 load_global(const unsigned short* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 __device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }

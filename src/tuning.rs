@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
-use crate::problem::{Attention, MergedStates};
+use crate::problem::{Attention, MergedStates, Window};
 use serde::Deserialize;
 use std::fmt;
 
@@ -62,16 +62,16 @@ impl Shape {
             headdim_v: a.headdim_v,
             seqlen_q: a.seqlen_q,
             seqlen_k: a.seqlen_k,
-            rows: a.packed.map_or(a.batch.saturating_mul(a.seqlen_q), |p| p.total_q).saturating_mul(a.nheads),
-            is_causal: match (a.window.left, a.window.right) {
-                (None, Some(0)) => Some(true),
-                (None, None) => Some(false),
+            rows: a.total_q().unwrap_or(a.batch.saturating_mul(a.seqlen_q)).saturating_mul(a.nheads),
+            is_causal: match a.window {
+                Window::CAUSAL => Some(true),
+                Window::FULL => Some(false),
                 _ => None,
             },
             cache: CacheFormat::Unquantized,
             rows_before_keys: {
                 // the device knows how many keys are used
-                let seqlen_k = if a.features.seqused_k { 0 } else { a.seqlen_k };
+                let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
                 (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
             },
         }

@@ -2,6 +2,7 @@
 // kernels.
 #pragma once
 
+// What becomes of dq.
 enum class DqMode {
     kSeparate,  // leaves dq to a second kernel (dq.cuh): deterministic, no atomics
     kAtomicAdd,  // adds dq to the fp32 accumulator by atomics; preprocess clears it, postprocess converts it

@@ -12,6 +12,7 @@
 #include "backward/scratch.cuh"
 #include "tile.cuh"
 
+// The kernel. A block converts BlockRows rows of one head.
 template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
 struct BackwardPostprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

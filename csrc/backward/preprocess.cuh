@@ -4,6 +4,7 @@
 
 #include "backward/row_statistics.cuh"
 
+// The kernel. A block has BlockRows rows of one head.
 template <class RowStats, int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

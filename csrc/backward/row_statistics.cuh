@@ -24,6 +24,7 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
+// Lanes that compute one row's delta.
 constexpr int kLanesPerStatistic = 8;
 
 // Computes and writes the statistics of one head of one sequence.

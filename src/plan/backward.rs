@@ -274,5 +274,5 @@ fn scratch_rows(v: &Variant, a: &Attention) -> i64 {
     let multiple = scratch(v).row_rounding;
     // A packed sequence begins at (its first row + its number * row_rounding), rounded down (csrc/backward/scratch.cuh): that leaves each
     // of them room for its own rounding.
-    a.packed.map_or(rounded(a.seqlen_q, multiple), |p| rounded(p.total_q + a.batch * i64::from(multiple), multiple))
+    a.total_q().map_or(rounded(a.seqlen_q, multiple), |total| rounded(total + a.batch * i64::from(multiple), multiple))
 }

@@ -1,8 +1,8 @@
-// New keys and values into a KV cache, keys rotated if asked, and a rotated copy of the queries: src/ops/kvcache/append.rs has the
-// rules. For any family.
+// Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
+// src/ops/kvcache/append.rs has the rules. For all families.
 //
-// Bound by memory, and in decode by latency: so all that a token needs is done side by side. A thread takes two columns of a row at
-// a time. Rows of a quantized cache, which have a scale, are a warp's each.
+// Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
+// iteration. A row of a quantized cache has a scale, so a whole warp takes it.
 #include "shared/append/quantize.cuh"
 #include "cache.cuh"
 #include "half.cuh"
@@ -10,13 +10,14 @@
 
 namespace append {
 
-// What the cache's elements are. (All in one kernel would be more code than instruction caches have.)
+// Format of the cache's elements. (One kernel for all formats would not fit the instruction cache.)
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
 constexpr bool kQuantizes = kFormat != CacheFormat::Unquantized;
 
+// Columns that a thread has at a time.
 constexpr int kColumns = 2;
 
-// Columns of a row of 16-bit elements from p on, of which `left` are left, one or more: as a word.
+// Whether two columns of 16-bit elements at p can be accessed as a word; `left`: columns that exist, at least one.
 __device__ __forceinline__ bool is_word(const unsigned short* p, int left) {
     return left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
 }
@@ -42,14 +43,14 @@ __device__ __forceinline__ unsigned from_floats(float lo, float hi) {
     return Element == ElementType::Bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
 }
 
-// Element i of a row of cos or sin.
+// Element i of a row of cos or sin, as fp32.
 __device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
     if (element == ElementType::Float) return static_cast<const float*>(row)[i];
     const unsigned x = static_cast<const unsigned short*>(row)[i];
     return element == ElementType::Bf16 ? bf16x2_to_float2(x).x : to_float2(x).x;
 }
 
-// How the rows of one position are rotated.
+// Rotary embedding of the rows at one position.
 class Rotation {
     const AppendParams& p_;
     const char *cos_, *sin_;
@@ -60,13 +61,13 @@ public:
         : p_(p), cos_(row(p.rotary_cos, p.rotary_cos_stride, position)), sin_(row(p.rotary_sin, p.rotary_sin_stride, position)),
           exists_(position < p.rotary_rows) {}
 
-    // Columns `column` and the next of a row, x, rotated: in fp32, rounded once. (rotary_dim is even.) Positions that the tables
-    // lack make NaN.
+    // Returns columns `column` and column + 1 of a row, rotated; x: both columns. Computed in fp32, rounded once to the element
+    // type. rotary_dim is even. Positions past the cos and sin tables give NaN.
     template <ElementType Element>
     __device__ __forceinline__ unsigned apply(unsigned x, const unsigned short* row, int column) const {
         if (column >= p_.rotary_dim) return x;
         const int half = p_.rotary_dim / 2;
-        // What each is rotated with: interleaved, each other; else the same column of the other half.
+        // The column that each is rotated with: interleaved, the other of the pair; else the same column of the other half.
         const auto partner = [&](int c) { return c < half ? c + half : c - half; };
         const unsigned other = p_.rotary_interleaved ? __byte_perm(x, 0, 0x1032)
                                                      : row[partner(column)] | static_cast<unsigned>(row[partner(column + 1)]) << 16;
@@ -79,7 +80,7 @@ public:
             const int at = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;
             const float cos = exists_ ? factor(cos_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
             const float sin = exists_ ? factor(sin_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
-            // products and their sum are rounded each, as PyTorch's are
+            // Each product and their sum are rounded, as in PyTorch.
             const float product = __fmul_rn(i == 0 ? with.x : with.y, sin);
             rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? own.x : own.y, cos), first ? -product : product);
         }
@@ -93,11 +94,12 @@ private:
     }
 };
 
+// Address of a row of one head of one batch entry.
 __device__ __forceinline__ const unsigned short* row_of(const Operand& x, int batch, int head, long long row) {
     return x.ptr + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
 }
 
-// The smallest of a warp's numbers, and the largest; NaN where one is.
+// Reduces `low` and `high` to the minimum and maximum over a warp; NaN if one of the numbers is.
 __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -107,8 +109,8 @@ __device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
     }
 }
 
-// A warp writes a row of a quantized cache: a lane has columns 2 * (lane + 32 * i) and the next. All lanes together.
-constexpr int kPairs = 4;  // of a lane, in a row of up to 256 columns
+// Writes a row of a quantized cache. Lanes have columns 2 * (lane + 32 * i) and the next. All lanes of a warp call it together.
+constexpr int kPairs = 4;  // pairs of columns of a lane, in a row of up to 256 columns
 __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
                                           int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
     const int lane = threadIdx.x & 31;
@@ -158,7 +160,7 @@ __device__ __forceinline__ void write_row(const CacheScale& scales, const CacheS
     }
 }
 
-// The rows of K and V of a block, a warp each at a time, where the cache is quantized.
+// Appends the block's rows of K and V to a quantized cache, one row per warp at a time.
 template <ElementType Element>
 __device__ __forceinline__ void append_quantized(const AppendParams& p, const CacheSeqlenInfo& sequence, int head_k, int batch,
                                                  int first, int new_rows) {
@@ -187,6 +189,7 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
 }
 
 template <ElementType Element>
+// Runs the kernel, for one element type of k, v and q. A block has BLOCK_ROWS tokens of a KV head and its query heads.
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
     const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
@@ -194,7 +197,7 @@ __device__ __forceinline__ void append(const AppendParams& p) {
     const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;
     const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
     const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
-    // of a row: K's pairs of columns, V's, and of each query head those of q
+    // Units of a row: pairs of columns of K, of V, and of Q for each query head.
     const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = pairs + pairs_v + group * pairs;
     if constexpr (kQuantizes) append_quantized<Element>(p, sequence, head_k, batch, first, min(seqlen_knew - first, BLOCK_ROWS));
@@ -216,7 +219,7 @@ __device__ __forceinline__ void append(const AppendParams& p) {
         } else if (row < sequence.seqlen_q()) {
             const int of_q = unit - pairs - pairs_v, head = head_k * group + of_q / pairs, column = of_q % pairs * kColumns;
             const unsigned short* source = row_of(p.q, batch, head, sequence.q_offset() + row);
-            // of a sequence that is not right, NaN
+            // NaN for an invalid sequence.
             const int of_row = p.queries_have_positions ? position : position - row;
             const unsigned x = Rotation(p, sequence.valid() ? of_row : p.rotary_rows)
                                    .apply<Element>(load(source + column, problem.headdim - column), source, column);

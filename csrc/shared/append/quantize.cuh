@@ -1,9 +1,11 @@
-// Numbers to the bytes of a quantized cache: python/volta_fa/kv_cache/formats.py defines what, and this is the same to the bit.
+// Quantizes rows for int8, int4 and fp8 KV caches: fp32 numbers to codes, scales and zero points. Used by append.cu. Bitwise
+// identical to python/volta_fa/kv_cache/formats.py.
 #pragma once
 
 #include "quantized.cuh"
 
-// Of a warp that has a row: scale and zero point, from the smallest and the largest number, and whether all are finite.
+// Scale and zero point of a row, from its smallest and largest number. `origin`: the number of code 0. `finite`: whether all
+// numbers are finite.
 struct RowScale {
     float scale, zero_point, origin;
     bool finite;
@@ -24,6 +26,7 @@ struct RowScale {
         return r;
     }
     template <CacheFormat Format>
+    // Returns the code of a number of the row; 0 if the row is not finite.
     __device__ __forceinline__ int code(float x) const {
         if (!finite || scale == 0.f) return 0;
         const float code = rintf(__fdiv_rn(x - origin, scale));
@@ -31,7 +34,7 @@ struct RowScale {
     }
 };
 
-// x / scale as a byte of fp8, rounded to nearest even; saturates, and NaN stays NaN.
+// Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
 template <CacheFormat Format>
 __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     constexpr bool kE4m3 = Format == CacheFormat::E4m3;
@@ -41,7 +44,7 @@ __device__ __forceinline__ unsigned fp8_code(float x, float scale) {
     const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
     if (y != y) return sign | 0x7f;
     y = fminf(fabsf(y), kLargest);
-    // what its last place counts: of numbers below the least exponent, that of the least
+    // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
     const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
     const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
                 inverse = __uint_as_float((kMantissa - exponent + 127) << 23);

@@ -1,9 +1,9 @@
-// A quantized KV cache as rows of fp16 or bf16: the tokens that some query sees, each once, for kernels that read no bytes.
-// src/ops/kvcache/dequantize.rs says who asks. For any family.
+// Converts the tokens of a quantized KV cache to contiguous fp16 or bf16 rows, for kernels that read no quantized cache
+// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/dequantize.rs launches it. For all
+// families.
 //
-// Bound by memory. A block has BLOCK_ROWS tokens of a key head, a thread eight columns of a row of K or V at a time: 16 bytes of
-// what it writes. python/volta_fa/kv_cache/formats.py defines the numbers, and these are the same to the bit: computed in fp32,
-// rounded once.
+// Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
+// bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
 #include "cache.cuh"
 #include "half.cuh"
 #include "quantized.cuh"
@@ -11,21 +11,22 @@
 
 namespace dequantize {
 
+// Columns that a thread has at a time.
 constexpr int kColumns = 8;
 
-// What a code stands for, before zero point and scale.
+// Returns what a code stands for, before zero point and scale.
 template <CacheFormat Format>
 __device__ __forceinline__ float code_value(unsigned code) {
     if constexpr (Format == CacheFormat::Int8) return static_cast<float>(static_cast<signed char>(code));
     if constexpr (Format == CacheFormat::Int4) return static_cast<float>(code);
     if constexpr (Format == CacheFormat::E5m2) return to_float2(code << 8).x;
-    // the bits where fp16 has exponent and mantissa are 2^-8 times the number, since exponents are biased by 7 and by 15
+    // e4m3 bits in fp16's exponent and mantissa are 2^-8 times the number: the exponent biases are 7 and 15.
     const unsigned magnitude = code & 0x7f;
     const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;
     return magnitude == 0x7f ? __int_as_float(0x7fc00000) : x;
 }
 
-// Eight columns, or the `left` that there are: the bytes from p on, codes in the order of columns from the lowest bits on.
+// Loads the codes of eight columns, or of the `left` bytes that exist, from p on: in column order from the lowest bits.
 template <int Bytes>
 __device__ __forceinline__ uint2 load(const unsigned char* p, int left) {
     uint2 x = make_uint2(0, 0);
@@ -40,6 +41,7 @@ __device__ __forceinline__ uint2 load(const unsigned char* p, int left) {
     return x;
 }
 
+// Stores eight columns, or the `left` that exist.
 __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int left) {
     if (left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(uint4) == 0) {
         *reinterpret_cast<uint4*>(p) = x;
@@ -51,7 +53,7 @@ __device__ __forceinline__ void store(unsigned short* p, const uint4& x, int lef
         if (i < left) p[i] = static_cast<unsigned short>(words[i / 2] >> i % 2 * 16);
 }
 
-// The columns from `column` on of a row of K or V.
+// Converts eight columns of a row of K or V, from `column` on.
 template <CacheFormat Format, ElementType Element>
 __device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
                                              int column, int columns) {
@@ -82,10 +84,12 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
     const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
     const int seqlen_q = sequence.seqlen_q(), end = min(sequence.seqlen_k(), problem.seqlen_k);
-    // The first token that some query sees. Of what comes before it, less than a step of keys is read and hidden: zeros.
+    // First token that some query sees. Less than a step before it is written too, as zeros: attention kernels load and mask
+    // these keys.
     const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
-    // (bf16's are all looked at for the largest: src/ops/bf16.rs.)
+    // bf16 output is scanned for its maximum (src/ops/bf16.rs), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
+    // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
     if (p.seqused_k && first == 0 && head == 0) {
         bool complete = sequence.valid();
         if (p.cache.block_table)

@@ -1,16 +1,18 @@
-// Attention over two sets of keys, from the attention over each: src/ops/merge.rs has the rule. For any family.
+// Merges two attention results over disjoint sets of keys, by their log-sum-exps (cascade and ring attention). src/ops/merge.rs
+// has the formula. For all families.
 //
-// Bound by memory: reads both parts once. A thread takes eight columns of a row at a time. In place out is out_a: the thread that
-// writes an element is the one that read it.
+// Bound by memory: reads both results once. A thread takes eight columns of a row at a time. In place, out is out_a: only the
+// thread that writes an element reads it.
 #include "half.cuh"
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
 namespace merge {
 
+// Columns that a thread has at a time.
 constexpr int kColumns = 8;
 
-// Eight elements of a row as floats.
+// Loads eight elements of a row as floats.
 template <ElementType Element>
 __device__ __forceinline__ void load(const char* from, float (&x)[kColumns]) {
     const uint4* words = reinterpret_cast<const uint4*>(from);
@@ -51,17 +53,18 @@ __device__ __forceinline__ void store(char* to, const float (&x)[kColumns]) {
     }
 }
 
-// The logarithm of a part's sum of exponentials: +inf says that it saw no key, so its sum is 0.
+// Returns log(sum of exponentials) of a result. lse = +inf marks a row that saw no key, whose sum is 0.
 __device__ __forceinline__ float log_sum(float lse) { return lse == positive_infinity() ? negative_infinity() : lse; }
 
-// The same of both parts together.
+// Returns log(sum of exponentials) of both results together.
 __device__ __forceinline__ float joint_log_sum(float a, float b) {
     const float larger = fmaxf(a, b);
-    // where both are -inf, their difference would be NaN; their sum is -inf too, or the NaN that fmaxf leaves out
+    // If both are -inf, their difference would be NaN. Their sum is -inf too, or the NaN that fmaxf drops.
     return larger == negative_infinity() ? a + b : larger + log1pf(expf(-fabsf(a - b)));
 }
 
 template <class Tensor>
+// Offset of row 0 of one head of one batch entry.
 __device__ __forceinline__ long long first_element(const Tensor& x, int batch, int head) {
     return batch * x.batch_stride + head * x.head_stride;
 }
@@ -71,7 +74,7 @@ constexpr int kBytes = Element == ElementType::Float ? 4 : 2;
 
 template <ElementType Element, ElementType Part>
 __device__ __forceinline__ void merge_rows(const MergeParams& p) {
-    extern __shared__ float weights_a[];  // and of b
+    extern __shared__ float weights_a[];  // weights of out_a, then of out_b
     float* const weights_b = weights_a + BLOCK_ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
     const int first = blockIdx.x * BLOCK_ROWS, rows = min(BLOCK_ROWS, p.seqlen_q - first);
@@ -81,12 +84,12 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
     char* out = reinterpret_cast<char*>(p.out.ptr) + first_element(p.out, batch, head) * kBytes<Element>;
     const long long entry = static_cast<long long>(batch) * p.nheads + head;
 
-    // In place lse is lse_a: one thread reads a row's and writes it, before others need what follows from both.
+    // In place, lse is lse_a: one thread reads and writes a row's, before others need the weights.
     for (int i = threadIdx.x; i < rows; i += THREADS) {
         const long long at = entry * p.lse_stride + first + i;
         const float sum_a = log_sum(p.lse_a[at]), sum_b = log_sum(p.lse_b[entry * p.seqlen_q + first + i]);
         const float joint = joint_log_sum(sum_a, sum_b);
-        // from the difference: the rounding of joint would be in both weights
+        // From the difference: the rounding of `joint` would affect both weights.
         weights_a[i] = sum_a == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_b - sum_a));
         weights_b[i] = sum_b == negative_infinity() ? 0.f : 1.f / (1.f + expf(sum_a - sum_b));
         p.lse[at] = joint == negative_infinity() ? positive_infinity() : joint;
@@ -99,7 +102,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& p) {
         float a[kColumns], b[kColumns], merged[kColumns];
         load<Element>(out_a + ((first + row) * p.out_a.row_stride + column) * kBytes<Element>, a);
         load<Part>(out_b + ((first + row) * p.out_b.row_stride + column) * kBytes<Part>, b);
-        // not 0 times what may be infinite: a part that counts nothing has no say
+        // Not 0 * x, because x may be infinite or NaN where a result has no weight.
 #pragma unroll
         for (int c = 0; c < kColumns; c++)
             merged[c] = (weight_a == 0.f ? 0.f : weight_a * a[c]) + (weight_b == 0.f ? 0.f : weight_b * b[c]);

@@ -18,6 +18,7 @@
 
 namespace volta {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
     // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed

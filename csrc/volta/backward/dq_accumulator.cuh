@@ -8,6 +8,7 @@
 
 namespace volta {
 
+// Order of the elements; argument of BackwardPostprocess.
 struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }

@@ -21,6 +21,7 @@
 
 namespace volta {
 
+// Own row of a 16-row tile in row t of operand A of quad-pair row qm.
 __device__ __forceinline__ int key_of(int t, int qm) { return t % 4 + 4 * qm + 8 * (t / 4); }
 
 // ---- scores ---------------------------------------------------------------------------------------

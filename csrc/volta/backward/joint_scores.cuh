@@ -12,6 +12,7 @@
 
 namespace volta {
 
+// S: the kernel's Shape.
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];

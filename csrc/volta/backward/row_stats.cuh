@@ -10,6 +10,7 @@
 
 namespace volta {
 
+// Layout of the statistics; argument of the shared kernels.
 struct RowStats {
     // Sizes from `Scratch` in src/kernels/volta/mod.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;  // queries of a group

@@ -19,6 +19,7 @@
 
 namespace volta {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;

@@ -20,6 +20,7 @@
 
 namespace volta {
 
+// Warps: warps of a block, a multiple of four.
 template <int Warps>
 class MlaMainloop {
     static constexpr int kTokens = 16;
@@ -60,6 +61,7 @@ class MlaMainloop {
         unsigned x[kThreadScores / 2];
     };
 
+    // Shared memory during the loop.
     struct Shared {
         uint4 latents[kTokens * kPitch / sizeof(uint4)];
         float scores[kColumnWarps][BLOCK_ROWS][kTokens];
