@@ -160,7 +160,7 @@ from .integrations.dtensor import register_dtensor_rules
 from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
-from .integrations.sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
@@ -188,6 +188,6 @@ __all__ += _flash_attn.__all__
 load()
 _torch_flash_impl.register()
 register_dtensor_rules()
-_follow_the_library()
+_read_library_state()
 warn_when_cuda_starts()
-del register_dtensor_rules, load, _follow_the_library, warn_when_cuda_starts
+del register_dtensor_rules, load, _read_library_state, warn_when_cuda_starts
