@@ -1,4 +1,4 @@
-//! The forward kernels and the reasons for their tiles. docs/turing-kernels.md has figures and what else was tried.
+//! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
 use super::{Feature, FeatureSet, Pass, Size, Variant, TURING};
