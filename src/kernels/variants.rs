@@ -1,16 +1,15 @@
-//! The words of the kernel tables: what a kernel is for (its pass), what it is prepared for (needs), what it runs on
-//! (its family), and its tiles.
+//! Types of the kernel tables: passes, features, families and rows.
 //!
 //! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and `core`.
 
 pub use crate::params::CacheFormat;
 
-/// Something that a problem may ask of a kernel beside softmax(scale * QK^T)V inside a window, with one length for all sequences.
+/// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Feature {
     /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
     Lengths,
-    /// a logit more in the sum of each row
+    /// one more logit in the sum of each row
     Sinks,
     /// gradients leave as bf16
     Bf16Gradients,
@@ -18,11 +17,11 @@ pub enum Feature {
     Softcap,
     /// slope * distance is subtracted from scores
     Alibi,
-    /// an additive bias or a mask; in fp16, unless `Fp32Bias` is needed too
+    /// an additive bias or a mask; in fp16 without `Fp32Bias`
     Bias,
     /// probabilities are dropped by random numbers
     Dropout,
-    /// keys and values lie in a KV cache: in pages, or in entries whose numbers come from memory
+    /// keys and values in a KV cache: in pages, or in entries with indices from memory
     Pages,
     /// an additive bias in fp32: never without `Bias`
     Fp32Bias,
@@ -42,7 +41,7 @@ impl Feature {
         Feature::Fp32Bias,
     ];
 
-    /// As `_info()` and `_plan()` have it.
+    /// Returns its name in `_info()`, `_plan()` and tuning files.
     pub const fn name(self) -> &'static str {
         match self {
             Feature::Lengths => "varlen",
@@ -72,7 +71,7 @@ impl Feature {
     }
 }
 
-/// A set of needs. A kernel with more of them than a problem asks for runs it too, at a price (`plan::cost`).
+/// A set of features. A kernel with more features than a problem uses runs it too, at a cost (`plan::choose`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FeatureSet(u32);
 
@@ -85,10 +84,10 @@ impl FeatureSet {
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Fp32Bias, Feature::Dropout]));
 
-    /// What the forward kernels of a KV cache cover; no lesser one is built.
+    /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
 
-    /// The set of these needs.
+    /// Returns the set of these features.
     pub const fn of(list: &[Feature]) -> FeatureSet {
         let (mut bits, mut i) = (0, 0);
         while i < list.len() {
@@ -98,32 +97,32 @@ impl FeatureSet {
         FeatureSet(bits)
     }
 
-    /// Those that a condition holds for.
+    /// Returns the features that a condition holds for.
     pub fn all_where(holds: impl Fn(Feature) -> bool) -> FeatureSet {
         Feature::ALL.into_iter().filter(|&n| holds(n)).fold(FeatureSet::NONE, |set, n| set.union(FeatureSet::of(&[n])))
     }
 
-    /// The needs of either.
+    /// Returns the features of either set.
     pub const fn union(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 | other.0)
     }
 
-    /// The needs of both.
+    /// Returns the features of both sets.
     pub const fn intersection(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & other.0)
     }
 
-    /// The needs of this set that `other` lacks.
+    /// Returns the features that `other` lacks.
     pub const fn without(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & !other.0)
     }
 
-    /// Whether all needs of `other` are in this set.
+    /// Returns whether all features of `other` are in this set.
     pub const fn contains(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
     }
 
-    /// The same, and where there is a bias, one in fp32 too: what a kernel covers that reads either type.
+    /// Returns the set with `Fp32Bias` if it has `Bias`: kernels that read either type.
     pub const fn with_fp32_bias(self) -> FeatureSet {
         match self.contains(FeatureSet::of(&[Feature::Bias])) {
             true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
@@ -131,17 +130,17 @@ impl FeatureSet {
         }
     }
 
-    /// How many needs there are.
+    /// Returns the number of features.
     pub const fn count(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// In the order of [`Feature::ALL`].
+    /// Returns the features in the order of [`Feature::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Feature> {
         Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
     }
 
-    /// As the device code has it: `-DNEEDS=<bits>`, and `kFeature...` in the generated header.
+    /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and `kFeature...` in the generated header.
     pub const fn bits(self) -> u32 {
         self.0
     }
@@ -152,7 +151,7 @@ impl FeatureSet {
 pub enum Pass {
     /// out and softmax_lse
     Forward,
-    /// the same on a grid of equal shares: where the usual one's last round would leave much of the GPU idle
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
     ForwardStreamK,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPreprocess,
@@ -164,7 +163,7 @@ pub enum Pass {
     BackwardDq,
     /// dq's accumulator to fp16 or bf16
     BackwardPostprocess,
-    /// all of a backward pass, where one block has all keys of its heads
+    /// all of a backward pass, if one block has all keys of its heads
     BackwardFused,
     /// attention over two sets of keys from that over each
     Merge,
@@ -180,7 +179,7 @@ pub enum Pass {
     Dequantize,
 }
 
-/// What a pass' kernels take as their one argument: a struct of src/params.rs.
+/// The argument of a pass's kernels: a struct of src/params.rs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamBlock {
     /// `FwdParams`
@@ -206,7 +205,7 @@ impl ParamBlock {
         [Forward, ForwardStreamK, Backward, Merge, Decode, Append, Dequantize]
     };
 
-    /// The struct's.
+    /// Returns the name of the struct.
     pub const fn name(self) -> &'static str {
         match self {
             ParamBlock::Forward => "FwdParams",
@@ -220,27 +219,27 @@ impl ParamBlock {
     }
 }
 
-/// What the rows of a pass' blocks are, and so its grid's first two axes.
+/// Kind of the rows of a pass's blocks, which decides the first two axes of its grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowKind {
     /// queries of a query head
     Queries,
-    /// the same, and those that round them up in the scratch memory
+    /// the same, rounded up as in scratch memory
     ScratchQueries,
-    /// keys of a key head
+    /// keys of a KV head
     Keys,
-    /// queries of all heads of a key head; its grid is as large as the GPU
+    /// queries of all heads of a KV head; the grid is as large as the GPU
     PackedQueries,
 }
 
 /// A row of the table of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassInfo {
-    /// whose row this is
+    /// the pass
     pub pass: Pass,
-    /// its kernels' argument
+    /// argument of its kernels
     pub params: ParamBlock,
-    /// what a block of its kernels has `block_rows` of
+    /// kind of the `block_rows` of its kernels
     pub rows: RowKind,
     /// features that problems can ask of it
     pub features: FeatureSet,
@@ -336,9 +335,9 @@ pub struct Family {
     pub native: &'static [u32],
     /// shared memory of an SM of its own, all of which a block may take, bytes
     pub shared_bytes: u32,
-    /// threads that such an SM holds
+    /// threads that an SM of its own holds
     pub threads: u32,
-    /// how its backward kernels lay out their scratch memory; None: it has none of them
+    /// layout of its backward kernels' scratch memory; None for families without them
     pub scratch: Option<Scratch>,
     /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
     pub either_order: &'static [Pass],
@@ -349,22 +348,22 @@ pub struct Family {
     pub stores_dbias: bool,
 }
 
-/// What the backward kernels of a family keep of query rows between their launches, as far as others need to know it.
+/// Layout of the statistics of query rows that the backward kernels of a family keep between launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
     /// rows of an entry are a multiple of this, which every step of queries divides
     pub row_rounding: u32,
-    /// so many rows have their statistics together ...
+    /// rows of a group, whose statistics lie together
     pub group_rows: u32,
-    /// ... in so many floats,
+    /// floats of a group
     pub group_floats: u32,
-    /// of which these are the rows' -lse/scale, one each,
+    /// offset of each row's -lse/scale in its group, floats
     pub neg_lse_offsets: &'static [u32],
-    /// and these the rows' -delta
+    /// offset of each row's -delta in its group, floats
     pub neg_delta_offsets: &'static [u32],
 }
 
-/// What a GPU gets of a family: the better first.
+/// Code of a family that a GPU loads, the better first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Code {
     /// the embedded machine code
@@ -374,7 +373,7 @@ pub enum Code {
 }
 
 impl Family {
-    /// What GPUs of this architecture get; None: they cannot run it.
+    /// Returns the code that GPUs of this architecture load; None if they cannot run the family.
     pub fn code_for(&self, sm: u32) -> Option<Code> {
         match self.native.contains(&sm) {
             true => Some(Code::Cubin),
