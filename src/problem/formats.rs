@@ -5,7 +5,7 @@ use super::checks::*;
 use super::tensor::{DType, TensorDesc};
 use super::Options;
 use crate::error::{Error, Result};
-use crate::kernels::ScaleGranularity;
+use crate::kernels::{FormatInfo, ScaleGranularity};
 use crate::options::{scale_of_latents, UNKNOWN};
 use crate::params::CacheFormat;
 
@@ -17,7 +17,12 @@ pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, has_latents:
         Some(row) => Ok(row.format),
         None if cache.dtype == q.dtype => Ok(CacheFormat::Unquantized),
         None => {
-            let listed: Vec<_> = quantized().map(|row| format!("{} ({})", row.dtype, row.name)).collect();
+            // a dtype of whole bytes does not show that several columns share one
+            let shown = |row: &FormatInfo| match row.columns() {
+                1 => row.dtype.to_string(),
+                _ => format!("{} ({})", row.dtype, row.name),
+            };
+            let listed: Vec<_> = quantized().map(shown).collect();
             let allowed = format!("{}, that of q, or of a quantized cache {}", q.dtype, listed.join(", "));
             Err(Error::value(name, format!("dtype {dtype}"), allowed))
         }
