@@ -42,7 +42,7 @@ from volta_fa.errors import CommandError
 
 from . import plots, report
 from .measure import aligned, simulated
-from .peers import GEMM_TFLOPS, PEERS, Peer
+from .published_results import GEMM_TFLOPS, PUBLISHED_RESULTS, PublishedResult
 from .report import Grid, ratio, significant, times
 from .shapes import Shape
 
@@ -416,7 +416,7 @@ def _peer_grid(rows: Sequence[Row]) -> Grid:
         "Ours beside the peers' recorded figures (simulated, default model / perfect instruction cache)",
         ["peer", "case", "theirs", "published, real V100", "ours", "times as fast", "record"],
     )
-    for peer in PEERS:
+    for peer in PUBLISHED_RESULTS:
         ours = next((row.figures for row in rows if _same_case(row.case, peer)), None)
         if ours is None:
             continue
@@ -435,7 +435,7 @@ def _peer_grid(rows: Sequence[Row]) -> Grid:
     return grid
 
 
-def _same_case(case: Case, peer: Peer) -> bool:
+def _same_case(case: Case, peer: PublishedResult) -> bool:
     s = case.shape
     plain = s.nheads == s.nheads_k and s.headdim == s.headdim_v == peer.headdim and not case.heads_first and not case.feature
     return plain and (case.direction, s.seqlen_q, s.causal) == (peer.direction, peer.seqlen, peer.causal)
@@ -448,7 +448,7 @@ def plot(rows: Sequence[Row], gpu: str, header: dict[str, str], path: Path) -> N
     facts = GPUS[gpu]
     title = f"volta_fa on a simulated {facts.title}, {header['date']}; solid: default model, dashed: perfect instruction cache"
     figure, axes = plots.panels(2, 2, title, (12, 9), sharex=True, sharey=True)
-    peers = PEERS if gpu == "v100" else ()
+    peers = PUBLISHED_RESULTS if gpu == "v100" else ()
     markers = dict(zip(dict.fromkeys(p.name for p in peers), "XPs"))
     for down, direction in enumerate((FORWARD, BACKWARD)):
         for across, causal in enumerate((False, True)):

@@ -1,18 +1,20 @@
-// The sequences of one batch entry: where they begin in the tensors, and how long they are.
+// Lengths and offsets of one batch entry for the forward and backward kernels, and what this kernel is compiled for.
 //
-// Plain kernels have one length for all, in their parameters; there this costs nothing. Ragged ones read cu_seqlens and
-// seqused_k, whose values nobody has checked: a sequence that would reach outside the tensors or beyond max_seqlen has no rows and
-// no keys. So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
+// SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
+// seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has
+// no rows and no keys. No kernel writes its rows, which src/ops/device.rs fills with NaN. SeqlenInfo<true, true>: the keys are
+// the tokens of a KV cache (paged prefill, cache.cuh). Kernels use the alias BlockSeqlenInfo.
 #pragma once
 
 #include "cache.cuh"
 #include "lengths.cuh"
 #include "mask.cuh"
 
-template <bool Ragged, bool Paged = false>
+template <bool Varlen, bool Paged = false>
 class SeqlenInfo;
 
 template <>
+// One length for all sequences.
 class SeqlenInfo<false> {
     const Problem& problem_;
 
@@ -21,43 +23,46 @@ public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int) : problem_(p.problem) {}
     __device__ __forceinline__ int seqlen_q() const { return problem_.seqlen_q; }
     __device__ __forceinline__ int seqlen_k() const { return problem_.seqlen_k; }
-    // Rows of K and V that are there; those from seqlen_k() on do not exist for the attention.
-    __device__ __forceinline__ int stored_k() const { return problem_.seqlen_k; }
-    // The first row of q and of k, from the batch entry's first.
+    // Rows of K and V in the tensor. Attention ignores those from seqlen_k() on, but dk and dv have them (as 0).
+    __device__ __forceinline__ int seqlen_k_allocated() const { return problem_.seqlen_k; }
+    // First row of q and of k, from the batch entry's first.
     __device__ __forceinline__ int q_offset() const { return 0; }
     __device__ __forceinline__ int k_offset() const { return 0; }
-    // Where the entry's row of softmax_lse begins.
+    // Offset of the batch entry's row of softmax_lse.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return (static_cast<long long>(batch) * problem_.nheads + head) * problem_.seqlen_q;
     }
 };
 
 template <>
+// Lengths from memory: packed tensors (cu_seqlens_*), or seqused_k.
 class SeqlenInfo<true> {
     const Problem& problem_;
     const Lengths& lengths_;
-    int q_offset_, seqlen_q_, k_offset_, stored_k_, seqlen_k_;
+    int q_offset_, seqlen_q_, k_offset_, seqlen_k_allocated_, seqlen_k_;
 
 public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int batch) : SeqlenInfo(p.problem, p.lengths, batch) {}
     __device__ __forceinline__ SeqlenInfo(const Problem& problem, const Lengths& lengths, int batch)
-        : problem_(problem), lengths_(lengths), q_offset_(0), seqlen_q_(problem.seqlen_q), k_offset_(0), stored_k_(problem.seqlen_k) {
+        : problem_(problem), lengths_(lengths), q_offset_(0), seqlen_q_(problem.seqlen_q), k_offset_(0),
+          seqlen_k_allocated_(problem.seqlen_k) {
         bool valid = true;
         if (lengths.cu_seqlens_q) {
             valid &= packed_range(lengths_, lengths.cu_seqlens_q, batch, lengths.total_q, problem.seqlen_q, q_offset_, seqlen_q_);
-            valid &= packed_range(lengths_, lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, k_offset_, stored_k_);
+            valid &= packed_range(lengths_, lengths.cu_seqlens_k, batch, lengths.total_k, problem.seqlen_k, k_offset_,
+                                  seqlen_k_allocated_);
         }
-        seqlen_k_ = stored_k_;
+        seqlen_k_ = seqlen_k_allocated_;
         if (lengths.seqused_k) {
             const int used = load_length(lengths.seqused_k + batch);
-            seqlen_k_ = min(max(used, 0), stored_k_);
+            seqlen_k_ = min(max(used, 0), seqlen_k_allocated_);
             valid &= seqlen_k_ == used;
         }
-        if (!valid) seqlen_q_ = stored_k_ = seqlen_k_ = 0;
+        if (!valid) seqlen_q_ = seqlen_k_allocated_ = seqlen_k_ = 0;
     }
     __device__ __forceinline__ int seqlen_q() const { return seqlen_q_; }
     __device__ __forceinline__ int seqlen_k() const { return seqlen_k_; }
-    __device__ __forceinline__ int stored_k() const { return stored_k_; }
+    __device__ __forceinline__ int seqlen_k_allocated() const { return seqlen_k_allocated_; }
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
     __device__ __forceinline__ int k_offset() const { return k_offset_; }
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
@@ -66,25 +71,28 @@ public:
     }
 };
 
-// The keys are the tokens of a KV cache.
+// Lengths of a KV cache, for the paged forward kernels.
 template <>
 class SeqlenInfo<true, true> : public CacheSeqlenInfo {
-    bool is_mine_;
+    bool is_prefill_;
 
 public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int batch)
         : CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch),
-          is_mine_(valid() && CacheSeqlenInfo::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.min_rows) {}
-    // Those of fewer rows a key head are another kernel's.
-    __device__ __forceinline__ int seqlen_q() const { return is_mine_ ? CacheSeqlenInfo::seqlen_q() : 0; }
+          is_prefill_(valid() && CacheSeqlenInfo::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.min_rows) {}
+    // Zero for sequences with fewer than min_rows rows per KV head: the decode kernel computes these.
+    __device__ __forceinline__ int seqlen_q() const { return is_prefill_ ? CacheSeqlenInfo::seqlen_q() : 0; }
 };
 
-// What this kernel is prepared for: FEATURES is its row's in src/kernels, and whoever has one of ragged kernels' has the code of all.
+// Code that this kernel has: FEATURES comes from its row in src/kernels. Sinks and bf16 gradients have no kernels of their own:
+// varlen kernels have the code of all three.
 constexpr bool kGeneric = FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureDropout);
 constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureSinks | kFeatureBf16Gradients);
+constexpr bool kHasSinks = kVarlen, kHasBf16Gradients = kVarlen;
 constexpr bool kPaged = FEATURES & kFeaturePages;
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 
+// The mask of a sequence.
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSeqlenInfo& sequence) {
     if (!kVarlen) return Mask(problem);
     return Mask(problem, sequence.seqlen_q(), sequence.seqlen_k());

@@ -158,7 +158,7 @@ pub struct Cache {
     pub total_new: i32,
 }
 
-/// What the elements of a KV cache are: python/volta_fa/kv_formats.py says what the bytes of the quantized ones mean.
+/// What the elements of a KV cache are: python/volta_fa/kv_cache/formats.py says what the bytes of the quantized ones mean.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {

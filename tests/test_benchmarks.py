@@ -46,7 +46,7 @@ if LIBRARY.parents[1].name != "volta_fa":
 
 sys.path.insert(0, str(REPOSITORY))
 from benchmarks import volta
-from benchmarks.peers import PEERS
+from benchmarks.published_results import PUBLISHED_RESULTS
 from benchmarks.shapes import Shape
 from volta_fa.errors import CommandError
 
@@ -154,7 +154,7 @@ def test_volta_cases_are_the_ones_that_were_promised():
         for d in ("32", "96", "192", "192/128", "256"):
             assert f"{direction} D={d} N=1024 H={heads}" in names
         assert f"{direction} D=64 N=1024 H=16" in names and f"{direction} D=128 N=512 H=8" in names
-    assert all(any(volta._same_case(c, p) for c in cases) for p in PEERS if p.seqlen < 8192)
+    assert all(any(volta._same_case(c, p) for c in cases) for p in PUBLISHED_RESULTS if p.seqlen < 8192)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.volta_fa, "_plan"), reason="this library cannot describe its plans")
@@ -207,7 +207,7 @@ def test_decode_sweep(tmp_path):
     section = files["markdown"].read_text()
     assert all(f"{p['us']:.1f}, {p['gb_s']:.0f}, {p['share']:.0%}" in section for p in found) and "Published by others" in section
     assert files["plot"].read_bytes().startswith(PNG)
-    page = REPOSITORY / "docs" / "decode-kernels.md"
+    page = docs.PAGE
     assert section in docs.fill(page.read_text(), "decode_sweep", section)
 
 
@@ -239,8 +239,8 @@ def test_docs(tmp_path):
 
 
 def test_the_page_has_every_section():
-    page = (REPOSITORY / "docs" / "performance.md").read_text()
-    for name in ("volta", "t4", "rtx2080ti", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+    page = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
+    for name in ("volta", "t4", "rtx2080ti", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
 
 

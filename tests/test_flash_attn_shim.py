@@ -22,7 +22,7 @@ import volta_fa
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = Path(volta_fa.__file__).parent
-SITE = PACKAGE / "shim"
+SITE = PACKAGE / "integrations" / "flash_attn" / "shim"
 DISTRIBUTION = REPOSITORY / "tools" / "flash_attn_shim"
 
 
@@ -42,8 +42,8 @@ USES = """
     import importlib.metadata as metadata, importlib.util, pathlib, volta_fa
     import flash_attn, flash_attn.bert_padding, flash_attn.flash_attn_interface, flash_attn.layers.rotary, flash_attn.ops.triton.rotary
     import volta_fa.bert_padding, volta_fa.rotary
-    assert flash_attn.__all__ == volta_fa.flash_attn_interface.__all__
-    for name in volta_fa.flash_attn_interface.__all__:
+    assert flash_attn.__all__ == volta_fa.integrations.flash_attn.interface.__all__
+    for name in volta_fa.integrations.flash_attn.interface.__all__:
         assert getattr(flash_attn, name) is getattr(flash_attn.flash_attn_interface, name) is getattr(volta_fa, name), name
     assert flash_attn.bert_padding.unpad_input is volta_fa.bert_padding.unpad_input
     for name in volta_fa.bert_padding.__all__:

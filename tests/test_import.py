@@ -1,11 +1,16 @@
 """`import volta_fa` costs little beyond `import torch`, and starts nothing."""
 
+import ast
+import graphlib
 import json
+from pathlib import Path
 
 import pytest
 
+import volta_fa
 from conftest import run_python
 
+PACKAGE = Path(volta_fa.__file__).parent
 LIMIT_MS = 50
 RUNS = 5
 TIMES = """
@@ -51,3 +56,26 @@ def test_the_import_starts_nothing():
     # what torch leaves to those who ask for it, and takes long
     heavy = {"torch._dynamo", "torch._inductor", "triton", "transformers", "numpy.testing", "sympy", "rich", "matplotlib"}
     assert not heavy.intersection(found["modules"])
+
+
+def _imported(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports at module level."""
+    package = ["volta_fa", *path.relative_to(PACKAGE).parent.parts]
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            submodules = {f"{module}.{alias.name}" for alias in node.names} & modules
+            found |= submodules if len(submodules) == len(node.names) else submodules | {module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def test_modules_import_each_other_without_cycles():
+    names = {path: ("volta_fa", *path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    paths = {".".join(name).removesuffix(".__init__"): path for path, name in names.items()}
+    graph = {name: _imported(path, set(paths)) for name, path in paths.items()}
+    assert {"volta_fa.inspection", "volta_fa.integrations.torch_flash_impl"} <= graph["volta_fa"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

@@ -72,7 +72,11 @@ def test_the_plan_shows_kernels_for_needs_and_modes():
     assert plan()["forward"]["needs"] == []
     found = plan(needs="alibi,dropout", deterministic=True)
     assert {"alibi", "dropout"} <= set(found["forward"]["needs"])
-    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "Backward", "BackwardPostprocess"]
+    assert [found["backward"][k]["pass"] for k in ("prepare", "main", "finish")] == [
+        "BackwardPreprocess",
+        "Backward",
+        "BackwardPostprocess",
+    ]
     assert (found["backward"]["rounds"], found["backward"]["dq_accum_splits"], found["backward"]["tail"]) == (1, 4, None)
     found = plan(deterministic=True, major=7, minor=5)["backward"]
     assert [found[k]["pass"] for k in ("prepare", "main", "finish")] == ["BackwardPreprocess", "BackwardDkDv", "BackwardDq"]

@@ -133,10 +133,10 @@ def test_flash_attention_forward(backend, active):
     problem = Cached(((3, 9, 0), (3, 17, 0))).problem(backend)
     arguments = (problem.q, problem.k_cache, problem.v_cache, None, None, 3, 64, 0.0, True, False)
     pages = {"seqused_k": problem.options["cache_seqlens"], "block_table": problem.options["block_table"]}
-    found, *_ = volta_fa.flash_door._forward(*arguments, **pages)
+    found, *_ = volta_fa.integrations.torch_flash_impl._forward(*arguments, **pages)
     assert torch.equal(found, torch.ops.volta_fa.fwd_kvcache(*arguments[:3], **problem.options)[0])
     into = torch.empty_like(problem.q)
-    volta_fa.flash_door._forward_into(into, *arguments, **pages, num_splits=1)
+    volta_fa.integrations.torch_flash_impl._forward_into(into, *arguments, **pages, num_splits=1)
     close(backend, into, found)
 
 

@@ -25,7 +25,7 @@ def write_wheel(path, files):
     tag = path.stem.split("-", 2)[2]
     files = {
         **files,
-        "volta_fa/shim/flash_attn.dist-info/METADATA": b"Version: 2.8.3\n",
+        "volta_fa/integrations/flash_attn/shim/flash_attn.dist-info/METADATA": b"Version: 2.8.3\n",
         f"{info}/METADATA": METADATA.encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode(),
     }

@@ -164,7 +164,7 @@ def test_least_softcap(backend):
 
 @on("cpu-fp32", "sim", "cuda")
 def test_largest_softcap(backend):
-    """It leaves these scores as they are, but for the error of the kernels' formula (SOFTCAPS in src/problem.rs)."""
+    """It leaves these scores as they are, but for the error of the kernels' formula (SOFTCAPS in src/problem)."""
     q, k, v, _ = Case(40, 50, 64, nheads=2).inputs(backend)
     (out, lse), (plain, plain_lse) = (backend.forward(q, k, v, softcap=softcap) for softcap in (1e4, 0.0))
     torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1.5e-3)

@@ -1,10 +1,10 @@
 """volta_fa.vllm: mixed batches as a server makes them, through the backend's cache update, metadata and forward, against fp64.
 
-Run with small stand-ins of vLLM's classes (vllm_standin.py), and once more in a process of its own with each vLLM that is named:
+Run with small stand-ins of vLLM's classes (vllm_stub.py), and once more in a process of its own with each vLLM that is named:
 
 Environment:
 - VOLTA_FA_TEST_VLLM: folders (separated by colons) in each of which `import vllm` works: the Python files of a release, unpacked, and
-  what these import. docs/vllm.md says how to make one. No GPU and none of its machine code is needed
+  what these import. docs/log/2026-11-22-vllm.md says how to make one. No GPU and none of its machine code is needed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import reference
-import vllm_standin
+import vllm_stub
 from conftest import REPOSITORY, on, within
 
 if "VOLTA_FA_TEST_LIBRARY" in os.environ:
@@ -33,16 +33,16 @@ if "VOLTA_FA_TEST_LIBRARY" in os.environ:
 #: Set by test_real_vllm for the process that it starts.
 REAL = "VOLTA_FA_TEST_VLLM_HERE" in os.environ
 if not REAL:
-    vllm_standin.install()
+    vllm_stub.install()
 
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import volta_fa.vllm
-from volta_fa.vllm import paged
-from volta_fa.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
-from volta_fa.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
+from volta_fa.integrations.vllm import paged
+from volta_fa.integrations.vllm.backend import VoltaAttentionImpl, VoltaBackend, VoltaMetadataBuilder
+from volta_fa.integrations.vllm.mla import VoltaMLABackend, VoltaMLAImpl, VoltaMLAMetadataBuilder
 
 #: vLLM up to 0.19 asks the backend for the cache's shape.
 OLD = not REAL or hasattr(importlib.import_module("vllm.v1.attention.backend").AttentionBackend, "get_kv_cache_shape")
@@ -602,11 +602,11 @@ def test_strides(layout, layers, monkeypatch):
 
 def test_refusals():
     server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
-    for dtype, why in (("fp8_inc", "reads no others"), ("int4_per_token_head", "reads no others"), ("bfloat16", "no bfloat16")):
+    for dtype, why in (("fp8_inc", "read no others"), ("int4_per_token_head", "read no others"), ("bfloat16", "no bfloat16")):
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: .*{why}"):
             implementation(server, kv_cache_dtype=dtype)
         assert dtype not in VoltaBackend.supported_kv_cache_dtypes
-    why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no place for a scale"
+    why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no room for a scale"
     for backend in (VoltaBackend, VoltaMLABackend):
         with pytest.raises(NotImplementedError, match=why):
             backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)
@@ -632,11 +632,11 @@ def members(cls):
 @pytest.mark.skipif(not REAL, reason="no vLLM")
 def test_standins_are_like_vllm():
     """The methods that stand-ins have are there, and take the same arguments in the same order, of which newer ones may be more."""
-    for module, standins in vllm_standin.MODULES.items():
+    for module, standins in vllm_stub.MODULES.items():
         for standin in standins:
             name = f"{module}.{standin.__name__}"
             real = getattr(importlib.import_module(module), standin.__name__, None)
-            if standin is vllm_standin.get_kv_cache_layout and not OLD:
+            if standin is vllm_stub.get_kv_cache_layout and not OLD:
                 continue
             assert real is not None, name
             if not inspect.isclass(standin):
@@ -650,7 +650,7 @@ def test_standins_are_like_vllm():
                 ours, theirs = (list(inspect.signature(getattr(f, "__func__", f)).parameters) for f in (member, theirs))
                 assert ours == theirs[: len(ours)], f"{name}.{method}"
     fields = CommonAttentionMetadata.__dataclass_fields__
-    assert list(fields)[:9] == list(vllm_standin.CommonAttentionMetadata.__dataclass_fields__)[:9] and "causal" in fields
+    assert list(fields)[:9] == list(vllm_stub.CommonAttentionMetadata.__dataclass_fields__)[:9] and "causal" in fields
 
 
 @pytest.mark.skipif(not REAL, reason="no vLLM")

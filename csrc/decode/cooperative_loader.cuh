@@ -1,17 +1,19 @@
-// Steps of rows so many that four warps need them: each loads a part of a step, and lays it down in shared memory for all.
+// Loads K and V for four warps that need the same tokens (64 query rows in a block). Each warp loads a part of a step, and
+// stores it in shared memory for all four.
 //
-// The bytes that a neighbour has read are in the first cache, but there operands are dear: eight lanes have 16 bytes each of four
-// tokens, and the cache gives one line a clock. A warp here loads lines, four tokens of 128 bytes at a time, and from shared memory
-// eight lanes have their 16 bytes in a clock. The operands' registers are not needed for what is on its way.
+// Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand
+// touch four lines. Here a warp loads whole lines, and shared memory serves eight lanes' 16 bytes in one cycle. The operand
+// registers are also free for loads in flight.
 //
-// There are two buffers: what a warp lays down before a barrier, all have read before the barrier before.
+// There are two buffers, so a step needs one barrier: all warps have read a buffer before the barrier that precedes its next
+// store. Shared memory holds fp16: the warp that loads bf16 converts it once.
 //
-// What is laid down is fp16: of a cache of bf16 it is converted once, by the warp that has loaded it.
+// A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
-// Of a Layout whose kShares is true
-//   key_slot(token, chunk)    where, of a block of 64 slots, the chunk of eight of 64 columns lies
-//   key_slot(lane)            where the lane's operands of the first 32 columns do. Those of the others lie at that ^ kKeySlots
-//   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
+//   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
+//   key_slot(lane)            where the lane's operand of the first 32 columns lies; of the other 32 columns, that ^ kKeySlots
+//   value_slot(token, chunk)  the same of values
+//   value_slot(lane)          for the lane's token value_token; its other token lies 32 slots on
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -20,158 +22,165 @@
 
 namespace decode {
 
-// Of a warp, number `group` of the four of a set: it loads keys or values of four tokens of each tile, 64 columns at a time.
+// `group` is the warp's number among the four of its set. It loads keys (0, 1) or values (2, 3) of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
-    static constexpr int kLoads = HEADDIM / 64;  // of a tile
-    static constexpr int kSlot = sizeof(uint4);
-    static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kTiles * kTileSlots;  // of a tile: keys, then values
+    static constexpr int kLoads = HEADDIM / 64;  // of a tile, 64 columns each
+    static constexpr int kSlotBytes = sizeof(uint4);
+    static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kStepTiles * kTileSlots;  // of a tile: keys, then values
     static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0, "whole loads");
 
     PageIterator pages_;
-    const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
+    const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; its next load
     long long page_stride_, row_stride_;
-    int mine_;  // of a step's tokens the lane's
-    int columns_;  // that its row has from the lane's on; kNone: a table has named a page that there is not
-    int barrier_;  // of the set
-    bool has_values_;  // what this warp loads
-    char* buffer_;  // of the step that was laid down last
-    int other_;  // from there to the other buffer
-    int to_, keys_, values_;  // in either, of this lane: its first load's place; its operands'
-    int token_;  // the next step's first
-    unsigned loaded_[kTiles * kLoads][4] = {};
-    Bf16ValueScaler own_;  // what this warp's values of bf16 are multiplied with,
-    float factor_ = Bf16ValueScaler().factor();  // and all that have been laid down
+    int lane_token_;  // the lane's token in a tile
+    int columns_;  // columns of the row from the lane's first on; kInvalidPage after a table entry outside the cache
+    int barrier_;  // named barrier of the set
+    bool has_values_;  // whether this warp loads values, else keys
+    char* buffer_;  // of the step stored last
+    int to_other_buffer_;  // distance to the other buffer, bytes
+    // of this lane, in a buffer, bytes: first store; operands of keys and of values
+    int store_offset_, keys_offset_, values_offset_;
+    int token_;  // first token of the next load
+    unsigned loaded_[kStepTiles * kLoads][4] = {};
+    Bf16ValueScaler value_scaler_;  // factor of this warp's bf16 values
+    float shared_factor_ = Bf16ValueScaler().factor();  // factor of all values in the buffer
 
-    static constexpr int kNone = -(1 << 30);
-    // Behind the slots the two warps that load values say what these have been multiplied with.
-    static constexpr int kStepBytes = (kSlots + kBf16) * kSlot;
+    static constexpr int kInvalidPage = -(1 << 30);
+    // After the slots: the factors of the two warps that load values.
+    static constexpr int kStepBytes = (kSlots + kBf16) * kSlotBytes;
 
 public:
     static constexpr int kBytes = 2 * kStepBytes;  // of a set
-    __device__ __forceinline__ CooperativeLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set, int group)
-        : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), other_(kBytes / 2),
+    __device__ __forceinline__ CooperativeLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set,
+                                                 int group)
+        : pages_(p, s, token), barrier_(1 + set), buffer_(static_cast<char*>(buffers) + set * kBytes), to_other_buffer_(kBytes / 2),
           token_(token) {
         const bool has_values = has_values_ = group & 2;
         const int lane = threadIdx.x & 31, chunk = lane & 7;
-        const typename Layout::Lane own;
+        const typename Layout::Lane layout_lane;
         const Operand &k = p.cache.k, &v = p.cache.v;
-        mine_ = 4 * (group & 1) + (lane >> 3);
+        lane_token_ = 4 * (group & 1) + (lane >> 3);
         columns_ = (has_values ? p.problem.headdim_v : p.problem.headdim) - 8 * chunk;
-        to_ = (has_values ? 64 * kLoads + Layout::value_slot(mine_, chunk) : Layout::key_slot(mine_, chunk)) * kSlot;
-        keys_ = Layout::key_slot(own) * kSlot;
-        values_ = (64 * kLoads + Layout::value_slot(own)) * kSlot;
-        // computed again at each step, these would be half of its instructions
-        stay(mine_), stay(columns_), stay(to_), stay(keys_), stay(values_);
-        page_stride_ = one_of(has_values, k.batch_stride, v.batch_stride);
-        row_stride_ = one_of(has_values, k.row_stride, v.row_stride);
-        base_ = one_of(has_values, k.ptr, v.ptr) + s.head_k * one_of(has_values, k.head_stride, v.head_stride) + 8 * chunk +
-                mine_ * row_stride_;
+        store_offset_ =
+            (has_values ? 64 * kLoads + Layout::value_slot(lane_token_, chunk) : Layout::key_slot(lane_token_, chunk)) * kSlotBytes;
+        keys_offset_ = Layout::key_slot(layout_lane) * kSlotBytes;
+        values_offset_ = (64 * kLoads + Layout::value_slot(layout_lane)) * kSlotBytes;
+        // Recomputed in each step these would be half of its instructions.
+        keep_in_register(lane_token_), keep_in_register(columns_), keep_in_register(store_offset_), keep_in_register(keys_offset_),
+            keep_in_register(values_offset_);
+        page_stride_ = select(has_values, k.batch_stride, v.batch_stride);
+        row_stride_ = select(has_values, k.row_stride, v.row_stride);
+        base_ = select(has_values, k.ptr, v.ptr) + s.head_k * select(has_values, k.head_stride, v.head_stride) + 8 * chunk +
+                lane_token_ * row_stride_;
         enter_page(p);
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. Returns by what all that has
-    // been accumulated is to be multiplied.
-    __device__ __forceinline__ float share(const DecodeParams& p, const WorkTile& s, int seqlen_k, bool has_next) {
-        buffer_ += other_;
-        other_ = -other_;
+    // Stores this step, loads the next if there is one, and waits for the other warps. Returns the factor for the accumulated
+    // output.
+    __device__ __forceinline__ float next_step(const DecodeParams& p, const WorkTile& s, int seqlen_k, bool has_next) {
+        buffer_ += to_other_buffer_;
+        to_other_buffer_ = -to_other_buffer_;
         if constexpr (kBf16) convert();
 #pragma unroll
-        for (int i = 0; i < kTiles * kLoads; i++)
-            *at(to_ + own_place(i)) = make_uint4(loaded_[i][0], loaded_[i][1], loaded_[i][2], loaded_[i][3]);
+        for (int i = 0; i < kStepTiles * kLoads; i++)
+            *at(store_offset_ + load_offset(i)) = make_uint4(loaded_[i][0], loaded_[i][1], loaded_[i][2], loaded_[i][3]);
         if (has_next) {
-            token_ += kUnit;
-            from_ += kUnit * row_stride_;
+            token_ += kStepTokens;
+            from_ += kStepTokens * row_stride_;
             if (pages_.advance(p, s)) enter_page(p);
             load(seqlen_k);
         }
-        wait();
-        if constexpr (kBf16) return agree();
+        barrier();
+        if constexpr (kBf16) return unify_value_scale();
         return 1.f;
     }
-    // Operands of the step, as products take them.
+    // A tile's operands of the current step.
     struct KeyOperands {
-        static constexpr bool kSplit = false;
-        const CooperativeLoader& steps;
+        static constexpr bool kTwoScales = false;
+        const CooperativeLoader& loader;
         int tile;
-        __device__ __forceinline__ uint4 unit(int j) const {
-            return *steps.at((steps.keys_ ^ Layout::kKeySlots * (j % 2) * kSlot) + (tile * kTileSlots + 64 * (j / 2)) * kSlot);
+        __device__ __forceinline__ uint4 chunk(int j) const {
+            return *loader.at((loader.keys_offset_ ^ Layout::kKeySlots * (j % 2) * kSlotBytes) +
+                              (tile * kTileSlots + 64 * (j / 2)) * kSlotBytes);
         }
     };
     struct ValueOperands {
-        const CooperativeLoader& steps;
+        const CooperativeLoader& loader;
         int tile;
-        __device__ __forceinline__ uint4 unit(int j, int h) const {
-            return *steps.at(steps.values_ + (tile * kTileSlots + 64 * j + 32 * h) * kSlot);
+        __device__ __forceinline__ uint4 chunk(int j, int h) const {
+            return *loader.at(loader.values_offset_ + (tile * kTileSlots + 64 * j + 32 * h) * kSlotBytes);
         }
     };
     __device__ __forceinline__ KeyOperands keys(int tile) const { return {*this, tile}; }
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
-    // What makes outputs of what is accumulated.
-    __device__ __forceinline__ float inverse() const { return 1.f / factor_; }
-    // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
-    __device__ __forceinline__ bool page_valid() const { return columns_ != kNone; }
+    // Factor from the accumulated output to the output.
+    __device__ __forceinline__ float inverse() const { return 1.f / shared_factor_; }
+    // Returns false after a block-table entry outside the cache. The warp stays in the loop, because the other warps of its set
+    // wait at the barrier.
+    __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }
 
 private:
-    __device__ __forceinline__ void wait() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
-    // Of the lane's loads, tile by tile.
-    __device__ __forceinline__ static constexpr int own_place(int i) { return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlot; }
-    __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlot); }
-    // Of bf16, what is to be laid down: values by a factor that the others are told.
+    __device__ __forceinline__ void barrier() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
+    // Offset of load i of the lane, from its first.
+    __device__ __forceinline__ static constexpr int load_offset(int i) {
+        return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlotBytes;
+    }
+    __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
+    // Converts loaded bf16 to fp16 in place. Values are scaled; their factor goes to shared memory.
     __device__ __forceinline__ void convert() {
         if (has_values_) {
-            own_.convert(loaded_, [](float) {});
-            factors()[threadIdx.x / 32 % 2] = own_.factor();
+            value_scaler_.convert(loaded_, [](float) {});
+            factors()[threadIdx.x / 32 % 2] = value_scaler_.factor();
         } else {
 #pragma unroll
             for (auto& x : loaded_)
 #pragma unroll
-                for (unsigned& word : x) word = half_of_bf16(word);
+                for (unsigned& word : x) word = bf16x2_to_half2(word);
         }
     }
-    // All that a step has is to have been multiplied with one factor, the least of them: where values grow beyond those of before,
-    // the warps that had others lay down theirs anew.
-    __device__ __forceinline__ float agree() {
+    // Gives all values of the step one factor, the smaller of the two warps'. If values have grown, the warp with the larger
+    // factor rescales what it stored. Returns the factor for the accumulated output.
+    __device__ __forceinline__ float unify_value_scale() {
         const float2 both = *reinterpret_cast<const float2*>(factors());
-        if (both.x == factor_ && both.y == factor_) return 1.f;
+        if (both.x == shared_factor_ && both.y == shared_factor_) return 1.f;
         const float least = fminf(both.x, both.y);
-        if (has_values_ && own_.factor() != least) {
-            // (0 would make NaN of infinities)
-            const float own_change = fmaxf(least / own_.factor(), 0x1p-60f);
-            own_.lower(least);
+        if (has_values_ && value_scaler_.factor() != least) {
+            // Not 0: it would turn infinities into NaN.
+            const float own_change = fmaxf(least / value_scaler_.factor(), 0x1p-60f);
+            value_scaler_.lower(least);
 #pragma unroll 1
-            for (int i = 0; i < kTiles * kLoads; i++) {
-                uint4 x = *at(to_ + own_place(i));
+            for (int i = 0; i < kStepTiles * kLoads; i++) {
+                uint4 x = *at(store_offset_ + load_offset(i));
                 for (unsigned* word : {&x.x, &x.y, &x.z, &x.w}) {
                     const float2 y = to_float2(*word);
                     *word = to_half2(y.x * own_change, y.y * own_change);
                 }
-                *at(to_ + own_place(i)) = x;
+                *at(store_offset_ + load_offset(i)) = x;
             }
         }
-        wait();
-        const float change = least / factor_;
-        factor_ = least;
+        barrier();
+        const float change = least / shared_factor_;
+        shared_factor_ = least;
         return change;
     }
-    // By a select: the compiler would index the parameters by a register.
+    // Selects by a predicate. The compiler would index the kernel parameters by a register, from local memory.
     template <class T>
-    __device__ __forceinline__ static T one_of(bool second, T first, T other) {
+    __device__ __forceinline__ static T select(bool second, T first, T other) {
         asm("" : "+l"(first));
         return second ? other : first;
     }
-    __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
-    __device__ __forceinline__ uint4* at(int place) const { return reinterpret_cast<uint4*>(buffer_ + place); }
+    __device__ __forceinline__ uint4* at(int offset) const { return reinterpret_cast<uint4*>(buffer_ + offset); }
     __device__ __forceinline__ void enter_page(const DecodeParams& p) {
         const int page = pages_.number();
-        if (!has_page(p.cache, page)) columns_ = kNone;
+        if (!has_page(p.cache, page)) columns_ = kInvalidPage;
         from_ = base_ + page * page_stride_;
     }
-    // Of tokens and columns that do not exist: zeros.
+    // Loads the lane's part of the next step; zeros for tokens and columns that do not exist.
     __device__ __forceinline__ void load(int seqlen_k) {
         int columns = columns_;
-        if (token_ + kUnit > seqlen_k) {
+        if (token_ + kStepTokens > seqlen_k) {
 #pragma unroll
             for (auto& x : loaded_)
 #pragma unroll
@@ -181,9 +190,9 @@ private:
     }
     template <int I>
     __device__ __forceinline__ void load_from(int columns, int seqlen_k) {
-        if constexpr (I < kTiles * kLoads) {
-            constexpr int kTileToken = I / kLoads * kTile, kColumn = I % kLoads * 64;
-            if (I % kLoads == 0 && token_ + kTileToken + mine_ >= seqlen_k) columns = 0;
+        if constexpr (I < kStepTiles * kLoads) {
+            constexpr int kTileToken = I / kLoads * kTileTokens, kColumn = I % kLoads * 64;
+            if (I % kLoads == 0 && token_ + kTileToken + lane_token_ >= seqlen_k) columns = 0;
             load_columns<kColumn, 4>(columns, loaded_[I], from_ + kTileToken * row_stride_ + kColumn);
             load_from<I + 1>(columns, seqlen_k);
         }

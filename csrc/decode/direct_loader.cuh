@@ -1,14 +1,19 @@
-// Steps of a warp through keys and values in their order, page by page, loaded into registers.
+// Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
+//
+// A load of keys covers eight tokens by 64 contiguous bytes each, one of values four tokens by 128 bytes. So each byte of the
+// cache is loaded once, by one lane, without shared memory or barriers. Used by DecodeMainloop, and by StagedLoader with other
+// coordinates.
 #pragma once
 
 #include "decode/cache_registers.cuh"
 #include "decode/page_iterator.cuh"
+#include "decode/scales.cuh"
 
 namespace decode {
 
-// Where a lane's operands are.
+// Which token and columns of a tile a lane loads, from the family's Layout.
 template <class Layout>
-struct OperandPlaces {
+struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;
     __device__ __forceinline__ static int key_token() { return Layout::key_token(typename Layout::Lane()); }
     __device__ __forceinline__ static int value_token() { return Layout::value_token(typename Layout::Lane()); }
@@ -20,69 +25,71 @@ struct OperandPlaces {
     }
 };
 
-// Steps through keys and values in their order, page by page. Places says which columns of a step's tokens the lane has.
-template <class Places>
+// Iterates over steps in token order. Coords: which token and columns of each tile the lane has.
+template <class Coords>
 class DirectLoader {
     PageIterator pages_;
-    const Stored *k_, *v_;  // of this lane
-    const float* scale_[StepScales::kRegisters];  // of this lane
-    // the same of the first row of page 0: steps of quantized caches often enter a page
-    const Stored *k_base_, *v_base_;
-    bool stands_;
+    const CacheUnit *k_, *v_;  // the lane's columns of its token
+    const float* scale_[StepScales::kRegisters];  // the lane's scale, for each register of StepScales
+    // The same at row 0 of page 0: quantized steps enter pages often.
+    const CacheUnit *k_base_, *v_base_;
+    // false: the block table names a page outside the cache
+    bool page_valid_;
     int token_;  // the step's first
 
 public:
-    __device__ __forceinline__ DirectLoader(const DecodeParams& p, const WorkTile& s, int token, const void* = nullptr, int = 0, int = 0)
+    __device__ __forceinline__ DirectLoader(const DecodeParams& p, const WorkTile& s, int token, const void* = nullptr, int = 0,
+                                            int = 0)
         : pages_(p, s, token), token_(token) {
         if constexpr (kQuantized) {
-            k_base_ = bytes_of_page(p.cache.k, 0, Places::key_token(), s.head_k) + stored(Places::key_column());
-            v_base_ = bytes_of_page(p.cache.v, 0, Places::value_token(), s.head_k) + stored(Places::value_column());
+            k_base_ = bytes_of_page(p.cache.k, 0, Coords::key_token(), s.head_k) + unit_offset(Coords::key_column());
+            v_base_ = bytes_of_page(p.cache.v, 0, Coords::value_token(), s.head_k) + unit_offset(Coords::value_column());
         }
         enter_page(p, s);
     }
-    // By tokens that no page ends between.
-    template <int Tokens = kUnit>
+    // Advances by Tokens, which no page boundary divides.
+    template <int Tokens = kStepTokens>
     __device__ __forceinline__ void advance(const DecodeParams& p, const WorkTile& s) {
         token_ += Tokens;
         k_ += Tokens * p.cache.k.row_stride;
         v_ += Tokens * p.cache.v.row_stride;
         if constexpr (kTokenScales) {
 #pragma unroll
-            for (int i = 0; i < StepScales::kRegisters; i++) scale_[i] += Tokens * StepScales::of_lane(p.scales, i).row_stride;
+            for (int i = 0; i < StepScales::kRegisters; i++) scale_[i] += Tokens * StepScales::lane_scale(p.scales, i).row_stride;
         }
         if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
     }
-    // False: the table names a page that there is not.
-    __device__ __forceinline__ bool page_valid() const { return stands_; }
+    // Returns false after a block-table entry outside the cache. The caller then leaves its loop, and the output is NaN.
+    __device__ __forceinline__ bool page_valid() const { return page_valid_; }
     __device__ __forceinline__ int token() const { return token_; }
-    // Where the lane's columns of its token are.
-    __device__ __forceinline__ const Stored* keys() const { return k_; }
-    __device__ __forceinline__ const Stored* values() const { return v_; }
-    // Tokens and columns that do not exist are not touched.
+    // Addresses of the lane's columns of its token.
+    __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
+    __device__ __forceinline__ const CacheUnit* values() const { return v_; }
+    // Loads a step's keys. Tokens and columns that do not exist are not read: their registers keep what they held.
     template <int Loads>
-    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kTiles]) const {
-        const int columns = p.problem.headdim - Places::key_column();
+    __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
+        const int columns = p.problem.headdim - Coords::key_column();
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
-            k[tile].load(token_ + kTile * tile + Places::key_token() < seqlen_k ? columns : 0,
-                         k_ + kTile * tile * p.cache.k.row_stride);
+        for (int tile = 0; tile < kStepTiles; tile++)
+            k[tile].load(token_ + kTileTokens * tile + Coords::key_token() < seqlen_k ? columns : 0,
+                         k_ + kTileTokens * tile * p.cache.k.row_stride);
     }
     template <int Loads>
-    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kTiles]) const {
-        const int columns = p.problem.headdim_v - Places::value_column();
+    __device__ __forceinline__ void load_values(const DecodeParams& p, int seqlen_k, Values<Loads> (&v)[kStepTiles]) const {
+        const int columns = p.problem.headdim_v - Coords::value_column();
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
+        for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = kTile * tile + Places::kValueTokens * h;
-                v[tile].token[h].load(token_ + row + Places::value_token() < seqlen_k ? columns : 0,
+                const int row = kTileTokens * tile + Coords::kValueTokens * h;
+                v[tile].token[h].load(token_ + row + Coords::value_token() < seqlen_k ? columns : 0,
                                       v_ + row * p.cache.v.row_stride);
             }
     }
-    // Of tokens that do not exist 0.
+    // Loads a step's scales; 0 for tokens that do not exist.
     __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
-        const bool exists = lane < StepScales::kLanes && token_ + lane % kUnit < seqlen_k;
+        const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;
 #pragma unroll
         for (int i = 0; i < StepScales::kRegisters; i++)
             asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.nc.f32 %0, [%1];}"
@@ -93,20 +100,20 @@ public:
 private:
     __device__ __forceinline__ void enter_page(const DecodeParams& p, const WorkTile& s) {
         const int page = pages_.number(), row = pages_.row;
-        stands_ = has_page(p.cache, page);
+        page_valid_ = has_page(p.cache, page);
         if constexpr (kQuantized) {
             k_ = k_base_ + page * p.cache.k.batch_stride;
             v_ = v_base_ + page * p.cache.v.batch_stride;
             if (row > 0) k_ += row * p.cache.k.row_stride, v_ += row * p.cache.v.row_stride;
         } else {
-            k_ = row_of_page(p.cache.k, page, row + Places::key_token()) + s.head_k * p.cache.k.head_stride + Places::key_column();
-            v_ = row_of_page(p.cache.v, page, row + Places::value_token()) + s.head_k * p.cache.v.head_stride +
-                 Places::value_column();
+            k_ = row_of_page(p.cache.k, page, row + Coords::key_token()) + s.head_k * p.cache.k.head_stride + Coords::key_column();
+            v_ = row_of_page(p.cache.v, page, row + Coords::value_token()) + s.head_k * p.cache.v.head_stride +
+                 Coords::value_column();
         }
         if constexpr (kTokenScales) {
 #pragma unroll
             for (int i = 0; i < StepScales::kRegisters; i++)
-                scale_[i] = scale_of_page(StepScales::of_lane(p.scales, i), page, row + threadIdx.x % kUnit, s.head_k);
+                scale_[i] = scale_of_page(StepScales::lane_scale(p.scales, i), page, row + threadIdx.x % kStepTokens, s.head_k);
         }
     }
 };

@@ -1,155 +1,162 @@
-// The main loop of a decode block, for any layout: keys and values go from global memory straight into operand registers.
+// Decode main loop of one work tile: split-KV attention of up to BLOCK_ROWS packed query rows over a range of KV tokens.
 //
-// A step of a warp is eight tokens. A load of keys is all eight tokens, of each 64 contiguous bytes, one of values four tokens, of
-// each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
-// Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
-// step in flight, and nothing twice.
-// (Otherwise are steps that more than two warps share, shared_steps.cuh, and those of int4, staged_steps.cuh.)
+// Each warp owns 8 * RowTiles rows and walks over its group's tokens in steps of kStepTokens (kStepTiles tiles of eight
+// tokens). A step is: scores = Q K^T, score modifiers and mask, online softmax (softmax.cuh), output += P V. Q and the output
+// stay in registers. Three loaders bring K and V. Keys of the next step are loaded once the scores are done, values once the
+// output is:
 //
-// A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
-//   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
-//   queries
-//                         have the same columns, of each 32; its values, of each 64, are of two tokens, value_token and value_token
-//                         + kValueTokens
-//   scores(q, k, x)       x is two scores of each row tile: row score_row, tokens score_token and the next. kRowLaneMasks are the
-//                         distances of lanes that have others of the row
-//   rescale(o, factor)    factor is that of the lane's score_row
-//   add_values(o, p, v)   p are packed probabilities, of the scores' lanes
-//   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
+//   DirectLoader       global memory straight into operand registers; no shared memory, no barrier
+//   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory
+//   StagedLoader       int4: through the warp's own shared memory, with more bytes in flight
+//
+// Quantized K and V become fp16 only when a product takes them. Their scales multiply scores and probabilities (scales.cuh).
+//
+// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows:
+//
+//   query_row, key_token, value_token, key_column, value_column
+//                         what a lane loads: eight columns from these on. Of each 32 columns of Q and K a lane has eight, of each
+//                         64 columns of V eight, for the two tokens value_token and value_token + kValueTokens
+//   scores(q, k, x)       x: two scores of each row tile, of row score_row and tokens score_token and score_token + 1;
+//                         lanes that differ by a mask of kRowLaneMasks have other scores of the same row
+//   rescale(o, factor)    multiplies output rows; `factor` is that of the lane's score_row
+//   add_values(o, p, v)   output += P V; p: packed probabilities, in the lanes that have the scores
+//   each_pair(o, f)       calls f(row, column, x, y) for outputs x and y of two neighboring columns
 #pragma once
 
 #include "decode/bf16_value.cuh"
+#include "decode/block.cuh"
 #include "decode/direct_loader.cuh"
 #include "decode/cooperative_loader.cuh"
 #include "decode/staged_loader.cuh"
 
 namespace decode {
 
-// A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
+// A block has Warps warps. RowGroups neighboring warps take the same tokens, each for its own RowTiles * 8 rows.
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct DecodeMainloop {
     using Layout = LayoutOf<RowTiles>;
-    static constexpr int kParts = Warps / RowGroups;
-    // Two beside each other find each other's bytes in the first cache; four share what they load.
-    static constexpr bool kShares = Layout::kShares && RowGroups == 4 && !kQuantized;
+    static constexpr int kTokenGroups = Warps / RowGroups;
+    // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load.
+    static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    // 16 rows of 256 columns are 128 registers of output and 64 of queries: half of these lie in shared memory.
-    static constexpr int kStored = kShares && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
-    using OwnQueries = Queries<RowTiles, kKeyLoads, kStored>;
+    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory.
+    static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
+    using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
     static constexpr int kRowsAtOnce =
-        kParts * BLOCK_ROWS * kPartStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
+        kTokenGroups * BLOCK_ROWS * kPartialStride * sizeof(float) <= SHARED_BYTES ? BLOCK_ROWS : BLOCK_ROWS / 2;
     static_assert(RowTiles * RowGroups * 8 == BLOCK_ROWS && Warps * 32 == THREADS && Warps % RowGroups == 0, "rows of src/kernels");
     static_assert(HEADDIM % 32 == 0 && HEADDIM_V % 64 == 0, "whole loads of a warp");
 
 private:
-    enum class How { Registers, Shared, Staged };
-    template <How, class = void>
-    struct StepsOf {
-        using Steps = DirectLoader<OperandPlaces<Layout>>;
+    enum class Loading { Direct, Cooperative, Staged };
+    template <Loading, class = void>
+    struct LoaderOf {
+        using Type = DirectLoader<OperandCoords<Layout>>;
         using Scales = StepScales;
         static constexpr int kWorkBytes = 0;
     };
     template <class Unused>
-    struct StepsOf<How::Shared, Unused> : StepsOf<How::Registers> {
-        using Steps = CooperativeLoader<Layout>;
-        static constexpr int kWorkBytes = kParts * Steps::kBytes;
+    struct LoaderOf<Loading::Cooperative, Unused> : LoaderOf<Loading::Direct> {
+        using Type = CooperativeLoader<Layout>;
+        static constexpr int kWorkBytes = kTokenGroups * Type::kBytes;
     };
     template <class Unused>
-    struct StepsOf<How::Staged, Unused> {
-        using Steps = StagedLoader<Layout, RowGroups>;
+    struct LoaderOf<Loading::Staged, Unused> {
+        using Type = StagedLoader<Layout, RowGroups>;
         using Scales = StagedScales;
-        static constexpr int kWorkBytes = Warps * Steps::kBytes;
+        static constexpr int kWorkBytes = Warps * Type::kBytes;
     };
-    using OwnSteps = StepsOf<kShares ? How::Shared : kStages ? How::Staged : How::Registers>;
+    using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
 public:
-    // Steps, then each warp's queries. Both lie where the warps' parts will.
-    static constexpr int kWorkBytes = OwnSteps::kWorkBytes + Warps * OwnQueries::kBytes;
+    // The loader's shared memory, then each warp's part of Q. The partial outputs take the same place afterwards.
+    static constexpr int kWorkBytes = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
 
     template <class Finish>
-    __device__ __forceinline__ static void attend(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
-                                                  const SharedPartials<kParts, kRowsAtOnce>& parts, Finish finish) {
+    __device__ __forceinline__ static void run(const DecodeParams& p, const WorkTile& s, const RowInfo* row_info,
+                                               const SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
         const typename Layout::Lane lane;
-        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), part = warp / RowGroups,
+        const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token_group = warp / RowGroups,
                   first_row = warp % RowGroups * (8 * RowTiles);
         const ScoreOptions& options = p.score_options;
 
         OwnQueries q;
-        if constexpr (kStored > 0) {
-            char* stored = reinterpret_cast<char*>(parts.output) + OwnSteps::kWorkBytes + warp * OwnQueries::kBytes;
-            q.stored = reinterpret_cast<uint4*>(stored) + (threadIdx.x & 31);
+        if constexpr (kSharedQueryChunks > 0) {
+            char* in_shared = reinterpret_cast<char*>(partials.output) + OwnLoader::kWorkBytes + warp * OwnQueries::kBytes;
+            q.in_shared = reinterpret_cast<uint4*>(in_shared) + (threadIdx.x & 31);
         }
         load_queries(p, s, first_row, q);
         typename Layout::template Output<kValueLoads> o = {};
         SoftmaxRow softmax[RowTiles];
-        ProbabilityScale unit[RowTiles];
+        ProbabilityScale probability_scale[RowTiles];
         Bf16ValueScaler value_scaler;
-        float shared_inverse = 1.f;  // of values that warps share
+        float shared_inverse = 1.f;  // 1 / factor of the values that the warps share (bf16)
 
-        // the warps' pieces are contiguous too, and whole steps
-        const int steps = (s.end - s.first + kUnit - 1) / kUnit, each = (steps + kParts - 1) / kParts;
-        int left = min(each, steps - part * each);
-        bool is_wrong = false;
-        if (left > 0) {
+        // Each group takes a contiguous range of whole steps.
+        const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
+                  group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
+        int steps_left = min(group_steps, steps - token_group * group_steps);
+        bool has_invalid_page = false;
+        if (steps_left > 0) {
             const int seqlen_k = s.seqlen_k;
-            // tokens that all of the warp's rows see
+            // Tokens that all rows of the warp see: no mask is needed.
             const int full_first = row_info[first_row + 8 * RowTiles - 1].position - p.problem.window_left;
             const int full_end = min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
-            const bool is_modified = options.softcap > 0.f || options.alibi_slopes;
-            const float scale_log2 = is_modified ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
+            const bool has_score_mod = options.softcap > 0.f || options.alibi_slopes;
+            const float scale_log2 = has_score_mod ? 1.f : p.problem.scale_log2, inverse_scale_log2 = 1.f / scale_log2;
 
-            const int first = s.first + part * each * kUnit;
-            typename OwnSteps::Steps steps(p, s, first, parts.output, part, warp % RowGroups);
-            Keys<kKeyLoads> k[kTiles] = {};
-            Values<kValueLoads> v[kTiles] = {};
+            const int first = s.first + token_group * group_steps * kStepTokens;
+            typename OwnLoader::Type loader(p, s, first, partials.output, token_group, warp % RowGroups);
+            Keys<kKeyLoads> k[kStepTiles] = {};
+            Values<kValueLoads> v[kStepTiles] = {};
             [[maybe_unused]] StepScales next_scales;
             const float key_scale =
                 kQuantized && !kTokenScales ? scale_of_sequence(p.scales.k, s.batch, s.head_k) / CacheElement::kScale : 1.f;
             float query_sum[RowTiles] = {};
             if constexpr (kZeroPoints) sum_queries(q, query_sum);
-            if constexpr (kStages) {
-                steps.begin(p, s, seqlen_k, left);
-            } else if constexpr (!kShares) {
-                if (steps.page_valid()) {
-                    steps.load_keys(p, seqlen_k, k);
-                    steps.load_values(p, seqlen_k, v);
-                    if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+            if constexpr (kStaged) {
+                loader.begin(p, s, seqlen_k, steps_left);
+            } else if constexpr (!kCooperative) {
+                if (loader.page_valid()) {
+                    loader.load_keys(p, seqlen_k, k);
+                    loader.load_values(p, seqlen_k, v);
+                    if constexpr (kTokenScales) loader.load_scales(p, seqlen_k, next_scales);
                 }
             }
-            for (int token = first; left > 0 && (kShares || kStages || steps.page_valid()); token += kUnit) {
-                left--;
-                float change = 1.f;  // of the factor that values have
-                if constexpr (kShares) {
-                    change = steps.share(p, s, seqlen_k, left > 0);
-                } else if constexpr (kStages) {
-                    steps.take(p, s, seqlen_k, left);
-                    steps.keys(k);
+            for (int token = first; steps_left > 0 && (kCooperative || kStaged || loader.page_valid()); token += kStepTokens) {
+                steps_left--;
+                float value_rescale = 1.f;  // what the factor of shared bf16 values has changed by
+                if constexpr (kCooperative) {
+                    value_rescale = loader.next_step(p, s, seqlen_k, steps_left > 0);
+                } else if constexpr (kStaged) {
+                    loader.next_step(p, s, seqlen_k, steps_left);
+                    loader.keys(k);
                 }
-                float2 x[kTiles][RowTiles];
-                if constexpr (kBf16 && !kShares) {
+                float2 x[kStepTiles][RowTiles];
+                if constexpr (kBf16 && !kCooperative) {
 #pragma unroll
-                    for (int tile = 0; tile < kTiles; tile++) keys_of_bf16(k[tile]);
+                    for (int tile = 0; tile < kStepTiles; tile++) convert_keys(k[tile]);
                 }
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) {
-                    if constexpr (kShares)
-                        Layout::scores(q, steps.keys(tile), x[tile]);
+                for (int tile = 0; tile < kStepTiles; tile++) {
+                    if constexpr (kCooperative)
+                        Layout::scores(q, loader.keys(tile), x[tile]);
                     else
                         Layout::scores(q, k[tile], x[tile]);
                 }
-                typename OwnSteps::Scales scales;
-                if constexpr (kStages)
-                    scales = steps.scales();
+                typename OwnLoader::Scales scales;
+                if constexpr (kStaged)
+                    scales = loader.scales();
                 else
                     scales = next_scales;
-                if constexpr (kStages) {
-                    steps.values(v);
-                } else if constexpr (!kShares) {
-                    if (left > 0) {
-                        steps.advance(p, s);
-                        if (steps.page_valid()) {
-                            steps.load_keys(p, seqlen_k, k);
-                            if constexpr (kTokenScales) steps.load_scales(p, seqlen_k, next_scales);
+                if constexpr (kStaged) {
+                    loader.values(v);
+                } else if constexpr (!kCooperative) {
+                    if (steps_left > 0) {
+                        loader.advance(p, s);
+                        if (loader.page_valid()) {
+                            loader.load_keys(p, seqlen_k, k);
+                            if constexpr (kTokenScales) loader.load_scales(p, seqlen_k, next_scales);
                         }
                     }
                 }
@@ -157,35 +164,36 @@ public:
 
                 const RowInfo* rows = row_info + first_row + Layout::score_row(lane);
                 const int first_token = token + Layout::score_token(lane);
-                if (is_modified) {
+                if (has_score_mod) {
 #pragma unroll
-                    for (int tile = 0; tile < kTiles; tile++)
+                    for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++) modify(p, rows[8 * mt], first_token + kTile * tile, x[tile][mt]);
+                        for (int mt = 0; mt < RowTiles; mt++)
+                            apply_score_mod(p, rows[8 * mt], first_token + kTileTokens * tile, x[tile][mt]);
                 }
-                if (token < full_first || token + kUnit > full_end) {
+                if (token < full_first || token + kStepTokens > full_end) {
 #pragma unroll
-                    for (int tile = 0; tile < kTiles; tile++) {
+                    for (int tile = 0; tile < kStepTiles; tile++) {
 #pragma unroll
                         for (int mt = 0; mt < RowTiles; mt++) {
-                            const int position = rows[8 * mt].position, first = first_token + kTile * tile;
+                            const int position = rows[8 * mt].position, first = first_token + kTileTokens * tile;
                             const int low = position - p.problem.window_left - first;
                             const int high = min(position + p.problem.window_right, seqlen_k - 1) - first;
                             if (low > 0 || high < 0) x[tile][mt].x = negative_infinity();
                             if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
                         }
-                        if constexpr (kShares || kStages) continue;
-                        // of tokens that do not exist registers hold what was there before
+                        if constexpr (kCooperative || kStaged) continue;
+                        // Past the last token registers hold values of an earlier step: clear them, because 0 * NaN is NaN.
 #pragma unroll
                         for (int h = 0; h < 2; h++)
-                            if (token + kTile * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
+                            if (token + kTileTokens * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
                                 v[tile].token[h].clear();
                     }
                 }
 
-                if constexpr (kBf16 && !kShares) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
+                if constexpr (kBf16 && !kCooperative) value_scaler.convert(v, [&](float factor) { rescale_all(lane, o, factor); });
 
-                bool exceeds = change != 1.f;
+                bool exceeds = value_rescale != 1.f;
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++) exceeds |= largest(x, mt) > softmax[mt].limit;
                 const bool moved = __any_sync(~0u, exceeds);
@@ -195,71 +203,73 @@ public:
                     for (int mt = 0; mt < RowTiles; mt++) {
                         float m = largest(x, mt);
 #pragma unroll
-                        for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                        for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
                         factor[mt] = softmax[mt].template update_row_max<RescaledRows::kAll>(m, scale_log2, inverse_scale_log2);
-                        if constexpr (kZeroPoints) unit[mt].offset *= factor[mt];
-                        factor[mt] *= change;
+                        if constexpr (kZeroPoints) probability_scale[mt].offset *= factor[mt];
+                        factor[mt] *= value_rescale;
                     }
                     Layout::rescale(lane, o, factor);
                 }
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++)
+                for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++)
                         x[tile][mt] = make_float2(softmax[mt].probability(x[tile][mt].x, scale_log2),
                                                   softmax[mt].probability(x[tile][mt].y, scale_log2));
-                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, unit, o);
+                if constexpr (kTokenScales) scale_probabilities(lane, scales, moved, x, softmax, probability_scale, o);
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) {
+                for (int tile = 0; tile < kStepTiles; tile++) {
                     unsigned packed[RowTiles];
 #pragma unroll
                     for (int mt = 0; mt < RowTiles; mt++) packed[mt] = pack_probabilities(x[tile][mt].x, x[tile][mt].y);
                     if constexpr (kZeroPoints) {
-                        const float2 zero = scales.pair(StepScales::kValueZeroPoint, kTile * tile + Layout::score_token(lane));
+                        const float2 zero =
+                            scales.pair(StepScales::kValueZeroPoint, kTileTokens * tile + Layout::score_token(lane));
 #pragma unroll
-                        for (int mt = 0; mt < RowTiles; mt++) unit[mt].add_zero_points(packed[mt], zero);
+                        for (int mt = 0; mt < RowTiles; mt++) probability_scale[mt].add_zero_points(packed[mt], zero);
                     }
-                    if constexpr (kShares)
-                        Layout::add_values(lane, o, packed, steps.values(tile));
+                    if constexpr (kCooperative)
+                        Layout::add_values(lane, o, packed, loader.values(tile));
                     else
                         Layout::add_values(lane, o, packed, v[tile]);
                 }
-                if constexpr (!kShares && !kStages) {
-                    if (left > 0 && steps.page_valid()) steps.load_values(p, seqlen_k, v);
+                if constexpr (!kCooperative && !kStaged) {
+                    if (steps_left > 0 && loader.page_valid()) loader.load_values(p, seqlen_k, v);
                 }
             }
-            is_wrong = !steps.page_valid();
-            if constexpr (kBf16 && kShares) shared_inverse = steps.inverse();
+            has_invalid_page = !loader.page_valid();
+            if constexpr (kBf16 && kCooperative) shared_inverse = loader.inverse();
         }
-        if constexpr (kShares || kStages) __syncthreads();  // parts are written where steps were
-        if constexpr (kQuantized) finish_values(p, s, lane, unit, o);
-        if constexpr (kBf16) rescale_all(lane, o, kShares ? shared_inverse : value_scaler.inverse());
+        if constexpr (kCooperative || kStaged) __syncthreads();  // partials overwrite the loader's buffers
+        if constexpr (kQuantized) finish_values(p, s, lane, probability_scale, o);
+        if constexpr (kBf16) rescale_all(lane, o, kCooperative ? shared_inverse : value_scaler.inverse());
 
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
             float sum = softmax[mt].sum;
-            int mates = 0;
+            int row_lanes = 0;
 #pragma unroll
-            for (int mate : Layout::kRowLaneMasks) {
-                sum += __shfl_xor_sync(~0u, sum, mate);
-                mates |= mate;
+            for (int lane_mask : Layout::kRowLaneMasks) {
+                sum += __shfl_xor_sync(~0u, sum, lane_mask);
+                row_lanes |= lane_mask;
             }
-            if (is_wrong) sum = __int_as_float(0x7fffffff);
-            if ((threadIdx.x & mates) == 0)
-                parts.state[part * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].reference, sum};
+            if (has_invalid_page) sum = quiet_nan();
+            if ((threadIdx.x & row_lanes) == 0)
+                partials.state[token_group * BLOCK_ROWS + first_row + 8 * mt + Layout::score_row(lane)] = {softmax[mt].row_max,
+                                                                                                           sum};
         }
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
             if (first_row / kRowsAtOnce == first / kRowsAtOnce) {
-                float* output = parts.output + (part * kRowsAtOnce + first_row - first) * kPartStride;
+                float* output = partials.output + (token_group * kRowsAtOnce + first_row - first) * kPartialStride;
                 Layout::each_pair(lane, o, [&](int row, int column, float x, float y) {
-                    using Order = Columns<kValueLoads, 64>;
-                    float* to = output + row * kPartStride;
+                    using ColumnOrder = Columns<kValueLoads, 64>;
+                    float* to = output + row * kPartialStride;
                     if constexpr (CacheElement::column(1) == 1) {
-                        *reinterpret_cast<float2*>(to + Order::of(column)) = make_float2(x, y);
+                        *reinterpret_cast<float2*>(to + ColumnOrder::of(column)) = make_float2(x, y);
                     } else {
-                        to[Order::of(column)] = x;
-                        to[Order::of(column + 1)] = y;
+                        to[ColumnOrder::of(column)] = x;
+                        to[ColumnOrder::of(column + 1)] = y;
                     }
                 });
             }
@@ -268,7 +278,8 @@ public:
     }
 
 private:
-    // Of each row, for zero points: its product with keys of ones.
+    // Computes each row's sum over the columns of Q, which zero points of keys are multiplied by: its product with a key of
+    // ones.
     __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
         float2 x[RowTiles];
         Layout::scores(q, Ones(), x);
@@ -276,20 +287,20 @@ private:
         for (int mt = 0; mt < RowTiles; mt++) sum[mt] = x[mt].x * CacheElement::kScale;
     }
 
-    __device__ __forceinline__ static float largest(const float2 (&x)[kTiles][RowTiles], int mt) {
+    __device__ __forceinline__ static float largest(const float2 (&x)[kStepTiles][RowTiles], int mt) {
         float m = fmaxf(x[0][mt].x, x[0][mt].y);
 #pragma unroll
-        for (int tile = 1; tile < kTiles; tile++) m = fmaxf(m, fmaxf(x[tile][mt].x, x[tile][mt].y));
+        for (int tile = 1; tile < kStepTiles; tile++) m = fmaxf(m, fmaxf(x[tile][mt].x, x[tile][mt].y));
         return m;
     }
 
-    // From products with codes to products with keys.
-    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnSteps::Scales& scales,
+    // Turns products with quantized codes into products with keys.
+    __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnLoader::Scales& scales,
                                                         float key_scale, const float (&query_sum)[RowTiles],
-                                                        float2 (&x)[kTiles][RowTiles]) {
+                                                        float2 (&x)[kStepTiles][RowTiles]) {
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++) {
-            const int token = kTile * tile + Layout::score_token(lane);
+        for (int tile = 0; tile < kStepTiles; tile++) {
+            const int token = kTileTokens * tile + Layout::score_token(lane);
             float2 scale = make_float2(key_scale, key_scale), zero = {};
             if constexpr (kTokenScales) scale = scales.pair(StepScales::kKeyScale, token);
             if constexpr (kZeroPoints) {
@@ -299,7 +310,7 @@ private:
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 float2& y = x[tile][mt];
-                // e4m3's NaN came as an infinity
+                // e4m3: NaN arrives as infinity; x + 0 * x makes it NaN.
                 if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
                 if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
                 y = make_float2(y.x * scale.x, y.y * scale.y);
@@ -307,20 +318,20 @@ private:
         }
     }
 
-    // From probabilities to what is packed; `moved`: whether references have.
+    // Multiplies probabilities by the tokens' value scales, ready to be packed. `moved`: row maxima have changed in this step.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
-                                                               const typename OwnSteps::Scales& scales, bool moved,
-                                                               float2 (&p)[kTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
-                                                               ProbabilityScale (&unit)[RowTiles],
+                                                               const typename OwnLoader::Scales& scales, bool moved,
+                                                               float2 (&p)[kStepTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
+                                                               ProbabilityScale (&probability_scale)[RowTiles],
                                                                typename Layout::template Output<kValueLoads>& o) {
-        float2 scale[kTiles], product[kTiles][RowTiles];
+        float2 scale[kStepTiles], product[kStepTiles][RowTiles];
         bool exceeds = moved;
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++) {
-            scale[tile] = scales.pair(StepScales::kValueScale, kTile * tile + Layout::score_token(lane));
+        for (int tile = 0; tile < kStepTiles; tile++) {
+            scale[tile] = scales.pair(StepScales::kValueScale, kTileTokens * tile + Layout::score_token(lane));
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
-                product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
+                product[tile][mt] = probability_scale[mt].scaled(p[tile][mt], scale[tile]);
                 exceeds |= ProbabilityScale::exceeds(product[tile][mt]);
             }
         }
@@ -330,41 +341,42 @@ private:
             for (int mt = 0; mt < RowTiles; mt++) {
                 float m = 0.f;
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++)
+                for (int tile = 0; tile < kStepTiles; tile++)
                     m = fmaxf(m, fmaxf(p[tile][mt].x * kTwo112 * scale[tile].x, p[tile][mt].y * kTwo112 * scale[tile].y));
 #pragma unroll
-                for (int mate : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
-                factor[mt] = unit[mt].move(m);
+                for (int lane_mask : Layout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
+                factor[mt] = probability_scale[mt].update(m);
 #pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) {
-                    product[tile][mt] = unit[mt].scaled(p[tile][mt], scale[tile]);
-                    if (ProbabilityScale::exceeds(product[tile][mt])) softmax[mt].sum = __int_as_float(0x7fffffff);
+                for (int tile = 0; tile < kStepTiles; tile++) {
+                    product[tile][mt] = probability_scale[mt].scaled(p[tile][mt], scale[tile]);
+                    if (ProbabilityScale::exceeds(product[tile][mt])) softmax[mt].sum = quiet_nan();
                 }
             }
             Layout::rescale(lane, o, factor);
         }
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++)
+        for (int tile = 0; tile < kStepTiles; tile++)
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
-    // From units to what the other kernels have.
-    __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s, const typename Layout::Lane& lane,
-                                                         const ProbabilityScale (&unit)[RowTiles],
+    // Turns the accumulated output into that of dequantized values: divides by the row's unit, adds zero points.
+    __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s,
+                                                         const typename Layout::Lane& lane,
+                                                         const ProbabilityScale (&probability_scale)[RowTiles],
                                                          typename Layout::template Output<kValueLoads>& o) {
         float factor[RowTiles], offset[RowTiles] = {};
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            factor[mt] =
-                kTokenScales ? 1.f / unit[mt].inverse : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
+            factor[mt] = kTokenScales ? 1.f / probability_scale[mt].inverse
+                                      : scale_of_sequence(p.scales.v, s.batch, s.head_k) / CacheElement::kScale;
             if constexpr (kZeroPoints) {
-                offset[mt] = unit[mt].offset * kTwo112;
+                offset[mt] = probability_scale[mt].offset * kTwo112;
 #pragma unroll
-                for (int mate : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], mate);
+                for (int lane_mask : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], lane_mask);
             }
         }
-        // e4m3's NaN came as an infinity
+        // e4m3: NaN arrives as infinity.
         if constexpr (kFormat == CacheFormat::E4m3)
             Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
         if constexpr (kZeroPoints)
@@ -382,7 +394,7 @@ private:
         Layout::rescale(lane, o, of_rows);
     }
 
-    // What does not exist is zero.
+    // Loads the warp's rows of Q; zeros for rows and columns that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;
@@ -396,15 +408,15 @@ private:
                 const int column = Keys<kKeyLoads>::of(32 * j + Layout::key_column(lane));
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (row < s.rows && column < p.problem.headdim) x = load_global(from + column);
-                x = CacheElement::arrange(flipped(x, p.problem.sign_flip));
-                if constexpr (kBf16) x = halves_of_bf16(x);
+                x = CacheElement::permute8(flipped(x, p.problem.sign_flip));
+                if constexpr (kBf16) x = bf16_chunk_to_half(x);
                 q.set(mt, j, x);
             }
         }
     }
 
-    // From products to units of log2.
-    __device__ __forceinline__ static void modify(const DecodeParams& p, const RowInfo& row, int token, float2& x) {
+    // Applies softcap and ALiBi to a lane's two scores of one row: turns products q.k into scores in log2 units.
+    __device__ __forceinline__ static void apply_score_mod(const DecodeParams& p, const RowInfo& row, int token, float2& x) {
         if (p.score_options.softcap > 0.f) {
             const Softcap softcap(p.problem, p.score_options);
             x = make_float2(softcap(x.x), softcap(x.y));

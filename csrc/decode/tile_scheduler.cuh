@@ -1,9 +1,10 @@
-// Who computes what: a grid that is as large as the GPU shares any lengths equally, without the host knowing them.
+// Schedules decode tiles on the device. A persistent grid splits all KV tokens evenly across its blocks, so the host needs no
+// sequence lengths and one CUDA graph serves all lengths. This is stream-K over (sequence, KV head, row tile).
 //
-// The rows of a sequence that read one KV head, seqlen_q of each of its query heads, are packed: row r is query r / group of head
-// r % group. Up to BLOCK_ROWS of them are a row set, and its keys are so many units. All row sets in the order of sequences,
-// heads and rows, one after the other, are a line of units, of which every block takes an equal contiguous piece. So it has,
-// between row sets of its own, at most two that it shares: one that began in a block before, and one that goes on in the next.
+// The query rows of a sequence that read one KV head are packed: row r is query r / group of head r % group, where group =
+// nheads / nheads_k. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
+// (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
+// an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
 #pragma once
 
 #include "cache.cuh"
@@ -11,81 +12,81 @@
 
 namespace decode {
 
-// What the cache's elements are.
+// Format of the cache's elements.
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kBf16 = kFormat == CacheFormat::Bf16;  // and queries and outputs too
+constexpr bool kBf16 = kFormat == CacheFormat::Bf16;  // then queries and outputs are bf16 too
 constexpr bool kQuantized = kFormat != CacheFormat::Unquantized && !kBf16;
-// A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
+// int8 and int4 have a scale per token and head. That of K multiplies a column of scores, that of V a column of probabilities.
 constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
 constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
 
-// Tokens of a tile: those of a product.
-constexpr int kTile = 8;
-// Tokens of a unit: those of one step of a warp. It divides every page. An SM needs some 24 KB in flight where memory takes 3000
-// clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps: where a tile has no more, a unit is two.
-constexpr int kTileBytes = kTile * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
+// Tokens of a tile: the n (scores) or k (output) of one product.
+constexpr int kTileTokens = 8;
+// Tokens of a step of a warp: one or two tiles; divides every page. With a memory latency of 3000 cycles an SM needs about 24
+// KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB.
+constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
-// And where warps share steps of few columns, which have to become fp16 first: then instructions are what counts, of which two
-// tiles have in common what is not done for each score.
+// Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and two tiles share
+// the work that is not done once per score.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
-constexpr int kTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
-constexpr int kUnit = kTile * kTiles;
-// Units of int4 are still less: a warp has more of them on its way than it computes with (staged_steps.cuh). Not 16 rows at headdim
-// 64, of whose loop the instruction cache has the larger part as it is.
-constexpr bool kStages = kZeroPoints && (HEADDIM > 64 || STEP == kTile);
-// A block that had less would cost more than it saves: it takes a merge of partial results longer.
-constexpr int kLeastUnits = 16;
+constexpr int kStepTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
+constexpr int kStepTokens = kTileTokens * kStepTiles;
+// int4 steps have still fewer bytes, so a warp keeps more of them in flight than it computes with (staged_loader.cuh). Not for
+// 16 rows at headdim 64: the loop already fills most of the instruction cache.
+constexpr bool kStaged = kZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
+// Fewest steps of a block. With less, combining the partial results costs more than the block saves.
+constexpr int kMinSteps = 16;
 
-// What a sequence's row sets are.
-struct Work {
-    int row_tiles;    // 0: this kernel has nothing to do with it
-    int units;       // of each; one where there are no tokens: somebody has to write the rows
-    int first, end;  // tokens that any row sees
+// Row tiles of one sequence.
+struct SequenceWork {
+    int row_tiles;  // over all KV heads; 0: another kernel computes this sequence
+    int steps;  // of each row tile; at least 1, because a row tile without tokens still has to be written
+    int first, end;  // range of tokens that any row sees
     bool valid;
 
-    __device__ __forceinline__ Work(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
+    __device__ __forceinline__ SequenceWork(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
         const int rows = sequence.seqlen_q() * (p.problem.nheads / p.problem.nheads_k);
         const Mask mask(p.problem, sequence.seqlen_q(), sequence.seqlen_k());
         valid = sequence.valid();
-        first = mask.key_first(0) / kUnit * kUnit;
+        first = mask.key_first(0) / kStepTokens * kStepTokens;
         end = max(mask.key_end(0, sequence.seqlen_q()), first);
-        units = max((end - first + kUnit - 1) / kUnit, 1);
+        steps = max((end - first + kStepTokens - 1) / kStepTokens, 1);
         row_tiles = valid && rows > p.max_rows ? 0 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * p.problem.nheads_k;
     }
 };
 
-// A block's next piece of work: tokens [first, end) of a row set.
+// One unit of a block's work: the tokens [first, end) of one row tile.
 struct WorkTile {
     int batch, head_k;
-    int row, rows;           // of the sequence's packed rows: the first, and how many
-    int seqlen_q, seqlen_k;  // of the sequence
-    int q_offset;             // its first row of q
-    int k_offset;             // its first row of the cache
+    int row, rows;  // first packed row of the sequence, number of rows
+    int seqlen_q, seqlen_k;  // lengths of the sequence
+    int q_offset;  // first row of q, from the batch entry's first
+    int k_offset;  // cache row of token 0, from the first row of the entry or of the pages
     int first, end;
-    int first_block, blocks;  // that share the row set
-    bool valid;               // false: its rows are to be NaN
-    bool exists;              // false: the block is done
+    int first_block, blocks;  // blocks that share the row tile
+    bool valid;  // false: the rows are written as NaN
+    bool exists;  // false: the block is done
 };
 
-// In shared memory, so that a block's main loop holds no registers for it.
+// Hands out the block's work tiles. Lives in shared memory, so that the main loop holds no registers for it.
 class TileScheduler {
-    long long position_, end_, total_;  // in units of the line
-    int blocks_;                        // that have a piece
-    int batch_, row_set_, unit_;        // where position_ is
-    long long sums_[THREADS / 32];
+    long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
+    int blocks_;  // blocks that have work
+    int batch_, row_tile_, step_;  // what position_ is in
+    long long warp_totals_[THREADS / 32];
 
-    // The block that has this unit.
-    __device__ __forceinline__ int block_of(long long unit) const { return static_cast<int>(((unit + 1) * blocks_ - 1) / total_); }
-    __device__ __forceinline__ long long first_unit(int block) const { return block * total_ / blocks_; }
+    // Returns the block that computes this step.
+    __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
+    __device__ __forceinline__ long long first_step(int block) const { return block * total_ / blocks_; }
 
-    // The first sequence from `batch` on that has row sets. All lanes of a warp together.
+    // Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
     __device__ __forceinline__ static int next_sequence(const DecodeParams& p, int batch) {
         const int lane = threadIdx.x & 31;
         for (; batch < p.problem.batch; batch += 32) {
             bool has_work = false;
             if (batch + lane < p.problem.batch) {
                 const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch + lane);
-                has_work = Work(p, batch + lane, sequence).row_tiles > 0;
+                has_work = SequenceWork(p, batch + lane, sequence).row_tiles > 0;
             }
             const unsigned found = __ballot_sync(~0u, has_work);
             if (found) return batch + __ffs(found) - 1;
@@ -94,50 +95,51 @@ class TileScheduler {
     }
 
 public:
-    // Finds where this block begins. All threads together. Returns whether this thread met no sequence without queries.
+    // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this
+    // thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const int each = (p.problem.batch + THREADS - 1) / THREADS;
         const int first = min(threadIdx.x * each, p.problem.batch), last = min(first + each, p.problem.batch);
         bool has_queries = true;
-        long long own = 0;
+        long long thread_steps = 0;
         for (int batch = first; batch < last; batch++) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch);
-            const Work work(p, batch, sequence);
-            own += static_cast<long long>(work.row_tiles) * work.units;
+            const SequenceWork work(p, batch, sequence);
+            thread_steps += static_cast<long long>(work.row_tiles) * work.steps;
             has_queries &= sequence.has_queries();
         }
-        long long until = own;  // with this thread's
+        long long until = thread_steps;  // inclusive prefix sum
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const long long before = __shfl_up_sync(~0u, until, distance);
             if (lane >= distance) until += before;
         }
-        if (lane == 31) sums_[warp] = until;
+        if (lane == 31) warp_totals_[warp] = until;
         if (threadIdx.x == 0) position_ = end_ = 0;
         __syncthreads();
         long long total = 0;
 #pragma unroll
         for (int w = 0; w < THREADS / 32; w++) {
-            if (w < warp) until += sums_[w];
-            total += sums_[w];
+            if (w < warp) until += warp_totals_[w];
+            total += warp_totals_[w];
         }
         if (total == 0) return has_queries;
-        const int blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kLeastUnits - 1) / kLeastUnits));
+        const int blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kMinSteps - 1) / kMinSteps));
         const long long start = blockIdx.x * total / blocks;
-        // of the threads whose sequences have units one is right
-        if (blockIdx.x < blocks && until - own <= start && start < until) {
-            long long left = start - (until - own);
+        // Exactly one thread has the sequence in which this block starts.
+        if (blockIdx.x < blocks && until - thread_steps <= start && start < until) {
+            long long left = start - (until - thread_steps);
             int batch = first;
             while (true) {
-                const Work work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
-                const long long here = static_cast<long long>(work.row_tiles) * work.units;
-                if (left < here) {
-                    row_set_ = static_cast<int>(left / work.units);
-                    unit_ = static_cast<int>(left % work.units);
+                const SequenceWork work(p, batch, CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch));
+                const long long sequence_steps = static_cast<long long>(work.row_tiles) * work.steps;
+                if (left < sequence_steps) {
+                    row_tile_ = static_cast<int>(left / work.steps);
+                    step_ = static_cast<int>(left % work.steps);
                     break;
                 }
-                left -= here;
+                left -= sequence_steps;
                 batch++;
             }
             batch_ = batch;
@@ -149,18 +151,18 @@ public:
         return has_queries;
     }
 
-    // The next segment, and behind it. The block's first warp alone; `segment` is in shared memory.
-    __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& segment) {
+    // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
+    __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& tile) {
         WorkTile s;
         s.exists = position_ < end_;
         if (s.exists) {
             const CacheSeqlenInfo sequence(p.problem, p.lengths, p.cache, batch_);
-            const Work work(p, batch_, sequence);
+            const SequenceWork work(p, batch_, sequence);
             const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-            const int row_tile = row_set_, unit = unit_;
-            const long long begin = position_ - unit;  // of the row set
-            const int until = static_cast<int>(min(unit + (end_ - position_), static_cast<long long>(work.units)));
+            const int row_tile = row_tile_, step = step_;
+            const long long begin = position_ - step;  // where the row tile begins on the line
+            const int until = static_cast<int>(min(step + (end_ - position_), static_cast<long long>(work.steps)));
             s.batch = batch_;
             s.head_k = row_tile / tiles;
             s.row = row_tile % tiles * BLOCK_ROWS;
@@ -171,31 +173,31 @@ public:
             s.k_offset = sequence.k_offset();
             s.valid = work.valid;
             s.first_block = block_of(begin);
-            s.blocks = block_of(begin + work.units - 1) - s.first_block + 1;
-            // Of no more parts than are allowed, each is computed by the block that has its end: then others have none of it.
-            const int chunk = p.num_splits > 0 ? (work.units + p.num_splits - 1) / p.num_splits : 1;
-            s.first = min(work.first + unit / chunk * chunk * kUnit, work.end);
-            s.end = until == work.units ? work.end : min(work.first + until / chunk * chunk * kUnit, work.end);
-            if ((threadIdx.x & 31) == 0) segment = s;  // at once: registers are few where a kernel has all of them
+            s.blocks = block_of(begin + work.steps - 1) - s.first_block + 1;
+            // num_splits limits the splits of a row tile: each split goes to the block that has its end.
+            const int chunk = p.num_splits > 0 ? (work.steps + p.num_splits - 1) / p.num_splits : 1;
+            s.first = min(work.first + step / chunk * chunk * kStepTokens, work.end);
+            s.end = until == work.steps ? work.end : min(work.first + until / chunk * chunk * kStepTokens, work.end);
+            if ((threadIdx.x & 31) == 0) tile = s;  // early, because kernels that use all registers have none to hold it
             __syncwarp();
-            int batch = s.batch, following = row_tile, next_unit = until;
-            if (until == work.units) {
-                following = row_tile + 1;
-                next_unit = 0;
-                if (following == work.row_tiles) {
-                    following = 0;
-                    if (position_ + (until - unit) < end_) batch = next_sequence(p, batch + 1);
+            int batch = s.batch, next_row_tile = row_tile, next_step = until;
+            if (until == work.steps) {
+                next_row_tile = row_tile + 1;
+                next_step = 0;
+                if (next_row_tile == work.row_tiles) {
+                    next_row_tile = 0;
+                    if (position_ + (until - step) < end_) batch = next_sequence(p, batch + 1);
                 }
             }
             __syncwarp();
             if ((threadIdx.x & 31) == 0) {
-                position_ += until - unit;
+                position_ += until - step;
                 batch_ = batch;
-                row_set_ = following;
-                unit_ = next_unit;
+                row_tile_ = next_row_tile;
+                step_ = next_step;
             }
         } else if ((threadIdx.x & 31) == 0) {
-            segment.exists = false;
+            tile.exists = false;
         }
     }
 };

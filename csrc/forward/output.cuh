@@ -1,10 +1,11 @@
-// What becomes of the output and of a row's softmax state, for any layout (score_layout.cuh).
+// Epilogue of the forward kernels: rescales the output, adds the attention sink, writes a row's lse, for any Layout
+// (score_layout.cuh).
 #pragma once
 
 #include "forward/scores.cuh"
 
-// Multiplies rows of the output, for Scores::move_references. A lane has the rows of an output tile that it has of a tile of
-// scores.
+// Returns a function that multiplies rows of the output, for Scores::update_row_max. A lane has the same rows of output tiles
+// as of tiles of scores.
 template <class Layout, int RowTiles, int OutputTiles>
 __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTiles][OutputTiles]) {
     return [&o](int mt, int r, float factor) {
@@ -17,38 +18,39 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
 }
 
 template <class Layout>
+// Sums x over the lanes of a row.
 __device__ __forceinline__ float row_sum(float x) {
-    for (int mate : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, mate);
+    for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
     return x;
 }
 
-// Joins the sink to a finished row's sum. Returns the factor for its output.
-__device__ __forceinline__ float join_sink(const ScoreOptions& options, int head, float& reference, float& sum) {
+// Adds an attention sink (a logit more in the softmax) to a finished row's sum. Returns the factor for its output.
+__device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
         SoftmaxRow row;
-        row.reference = reference;
+        row.row_max = row_max;
         row.sum = sum;
         float other_factor;
         factor = row.merge(fmaf(__ldg(options.sinks + head), kLog2e, kMaxOffset), exp2_approx(-kMaxOffset), other_factor);
-        reference = row.reference;
+        row_max = row.row_max;
         sum = row.sum;
     }
     return factor;
 }
 
-// Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
-// its output is to be multiplied by. The row's mates call this together.
+// Finishes row r of row tile mt, of a warp whose first row is `row`: writes its lse if the row exists, and returns the factor
+// for its output. All lanes of the row call it together.
 template <class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,
                                             float* lse) {
     const SoftmaxRow& state = softmax.row[mt][r];
-    float reference = state.reference, sum = row_sum<Layout>(state.sum), factor = 1.f;
-    constexpr bool kHasFactor = kVarlen || kHasDropout;
-    if (kVarlen) factor = join_sink(p.score_options, head, reference, sum);
+    float row_max = state.row_max, sum = row_sum<Layout>(state.sum), factor = 1.f;
+    constexpr bool kHasFactor = kHasSinks || kHasDropout;
+    if (kHasSinks) factor = add_sink(p.score_options, head, row_max, sum);
     if (kHasDropout && p.score_options.rng_state) factor *= p.score_options.dropout_scale;
-    const SoftmaxResult result(reference, sum);
+    const SoftmaxResult result(row_max, sum);
     const float scale = kHasFactor ? result.output_scale * factor : result.output_scale;
     const int i = row + Layout::kTileQueries * mt + Layout::first_query(lane) + Layout::row_slot(r);
     if (Layout::leads_row(lane) && i < sequence.seqlen_q()) lse[i] = result.lse;

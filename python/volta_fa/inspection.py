@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import remedies
+from . import diagnostics
 from .library import library_path
 from .version import __version__
 
@@ -26,7 +26,7 @@ def info() -> dict[str, Any]:
             it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
         tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
             the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
-            that failed, and overridden: whether the process was given another tuning instead. docs/tuning.md has more.
+            that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
         problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), requires (what of that a
@@ -46,7 +46,7 @@ def info() -> dict[str, Any]:
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
         "tuning": _tunings(build["simulator"]),
-        "problems": remedies.problems(),
+        "problems": diagnostics.problems(),
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }

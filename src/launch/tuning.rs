@@ -83,7 +83,7 @@ pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
             Ok(None) if given.is_none() => Outcome::Missing,
             Ok(None) => ignored(path, "there is no such file"),
             Ok(Some(tuning)) => {
-                let (tuning, refused) = tuning.usable_on(COMPILED, limits);
+                let (tuning, refused) = tuning.usable_on(COMPILED, limits.sm(), limits.shared_bytes_per_block);
                 if !refused.is_empty() {
                     warn(&format!("choices of the tuning {} are ignored: {}", path.display(), refused.join("; ")));
                 }

@@ -1,19 +1,20 @@
-// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without its dQ product. A block
-// owns queries and walks over the keys that they see:
+// dQ kernel of the turing backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
+// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
-// so S and dP are computed twice, and dQ is a sum in a fixed order. Q, dO and dQ of a warp's queries are in registers, and dS
-// is operand A as the scores lie: shared memory has two tiles of K and of V alone.
+// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
+// registers. dS is operand A as the scores lie in registers, so shared memory has only two tiles of K and of V.
 #pragma once
 
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
-#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/dropout.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
@@ -21,28 +22,28 @@ struct BackwardDq {
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "whole tiles");
     static constexpr int kPairs = S::kChunks / 2;
-    // ptxas would load as many operands ahead as there are registers, and spill others for it.
+    // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
     using LaneRows = float[kRowTiles][Layout::kRows];
 
-    // The last queries see the most keys of a causal problem: they begin first.
+    // Under a causal mask the last queries see the most keys, so they start first.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_thread() / 32 * kWarpRows; }
 
-    // General kernels: dS from S and dP, in a rolled loop, as in split.cuh. `row` and `key` are the warp's first; lse, in units of
-    // log2, and -delta are of the lane's rows.
-    static __device__ __forceinline__ void general_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
-                                                                   int row, int key, const LaneRows& minus_lse,
-                                                                   const LaneRows& minus_delta, bool masked) {
+    // Generic kernels: computes dS from S and dP, in a rolled loop over tiles as in warp_specialized.cuh. `row` and `key`:
+    // first of the warp. neg_lse (log2 units) and neg_delta are those of the lane's rows.
+    static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
+                                                                   int row, int key, const LaneRows& neg_lse,
+                                                                   const LaneRows& neg_delta, bool masked) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
 #pragma unroll 1
         for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
-            const ScoreCoord<Layout> place(lane, row + 16 * m, key + 8 * n);
+            const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             const auto of_row = [&](const LaneRows& x, int v) {
                 const int r = Layout::row_of(v);
                 return m ? x[kRowTiles - 1][r] : x[0][r];
@@ -53,23 +54,23 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 4; v++) {
                     const float logistic = softcap.logistic(x[v]);
-                    x[v] = fmaf(-2.f * softcap.cap, logistic, softcap.cap + of_row(minus_lse, v));
-                    // of dP - delta: where probabilities are dropped, softcap is off
-                    dx[v] = (dx[v] + of_row(minus_delta, v)) * Softcap::derivative(logistic);
+                    x[v] = softcap.score(logistic, softcap.cap + of_row(neg_lse, v));
+                    // Applied to dP - delta. No problem has both softcap and dropout.
+                    dx[v] = (dx[v] + of_row(neg_delta, v)) * Softcap::derivative(logistic);
                 }
             } else {
 #pragma unroll
-                for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(minus_lse, v));
+                for (int v = 0; v < 4; v++) x[v] = fmaf(x[v], p.problem.scale_log2, of_row(neg_lse, v));
                 if (options.rng_state) {
-                    const u32 kept = kept_of_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), place);
+                    const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), coord);
 #pragma unroll
                     for (int v = 0; v < 4; v++) dx[v] = is_kept<Layout>(kept, v) ? dx[v] * options.dropout_scale : 0.f;
                 }
 #pragma unroll
-                for (int v = 0; v < 4; v++) dx[v] += of_row(minus_delta, v);
+                for (int v = 0; v < 4; v++) dx[v] += of_row(neg_delta, v);
             }
-            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, place);
-            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
+            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
 #pragma unroll
             for (int v = 0; v < 4; v++) dx[v] *= exp2_approx(x[v]);
             const OperandA packed = {to_half2(dx[0], dx[1]), to_half2(dx[2], dx[3])};
@@ -87,7 +88,7 @@ struct BackwardDq {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen ? pinned(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
 
         OperandA q[kRowTiles][S::kChunks], dout[kRowTiles][S::kChunks];
         load_own_fragments(q, p.q, rows_of(p.q, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(), sequence.seqlen_q(),
@@ -95,8 +96,8 @@ struct BackwardDq {
         load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
-        // Rows beyond the arrays are as those beyond seqlen_q.
-        LaneRows minus_lse, minus_delta;
+        // Rows past the arrays are like rows past seqlen_q.
+        LaneRows neg_lse, neg_delta;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
 #pragma unroll
@@ -105,21 +106,21 @@ struct BackwardDq {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* stats = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                minus_lse[m][r] = exists ? stats[RowStats::kLseAt] * p.problem.scale_log2 : negative_infinity();
-                minus_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
+                neg_lse[m][r] = exists ? stats[RowStats::kLseAt] * p.problem.scale_log2 : negative_infinity();
+                neg_delta[m][r] = exists ? stats[RowStats::kDeltaAt] : 0.f;
             }
 
         Accumulator dq[kRowTiles][S::kChunks];
         clear(dq);
 
-        TilesOfStep<S> tiles;
+        StepTileLoader<S> tiles;
         tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
         tiles.store(shared + S::slot(range.first) * S::kSlotBytes);
         tiles.load(p, p.k, p.v, key_head, first_key + range.first + S::kStep, seqlen_k - range.first - S::kStep);
 
 #pragma unroll 1
         for (int key = range.first; key < range.end; key += S::kStep) {
-            __syncthreads();  // this step's tiles are there, and the other slot is free
+            __syncthreads();  // this step's tiles are stored, the other slot is free
             tiles.store(shared + S::slot(key + S::kStep) * S::kSlotBytes);
             const u32 tile = shared + S::slot(key) * S::kSlotBytes;
             Scores s, dp;
@@ -140,10 +141,10 @@ struct BackwardDq {
                     multiply_pair<S>(dp, b, pair_after<S>(step, c) + S::kStepTile);
                 }
             }
-            const bool masked = !range.unmasked.contain(key);
+            const bool masked = !range.unmasked.contains(key);
             PackedScores ds;
             if (kGeneric) {
-                general_score_gradients(ds, s, dp, p, remat_warp_row(), key, minus_lse, minus_delta, masked);
+                generic_score_gradients(ds, s, dp, p, remat_warp_row(), key, neg_lse, neg_delta, masked);
             } else {
                 if (masked) mask_scores(s, p, remat_warp_row(), key);
 #pragma unroll
@@ -153,14 +154,14 @@ struct BackwardDq {
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
                             const auto gradient = [&](int v) {
-                                return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, minus_lse[m][r])) *
-                                       (dp[n][m][v] + minus_delta[m][r]);
+                                return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, neg_lse[m][r])) *
+                                       (dp[n][m][v] + neg_delta[m][r]);
                             };
-                            // fp32 to the end: dP - delta may be far beyond fp16 where P is small
+                            // fp32 until here: dP - delta may be far beyond fp16 where P is small.
                             ds[n][m][r] = to_half2(gradient(2 * r), gradient(2 * r + 1));
                         }
             }
-            // The tile after the next is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the tile after the next are in flight from here on. Past the last key nothing is loaded.
             tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
             {
                 const u32 step = keys_by_rows<S>(tile, remat_thread() % 32);

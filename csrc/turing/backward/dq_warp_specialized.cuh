@@ -1,20 +1,23 @@
-// Backward, dQ alone, for headdims of which a warp has no registers for fragments of both Q and dO: 8 warps in two roles of four,
-// as in split.cuh. Of a pair with the same queries one warp computes S and P, the other dP and dS, and each half of dQ's columns. P
-// goes to the partner and dS back lane by lane, through shared memory, and dS is used a step later.
+// dQ kernel of the turing backward pass without atomics, for headdims where Q and dO of a warp's rows do not both fit its
+// registers. 8 warps in two roles of four, as in warp_specialized.cuh; dq.cuh has the products.
+//
+// Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes half of dQ's columns. P
+// goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 #pragma once
 
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/tiles.cuh"
-#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/dropout.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
-struct BackwardQueriesSplit {
+struct BackwardDqWarpSpecialized {
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
-    static_assert(S::kStep == 16, "a parcel is 16 bytes of a lane");
+    static_assert(S::kStep == 16, "a lane exchanges 16 bytes");
     static constexpr int kPartners = S::kWarps / 2;
     static constexpr int kWarpRows = BlockRows / kPartners, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "whole tiles");
@@ -24,7 +27,8 @@ struct BackwardQueriesSplit {
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
 
-    static constexpr int kParcelBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kParcelBytes;
+    // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, softcap's derivative.
+    static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
 
@@ -33,39 +37,40 @@ struct BackwardQueriesSplit {
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ void wait_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_pair()) : "memory"); }
-    static __device__ __forceinline__ u32 parcels(u32 region) {
-        return region + remat_pair() * kRowTiles * kParcelBytes + remat_thread() % 32 * 16;
+    // Address of the lane's part of a region.
+    static __device__ __forceinline__ u32 exchange(u32 region) {
+        return region + remat_pair() * kRowTiles * kExchangeBytes + remat_thread() % 32 * 16;
     }
     static __device__ __forceinline__ void send(u32 to, const PackedScores& x) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
-            store_shared(to + m * kParcelBytes, make_uint4(x[0][m][0], x[0][m][1], x[1][m][0], x[1][m][1]));
+            store_shared(to + m * kExchangeBytes, make_uint4(x[0][m][0], x[0][m][1], x[1][m][0], x[1][m][1]));
     }
     static __device__ __forceinline__ void receive(u32 from, PackedScores& x) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
-            const uint4 r = load_shared(from + m * kParcelBytes);
+            const uint4 r = load_shared(from + m * kExchangeBytes);
             x[0][m][0] = r.x, x[0][m][1] = r.y, x[1][m][0] = r.z, x[1][m][1] = r.w;
         }
     }
 
-    // What a lane has of its rows: -lse/scale in units of log2 with the exponent's shift in the first role, -delta in the second.
+    // Statistics of the lane's rows: first role, -lse/scale in log2 units plus the exponent's shift; second role, -delta.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
-    // General kernels, in rolled loops, as in split.cuh: P, those that dropout drops with the sign bit; softcap's derivative goes
-    // to the partner beside it.
-    static __device__ __forceinline__ void general_probabilities(PackedScores& x, Scores& s, const LaneRows& minus_lse,
+    // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
+    // Softcap's derivative goes to the partner too.
+    static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
         const Lane lane = remat_lane();
 #pragma unroll 1
         for (int tile = 0; tile < kRowTiles * kColumnTiles; tile++) {
             const int n = tile / kRowTiles, m = tile % kRowTiles;
-            const ScoreCoord<Layout> place(lane, row + 16 * m, key + 8 * n);
+            const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 8 * n);
             Accumulator& score = s[0][0];
             if (options.softcap > 0.f) {
                 const Softcap softcap(p.problem, options);
@@ -74,20 +79,20 @@ struct BackwardQueriesSplit {
                 for (int v = 0; v < 4; v++) {
                     const float logistic = softcap.logistic(score[v]);
                     slope[v] = Softcap::derivative(logistic);
-                    score[v] = fmaf(-2.f * softcap.cap, logistic, softcap.cap + of_row(minus_lse, m, v));
+                    score[v] = softcap.score(logistic, softcap.cap + of_row(neg_lse, m, v));
                 }
-                store_shared2(slopes + m * kParcelBytes + n * 8, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
+                store_shared2(slopes + m * kExchangeBytes + n * 8, to_half2(slope[0], slope[1]), to_half2(slope[2], slope[3]));
             } else {
 #pragma unroll
-                for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, of_row(minus_lse, m, v));
+                for (int v = 0; v < 4; v++) score[v] = fmaf(score[v], p.problem.scale_log2, of_row(neg_lse, m, v));
             }
-            add_position_terms(score, p, remat_block_head(), p.problem.seqlen_q, place);
-            if (masked) mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            add_position_terms(score, p, remat_block_head(), p.problem.seqlen_q, coord);
+            if (masked) mask_tile(score, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             OperandA probabilities;
 #pragma unroll
             for (int h = 0; h < 2; h++) probabilities[h] = pack_units(exp2_approx(score[2 * h]), exp2_approx(score[2 * h + 1]));
             if (options.rng_state) {
-                const u32 kept = kept_of_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), place);
+                const u32 kept = draw_kept_tile<Layout>(philox_of(p, remat_block_head()), DropoutRule(options), coord);
 #pragma unroll
                 for (int h = 0; h < 2; h++)
                     probabilities[h] |=
@@ -98,8 +103,8 @@ struct BackwardQueriesSplit {
         }
     }
 
-    // dS in x, from P as the partner sent it and dP.
-    static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& minus_delta,
+    // Computes dS in x, from the partner's P in x, and dP.
+    static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& neg_delta,
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
         PackedScores slopes;
@@ -113,9 +118,9 @@ struct BackwardQueriesSplit {
                 for (int h = 0; h < 2; h++) {
                     const float2 probability = to_float2(x[n][m][h]);
                     const auto gradient = [&](float dp, float probability) {
-                        if (!kGeneric) return score_gradient(probability, dp, minus_delta[m][h]);
+                        if (!kGeneric) return score_gradient(probability, dp, neg_delta[m][h]);
                         if (options.rng_state) dp = __float_as_int(probability) < 0 ? 0.f : dp * options.dropout_scale;
-                        return score_gradient(fabsf(probability), dp, minus_delta[m][h]);
+                        return score_gradient(fabsf(probability), dp, neg_delta[m][h]);
                     };
                     float first = gradient(dp[n][m][2 * h], probability.x), second = gradient(dp[n][m][2 * h + 1], probability.y);
                     if (capped) {
@@ -134,7 +139,7 @@ struct BackwardQueriesSplit {
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
         const KeyRange<BlockRows, S::kStep> range(mask_of(p.problem, sequence), first_row);
         const int key_head = blockIdx.y / (p.problem.nheads / p.problem.nheads_k);
-        const int first_key = kVarlen ? pinned(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
+        const int first_key = kVarlen ? keep_in_register(sequence.k_offset()) : 0, seqlen_k = sequence.seqlen_k();
 
         OperandA own[kRowTiles][S::kChunks];  // of Q or of dO
         {
@@ -143,7 +148,7 @@ struct BackwardQueriesSplit {
                                sequence.seqlen_q(), is_first_role() ? p.problem.headdim : p.problem.headdim_v,
                                is_first_role() ? p.problem.sign_flip : 0, query_of_lane);
         }
-        // Rows beyond the arrays are as those beyond seqlen_q.
+        // Rows past the arrays are like rows past seqlen_q.
         LaneRows stats;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -153,33 +158,33 @@ struct BackwardQueriesSplit {
                 const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, blockIdx.y);
                 const float* from = p.row_stats + head_row * RowStats::kRowFloats + RowStats::offset(row);
                 const bool exists = row < rounded_rows<RowStats>(p, sequence);
-                const float minus_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
-                const float minus_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
-                stats[m][r] = is_first_role() ? fmaf(minus_lse, p.problem.scale_log2, kProbabilityBits)
-                                              : minus_delta * (1.f / kProbabilityUnit);
+                const float neg_lse = exists ? from[RowStats::kLseAt] : negative_infinity();
+                const float neg_delta = exists ? from[RowStats::kDeltaAt] : 0.f;
+                stats[m][r] =
+                    is_first_role() ? fmaf(neg_lse, p.problem.scale_log2, kProbabilityBits) : neg_delta * (1.f / kProbabilityUnit);
             }
 
         Accumulator dq[kRowTiles][2 * kOwnPairs];
         clear(dq);
 
-        TilesOfStep<S> tiles;
+        StepTileLoader<S> tiles;
         tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
         tiles.store(shared);
-        // dS and K of the step before the first, which add nothing
+        // dS and K of the step before the first: zeros, which add nothing.
         clear_shared<S::kStepTile, S::kThreads>(shared + 2 * S::kSlotBytes);
         clear_shared<kPartnerBytes, S::kThreads>(shared + kGradients);
 
         u32 this_slot = shared, next_slot = shared + S::kSlotBytes, last_slot = shared + 2 * S::kSlotBytes;
         PackedScores ds;
         const auto add_dq = [&](u32 slot) {
-            receive(parcels(shared + kGradients), ds);
+            receive(exchange(shared + kGradients), ds);
             const u32 step = pair_after<S>(keys_by_rows<S>(slot, remat_thread() % 32), is_first_role() ? 0 : 1);
 #pragma unroll
             for (int c = 0; c < kOwnPairs; c++) accumulate_pair<S>(dq, ds, pair_after<S>(step, 2 * c), c);
         };
 #pragma unroll 1
         for (int key = range.first; key < range.end; key += S::kStep) {
-            __syncthreads();  // this step's tiles are there, and the last one's dS
+            __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
             Scores s;  // S or dP
             clear(s);
@@ -195,16 +200,16 @@ struct BackwardQueriesSplit {
                     multiply_pair<S>(s, a, pair_after<S>(step, c));
                 }
             }
-            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
             const auto load_next = [&] {
                 tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
             };
             PackedScores probabilities;
-            // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+            // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
             if (__any_sync(~0u, is_first_role())) {
-                const bool masked = !range.unmasked.contain(key);
+                const bool masked = !range.unmasked.contains(key);
                 if (kGeneric) {
-                    general_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, parcels(shared + kSlopes));
+                    generic_probabilities(probabilities, s, stats, p, remat_warp_row(), key, masked, exchange(shared + kSlopes));
                 } else {
                     if (masked) mask_scores(s, p, remat_warp_row(), key);
 #pragma unroll
@@ -219,15 +224,15 @@ struct BackwardQueriesSplit {
                                 probabilities[n][m][h] = pack_units(of(2 * h), of(2 * h + 1));
                             }
                 }
-                send(parcels(shared + kProbabilities), probabilities);
+                send(exchange(shared + kProbabilities), probabilities);
                 load_next();
                 wait_partner();
             } else {
                 load_next();
                 wait_partner();
-                receive(parcels(shared + kProbabilities), probabilities);
-                score_gradients(probabilities, s, stats, p, parcels(shared + kSlopes));
-                send(parcels(shared + kGradients), probabilities);
+                receive(exchange(shared + kProbabilities), probabilities);
+                score_gradients(probabilities, s, stats, p, exchange(shared + kSlopes));
+                send(exchange(shared + kGradients), probabilities);
             }
             tiles.store(next_slot);
             const u32 free_slot = last_slot;

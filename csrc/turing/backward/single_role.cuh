@@ -1,5 +1,6 @@
-// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes
-// both S^T and dP^T of its keys, with V in registers and K from shared memory.
+// Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK
+// of its own 32 keys, and computes both S^T and dP^T, with V in registers and K from shared memory. shape.cuh has the products,
+// dq_mode.cuh what becomes of dQ. Generic kernels have exactly one score feature (one_feature.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -10,18 +11,19 @@
 
 namespace turing {
 
-template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
-struct BackwardSmall {
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
+struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
     static constexpr int kSharedBytes = S::kSharedBytes;
-    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps, "a warp has 32 keys");
     static_assert(!kGeneric || kOneFeature, "scores pass through here as they are, but for one thing");
     static constexpr int kPairs = S::kChunks / 2, kColumnTiles = S::kStep / 8;
     using Layout = KeysLayout<2>;
     using Dq = DqProduct<S>;
-    static_assert(Dq::kPairs == 1, "see put_dq");
+    static_assert(Dq::kPairs == 1, "see compute_dq");
 
     static __device__ __forceinline__ void run(const BwdParams& p) {
         extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -29,8 +31,8 @@ struct BackwardSmall {
         const int warp = threadIdx.x / 32;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (kVarlen && !kWhole && first_key >= sequence.stored_k()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
+        if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         OperandA v[2][S::kChunks];
@@ -41,28 +43,28 @@ struct BackwardSmall {
         clear(dk);
         clear(dv);
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
-        if (kWhole) write_all_statistics<S>(p, sequence);
-        if (kWhole) __syncthreads();  // the statistics are there
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+        if (kFused) write_all_statistics<S>(p, sequence);
+        if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
                 Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                              Dq::b_operand(shared + S::kOwn, lane, warp), pair);
-                if constexpr (kWhole)
+                if constexpr (kFused)
                     Dq::store(c, p, rows.head, row, range.end, warp, pair);
                 else
                     Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
-            TilesOfStep<S> tiles;
+            StepTileLoader<S> tiles;
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
@@ -72,19 +74,19 @@ struct BackwardSmall {
                     initial.load_bias(p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
             };
             load_bias(first);
-            __syncthreads();  // the last head's tiles are done with
+            __syncthreads();  // the last head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first, which adds nothing
+            // dS of the step before the first: zeros, which add nothing.
             if (kWithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles are there, and the last one's dS
-                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                __syncthreads();  // this step's tiles and the last step's dS are stored
+                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
-                if (kWithDq) put_dq(max(row - S::kStep, first), slot ^ 1, 0);
+                if (kWithDq) compute_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
                 Accumulator s[kColumnTiles][2], dp[kColumnTiles][2];
                 if (kHasAlibi)
@@ -113,12 +115,13 @@ struct BackwardSmall {
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
                     }
                 }
-                // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the tile after the next are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 if (uses_fp32_bias(p.score_options))
-                    initial.add_fp32_bias(s, p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
-                if (!range.unmasked.contain(row)) {
-                    // Rare: everything is derived again, so that none of it takes a register in the loop.
+                    initial.add_fp32_bias(s, p, rows.head, row, range.end,
+                                          remat_block_index() * S::kRows + remat_thread() / 32 * 32);
+                if (!range.unmasked.contains(row)) {
+                    // Rare: everything is computed again, so that none of it holds a register in the loop.
                     const u32 thread = remat_thread();
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_index() * S::kRows + thread / 32 * 32);
@@ -127,23 +130,23 @@ struct BackwardSmall {
                 OperandA probabilities[kColumnTiles][2], ds[kColumnTiles][2];
                 {
                     const u32 thread = remat_thread(), lane = thread % 32;
-                    const Lane place(lane);
+                    const Lane layout_lane(lane);
                     const u32 to = shared + S::kScores + slot * S::kScoreTile +
                                    score_offset<S::kScoreChunks>(thread / 32 * 32 + lane / 4, 0) + lane % 4 * 4;
                     stats.scale(p.problem.scale_log2);
                     const Softcap softcap(p.problem, p.score_options);
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
-                        const float2 lse = stats.lse_of(n, place), delta = stats.delta_of(n, place);
-                        // 2^(score + lse), and the factor of its gradient
+                        const float2 lse = stats.lse_of(n, layout_lane), delta = stats.delta_of(n, layout_lane);
+                        // Returns P = 2^(score + lse); sets `slope` to softcap's derivative.
                         const auto probability = [&](float s, float lse, float& slope) {
                             if (!kHasSoftcap) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
                             const float logistic = softcap.logistic(s);
                             slope = Softcap::derivative(logistic);
-                            const float x = exp2_approx(fmaf(-2.f * softcap.cap, logistic, softcap.cap + lse));
+                            const float x = exp2_approx(softcap.score(logistic, softcap.cap + lse));
                             return s == negative_infinity() ? 0.f : x;
                         };
-                        KeptOfTile kept;
+                        TileDropoutMask kept;
                         if constexpr (kHasDropout) {
                             const int key = remat_block_index() * S::kRows + thread / 32 * 32;
                             kept.draw(Layout(), p, philox_of(p, rows.head), row + 8 * n, key);
@@ -189,7 +192,7 @@ struct BackwardSmall {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
-                        // (Not before the loop: too many registers would be in use.)
+                        // Not before the loop, where too many registers are in use.
                         if (c == 1) load_bias(range.next_step(p, row));
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);
@@ -198,8 +201,8 @@ struct BackwardSmall {
             }
             if (kWithDq) {
                 __syncthreads();
-                const int last = pinned(range.end) - 1;
-                put_dq(last & -S::kStep, S::slot(last), 0);
+                const int last = keep_in_register(range.end) - 1;
+                compute_dq(last & -S::kStep, S::slot(last), 0);
             }
         }
 
@@ -207,10 +210,10 @@ struct BackwardSmall {
         const BlockSeqlenInfo end(p.problem, p.lengths, remat_block_batch());
         const int key = remat_block_index() * S::kRows + remat_thread() / 32 * 32;
         write_gradient(dk, p, p.dk, rows_of(p.dk, remat_block_batch(), remat_block_head(), end.k_offset()), p.signed_scale, key,
-                       end.stored_k(), p.problem.headdim, Layout::key_of_lane);
+                       end.seqlen_k_allocated(), p.problem.headdim, Layout::key_of_lane);
         const float dv_factor = (kHasDropout ? p.score_options.dropout_scale : 1.f) / kProbabilityUnit;
         write_gradient(dv, p, p.dv, rows_of(p.dv, remat_block_batch(), remat_block_head(), end.k_offset()), dv_factor, key,
-                       end.stored_k(), p.problem.headdim_v, Layout::key_of_lane);
+                       end.seqlen_k_allocated(), p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -1,41 +1,42 @@
-// Backward, main kernel for headdim above 64, and for all where scores are modified: 8 warps in two roles of four. The first four
-// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A
-// warp has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory;
-// dQ is everyone's.
+// Main kernel of the turing backward pass for headdim above 64, and for generic kernels: 8 warps in two roles of four (warp
+// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
+// registers. A warp has its operands of K or of V in registers. P goes to the partner warp of the other role, lane by lane,
+// through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh what becomes of dQ.
 #pragma once
 
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
-#include "turing/backward/dropped_keys.cuh"
+#include "turing/backward/dropout.cuh"
 #include "turing/backward/one_feature.cuh"
 #include "turing/backward/shape.cuh"
 
 namespace turing {
 
-template <int Headdim, int BlockRows, int Step, int Threads, int Slots, QueryGradients DqGoes>
-struct BackwardSplit {
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
+template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
+struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
-    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
-    // in shared memory anyway, of V these chunks are.
+    // Pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. K is there anyway;
+    // of V only these chunks are.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
-    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
-    static constexpr int kPartners = S::kWarps / 2;           // warps of a role
-    static constexpr int kKeys = S::kRows / kPartners;        // of a warp
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
+    static constexpr int kPartners = S::kWarps / 2;  // warps of a role
+    static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
-    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
+    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
-    // Kernels of one feature do not ask for it. Of ALiBi and a bias scores begin with what is added.
+    // Kernels of one feature do not test for it. With ALiBi or a bias, scores begin with what is added (one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
     static __device__ __forceinline__ bool is_capped(const BwdParams& p) {
         return kHasSoftcap && (kOneFeature || p.score_options.softcap > 0.f);
@@ -49,39 +50,40 @@ struct BackwardSplit {
         return kHasDropout && (kOneFeature || p.score_options.rng_state);
     }
 
-    // Named barrier of two partners: P is there.
+    // Waits at the named barrier of two partners, until P is stored.
     static __device__ __forceinline__ void wait_partner() {
         asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
     }
-    // Derived again where it is needed, so that it takes no register in the loop.
+    // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_index() * S::kRows + remat_warp_row(); }
-    // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
+    // Whether the step of this row needs no mask. Generic kernels are short of registers, so they compute the range again in
+    // each step.
     static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
-        if (!kGeneric) return range.unmasked.contain(row);
+        if (!kGeneric) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
-        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contain(row);
+        return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
-    // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
-    static __device__ __forceinline__ u32 slopes_of(u32 parcel, u32 slot) {
-        return parcel - (S::kPartner - S::kScores) + slot * S::kScoreTile;
+    // Where softcap's derivative goes, from the address of the exchange: the place of the dS of the same keys.
+    static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
+        return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
 
-    // What goes from a lane to the one with the same scores in the other role, 16 bytes at a time.
-    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kParcelBytes = 32 * 16;
+    // Exchange of packed scores between a lane and the lane with the same scores in the other role, 16 bytes at a time.
+    static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kExchangeBytes = 32 * 16;
     using Words = u32[kWords];
     static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4)
-            store_shared(address + i / 4 * kParcelBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
+            store_shared(address + i / 4 * kExchangeBytes, make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]));
     }
     static __device__ __forceinline__ void receive(u32 address, PackedScores& x) {
         Words& w = reinterpret_cast<Words&>(x);
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
-            const uint4 r = load_shared(address + i / 4 * kParcelBytes);
+            const uint4 r = load_shared(address + i / 4 * kExchangeBytes);
             w[i] = r.x, w[i + 1] = r.y, w[i + 2] = r.z, w[i + 3] = r.w;
         }
     }
@@ -89,9 +91,8 @@ struct BackwardSplit {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner
-    // at `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no
-    // key.
+    // Turns K Q^T into exponents of P: scores in log2 units, minus lse. Generic kernels send softcap's derivative to the
+    // partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -109,8 +110,8 @@ struct BackwardSplit {
                         float &x = s[n][m][2 * h], &y = s[n][m][2 * h + 1];
                         const float x_logistic = softcap.logistic(x), y_logistic = softcap.logistic(y);
                         derivatives[n][m][h] = to_half2(Softcap::derivative(x_logistic), Softcap::derivative(y_logistic));
-                        x = fmaf(-2.f * softcap.cap, x_logistic, softcap.cap + lse.x);
-                        y = fmaf(-2.f * softcap.cap, y_logistic, softcap.cap + lse.y);
+                        x = softcap.score(x_logistic, softcap.cap + lse.x);
+                        y = softcap.score(y_logistic, softcap.cap + lse.y);
                     }
             }
             send(slopes, derivatives);
@@ -127,22 +128,21 @@ struct BackwardSplit {
             const int batch = remat_block_batch();
             const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
             const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
-            const ScoreCoord<Layout> place(lane, row, key);
-            // one conversion, by the XU pipe, for all elements
-            const float first = alibi.distance(place.query(0), place.key(0));
+            const ScoreCoord<Layout> coord(lane, row, key);
+            // One int-to-float conversion (slow XU pipe) for all elements.
+            const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
                 for (int v = 0; v < Layout::kElements; v++)
-                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + place.query_minus_key(v)));
+                    tile_of(s, n)[v] = alibi(tile_of(s, n)[v], first + static_cast<float>(8 * n + coord.query_minus_key(v)));
         }
         if (has_bias(p)) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
                 add_bias(tile_of(s, n), p, remat_block_batch(), head, row_end, ScoreCoord<Layout>(lane, row + 8 * n, key));
         }
-        if (kInitial && uses_fp32_bias(options))
-            InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
+        if (kInitial && uses_fp32_bias(options)) InitialScores<Layout, kColumnTiles>::add_fp32_bias(s, p, head, row, row_end, key);
         if (masked) apply_mask<Layout>(reinterpret_cast<Tile(&)[1][kColumnTiles]>(s), p, lane, row, key);
         if (!kGeneric || kInitial) {
 #pragma unroll
@@ -155,15 +155,15 @@ struct BackwardSplit {
         }
     }
 
-    // From P^T what dropout leaves for dV, in x, and for the partner, in `sent`: all of it, what is dropped with the sign bit.
+    // Applies dropout to P^T: x keeps what dV takes. `sent` gets all of P, with sign bits on what is dropped, for the partner.
     static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
                                                 int row) {
         const Lane lane = remat_lane();
         const Philox philox = philox_of(p, head);
-        if constexpr (kOwnCalls) {
+        if constexpr (kOneCallPerLane) {
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++) {
-                KeptOfTile kept;
+                TileDropoutMask kept;
                 kept.draw(Layout(), p, philox, row + 8 * n, key);
 #pragma unroll
                 for (int m = 0; m < kKeyTiles; m++)
@@ -176,10 +176,11 @@ struct BackwardSplit {
             }
             return;
         }
-        u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
+        u32 kept = 0;  // bits of draw_kept_tile, 4 further for each column tile
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
-            kept |= kept_of_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key)) << 4 * n;
+            kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
+                    << 4 * n;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -190,11 +191,11 @@ struct BackwardSplit {
                     const u32 signs =
                         (is_kept<Layout>(kept >> 4 * n, v) ? 0 : 0x8000) | (is_kept<Layout>(kept >> 4 * n, v + 1) ? 0 : 0x80000000);
                     sent[n][m][h] = x[n][m][h] | signs;
-                    x[n][m][h] &= ~halves_of(signs);
+                    x[n][m][h] &= ~sign_masks(signs);
                 }
     }
 
-    // dS^T in x, from P^T as the partner sent it and dP^T.
+    // Computes dS^T in x, from the partner's P^T in x, and dP^T.
     static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -226,7 +227,7 @@ struct BackwardSplit {
                 }
         }
         if (has_bias_gradient(p)) {
-            // Rolled, for the size of the code: the first tile's, and then all move down, the first one to the end.
+            // Rolled, for code size: works on the first tile, then moves all down, the first to the end.
 #pragma unroll 1
             for (int n = 0; n < kColumnTiles; n++) {
                 add_bias_gradient(tile_of(dp, 0), p, head, ScoreCoord<Layout>(lane, row + 8 * n, key));
@@ -240,7 +241,7 @@ struct BackwardSplit {
         }
         if (is_capped(p)) {
             receive(slopes, x);
-            __syncwarp();  // dS takes their place
+            __syncwarp();  // dS takes the place of the derivatives
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -259,7 +260,7 @@ struct BackwardSplit {
                 for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
     }
 
-    // V's part of those, in the order of KeysLayout, padded with zeros.
+    // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
@@ -269,7 +270,7 @@ struct BackwardSplit {
                          exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
         }
     }
-    // Where a warp's operand A lies there.
+    // Address of a warp's operand A there, of K or V.
     static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
         const u32 lane = remat_thread() % 32, row = remat_warp_row() + lane % 8 + lane / 8 % 2 * 8;
         const u32 values = shared + kValues + remat_swizzled<8>(row, lane / 16);
@@ -283,8 +284,8 @@ struct BackwardSplit {
         const int warp = threadIdx.x / 32, role = warp / kPartners, pair = warp % kPartners;
         const int first_key = blockIdx.x * S::kRows;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (kVarlen && !kWhole && first_key >= sequence.stored_k()) return;
-        const Queries<S> range(mask_of(p.problem, sequence), first_key, kWhole);
+        if (kVarlen && !kFused && first_key >= sequence.seqlen_k_allocated()) return;
+        const Queries<S> range(mask_of(p.problem, sequence), first_key, kFused);
 
         if (kWithDq || kSharedPairs > 0) load_own_keys<S, Layout>(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
         if (kSharedPairs > 0) load_values(p, shared, sequence.k_offset(), first_key, sequence.seqlen_k());
@@ -299,50 +300,50 @@ struct BackwardSplit {
         Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
         clear(gradient);
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
-        if (kWhole) write_all_statistics<S>(p, sequence);
-        if (kWhole) __syncthreads();  // the statistics are there
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
+        if (kFused) write_all_statistics<S>(p, sequence);
+        if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = kWhole ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto put_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
                 Dq::multiply(c, Dq::a_operand(shared + S::kScores + slot * S::kScoreTile, lane, warp),
                              Dq::b_operand(shared + S::kOwn, lane, warp), pair);
-                if constexpr (kWhole)
+                if constexpr (kFused)
                     Dq::store(c, p, rows.head, row, range.end, warp, pair);
                 else
                     Dq::add(c, p.dq_accum + rows.scratch_offset(row, S::kHeaddim) + Dq::output_offset(lane, warp), pair);
             };
 
-            TilesOfStep<S> tiles;
+            StepTileLoader<S> tiles;
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first, range.rows(p) - first);
             StepStats<S> stats;
             stats.load(p, rows, first);
             InitialScores<Layout, kColumnTiles> initial;
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
-            __syncthreads();  // the last head's tiles are done with
+            __syncthreads();  // the last head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             if (S::kSlots == 2)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first, which adds nothing
+            // dS of the step before the first: zeros, which add nothing.
             if (kWithDq && S::kSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles are there, and the last one's dS
-                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                __syncthreads();  // this step's tiles and the last step's dS are stored
+                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
                 if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll
-                    for (int j = 0; j < Dq::kPairs; j++) put_dq(max(row - S::kStep, first), slot ^ 1, j);
+                    for (int j = 0; j < Dq::kPairs; j++) compute_dq(max(row - S::kStep, first), slot ^ 1, j);
                 }
                 Scores s;  // S^T, then P^T; or dP^T, then dS^T
                 if (kInitial && __any_sync(~0u, is_first_role())) {
@@ -376,19 +377,19 @@ struct BackwardSplit {
                     }
                 }
                 PackedScores packed;
-                const u32 parcels = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
-                // The tile after the next is under way from the middle of the step on, between what takes many registers before and
-                // behind it. (Beyond the last row nothing is loaded.)
+                const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
+                // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
+                // registers. Past the last row nothing is loaded.
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
                                    range.rows(p) - 2 * S::kStep - row);
                 };
-                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
                     const bool masked = !contains(range, p, row);
                     stats.scale(p.problem.scale_log2);
-                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(parcels, slot));
+                    exponents(s, stats, p, head, remat_warp_key(), row, range.end, masked, slopes_of(exchange, slot));
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -399,9 +400,9 @@ struct BackwardSplit {
                     if (has_dropout(p)) {
                         PackedScores sent;
                         drop(packed, sent, p, head, remat_warp_key(), row);
-                        send(parcels, sent);
+                        send(exchange, sent);
                     } else {
-                        send(parcels, packed);
+                        send(exchange, packed);
                     }
                     load_next(!kGeneric);
                     wait_partner();
@@ -409,8 +410,8 @@ struct BackwardSplit {
                     load_next(!kGeneric);
                     wait_partner();
                     stats.scale(p.problem.scale_log2);
-                    receive(parcels, packed);
-                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(parcels, slot));
+                    receive(exchange, packed);
+                    score_gradients(packed, s, stats, p, head, remat_warp_key(), row, slopes_of(exchange, slot));
                     if (kWithDq) {
                         const u32 own = remat_warp_row() + remat_thread() % 32 / 4;
                         const u32 to = shared + S::kScores + slot * S::kScoreTile + score_offset<S::kScoreChunks>(own, 0) +
@@ -433,30 +434,31 @@ struct BackwardSplit {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
-                        // ptxas would load as many operands ahead as there are registers, and spill others for it
+                        // ptxas would load operands ahead into all registers, and spill others for them.
                         if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
                         accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
                     }
                 }
                 if (S::kSlots == 1) {
-                    __syncthreads();  // dS is complete, and Q and dO are free
-                    // One tile after the other comes in beside a part of dQ: together they would take too many registers.
+                    __syncthreads();  // dS is complete, Q and dO are free
+                    // The two tiles are loaded one after the other, each during a part of dQ: both at once would take too many
+                    // registers.
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {
-                        typename TilesOfStep<S>::Part part;
-                        TilesOfStep<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
-                                             range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
-                        if (kWithDq) put_dq(row, 0, i);
-                        TilesOfStep<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
+                        typename StepTileLoader<S>::Part part;
+                        StepTileLoader<S>::load(part, i ? p.dout : p.q, rows.head, rows.origin(p) + row + S::kStep,
+                                                range.rows(p) - S::kStep - row, i ? p.problem.headdim_v : p.problem.headdim);
+                        if (kWithDq) compute_dq(row, 0, i);
+                        StepTileLoader<S>::store(part, shared + S::kStepTiles + i * S::kStepTile);
                     }
                 }
             }
             if (kWithDq && S::kSlots == 2) {
                 __syncthreads();
-                const int last = pinned(range.end) - 1;
+                const int last = keep_in_register(range.end) - 1;
 #pragma unroll 1
-                for (int j = 0; j < Dq::kPairs; j++) put_dq(last & -S::kStep, S::slot(last), j);
+                for (int j = 0; j < Dq::kPairs; j++) compute_dq(last & -S::kStep, S::slot(last), j);
             }
         }
 
@@ -469,7 +471,7 @@ struct BackwardSplit {
         if (has_dropout(p)) dv_factor *= p.score_options.dropout_scale;
         write_gradient(gradient, p, to, rows_of(to, remat_block_batch(), remat_block_head(), end.k_offset()),
                        is_dk ? p.signed_scale : dv_factor, remat_block_index() * S::kRows + end_warp % kPartners * kKeys,
-                       end.stored_k(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
+                       end.seqlen_k_allocated(), is_dk ? p.problem.headdim : p.problem.headdim_v, Layout::key_of_lane);
     }
 };
 

@@ -1,6 +1,9 @@
+// Decode kernel of the turing family: attention of few queries over a KV cache (decode/block.cuh, decode/mainloop.cuh).
 #include "turing/decode/layout.cuh"
 
-// STEP is the rows of a warp.
-using Family = decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>;
+// STEP: rows of a warp.
+using Mainloop = decode::DecodeMainloop<turing::DecodeLayout, STEP / 8, BLOCK_ROWS / STEP, THREADS / 32>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DecodeParams p) { decode::Block<Family>::run(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DecodeParams p) {
+    decode::Block<Mainloop>::run(p);
+}

@@ -1,25 +1,26 @@
-// Forward kernel of the turing family: Q, scores, probabilities and output in registers.
+// Forward kernel of the turing family, software-pipelined: Q, scores, probabilities and output are in registers.
 //
-// m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, on three of them at once, each in another stage:
+// m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, three of them at once in different stages:
 //
 //   tile i + 1: S = Q K^T        tile i: softmax        tile i - 1: O += P V
 //
-// so that there are always products and arithmetic that do not wait for each other. A step is two tiles. K and V move through a
-// ring of slots in shared memory. Step j reads K of steps j and j + 1 and V of j - 1 and j, stores what is kAhead steps ahead and
-// loads from global memory what is one step further. With eight slots and kAhead = 3, what a warp reads and writes in two steps
-// does not meet what another does there, so every second step needs a barrier; with four and kAhead = 2, every step does.
+// So there are always products and arithmetic that do not depend on each other. A step is two tiles. K and V move through a
+// ring of slots in shared memory. Step j reads K of steps j and j + 1 and V of steps j - 1 and j, stores the step kAhead later,
+// and loads the one after that. With eight slots and kAhead = 3, accesses of two steps never meet, so every second step has a
+// barrier. With four slots and kAhead = 2 every step has one.
 //
-// Most steps need no mask. They have a loop of their own: the test alone costs 3 to 6%.
+// Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
 #pragma once
 
 #include "forward/block.cuh"
 #include "forward/pages.cuh"
 #include "turing/forward/layout.cuh"
 #include "turing/forward/one_feature.cuh"
-#include "turing/forward/stream.cuh"
+#include "turing/forward/row_stream.cuh"
 
 namespace turing {
 
+// The kernel. A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots>
 struct ForwardPipelined {
     static constexpr int kThreads = 32 * Warps;
@@ -38,20 +39,20 @@ struct ForwardPipelined {
     static constexpr bool kInitialBias = kOneFeature && kHasBias;
     static constexpr bool kCapped = kOneFeature && kHasSoftcap;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
-    // Whether scores are modified where they are complete, in units of log2.
+    // Whether scores are modified after the product, in log2 units.
     static constexpr bool kHasScoreMod = kGeneric && !kOneFeature;
-    // With ALiBi scores mostly rise towards a row's own position, and references with them: so that comes first, and the keys
-    // before it backwards, then those behind it, backwards too.
+    // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
+    // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;
-    static constexpr bool kEverySecond = Slots == 8;  // step has a barrier
-    static constexpr int kAhead = kEverySecond ? 3 : 2;
+    static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
+    static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
     static_assert(Slots == 4 || Slots == 8, "see above");
     static_assert(kSlotBytes % 128 == 0, "at_group");
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and of V in each of these, the first in the middle of a step and the second at its end.
+    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards), "K and V alike, forwards");
@@ -61,42 +62,44 @@ struct ForwardPipelined {
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
-    // What a lane holds of Q and of the output. Near the limit of 255 registers ptxas has to be helped: each of these was found by
-    // trying until nothing spilled.
-    static constexpr int kHeld = RowTiles * (2 * kChunks + 4 * kChunksV);
-    static constexpr bool kFull = kHeld >= 192;
-    static constexpr bool kFragmentsAhead = !kFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
-    static constexpr bool kPlacesKept =
-        !(kFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));  // else a thread's chunks are derived each time
-    static constexpr bool kStreamsKept = !(kFull && kPaged);         // else the same of where these lie in row 0 of page 0
-    // Whether what a thread moves of K and of V, and ALiBi's constants, are kept behind the ring in shared memory.
-    static constexpr bool kStreamsInShared = kFull && kOneFeature && RowTiles > 1 && !kPaged;
+    // Registers of a lane for Q and the output. Near the limit of 255 registers ptxas needs help: each of the choices below was
+    // found by trial, until nothing spilled.
+    static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
+    static constexpr bool kRegistersFull = kOperandRegisters >= 192;
+    static constexpr bool kFragmentsAhead =
+        !kRegistersFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
+    static constexpr bool kChunkCoordsKept = !(
+        // else a thread's chunk coordinates are computed again each time
+        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
+    // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
+    static constexpr bool kStreamsInShared = kRegistersFull && kOneFeature && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
-    static constexpr bool kPagesInBranch = kFull && RowTiles == 1 && !kGeneric;  // see PageIterator
+    static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kGeneric;  // see PageIterator
     static constexpr bool kMaskKept =
-        !(kFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else it is derived in each masked tile
-    // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
-    // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
-    static constexpr bool kTestedFirst = kFull || Headdim <= 32;
-    static_assert(!kTestedFirst || !kCapped, "see move_references_first");
-    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are derived from references
-    static constexpr bool kKeysKept = kHeld < 144;  // of dropout's random numbers, those of all rounds
-    static constexpr bool kUnmaskedLoop = !(kFull && kGeneric);  // else every step is masked
+        !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else each masked tile computes it again
+    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
+    // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
+    static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
+    static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
+    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are computed from row_max
+    static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
+    static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
 
-    // From the address of a chunk of group 0 to that of group c in the same row.
+    // Address of group c in the row of a chunk of group 0.
     template <int Chunks>
     __device__ __forceinline__ static u32 at_group(u32 address, int c) {
         if (Chunks % 8 != 0) return address + c * 4 * kChunkBytes;
         return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
     }
-    // The slot `steps` further, as its bytes from slot 0.
+    // Offset of the slot `steps` further, in bytes from slot 0.
     __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) {
         if ((kRingBytes & (kRingBytes - 1)) == 0) return slot + steps * kSlotBytes & kRingBytes - 1;
         const u32 after = slot + (steps + Slots) % Slots * kSlotBytes;
         return after >= kRingBytes ? after - kRingBytes : after;
     }
 
-    // What the products of one tile need of K and V, one group of chunks ahead of them.
+    // Operands K and V of a tile's products, loaded one group of chunks ahead.
     struct Fragments {
         u32 k[4], v[4];
         __device__ __forceinline__ void load_k(u32 address, int c) { load_matrices(k, at_group<kChunks>(address, c)); }
@@ -110,16 +113,17 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
-    // The softmax of one tile, whose probabilities may turn out to be too large.
+    // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        float largest = 0.f;  // of these sums: whether a probability may be above 2^(kPackedOne + kRescaleThreshold), packed
+        // of these sums: tells whether a probability may exceed 2^(kPackedOne + kRescaleThreshold) when packed
+        float largest = 0.f;
 
-        // Of row r of row tile mt; with MayMask scores may be -inf.
+        // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
         template <bool MayMask>
         __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
                                                      int r) {
-            if (kTestedFirst) {
+            if (kRescaleBeforeExp) {
                 SoftmaxRow& row = softmax.row[mt][r];
                 float x[2];
 #pragma unroll
@@ -130,8 +134,7 @@ struct ForwardPipelined {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float score = s.tile[mt][0][2 * r + i];
-                const float exponent =
-                    fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].reference);
+                const float exponent = fmaf(kCapped ? CappedSoftmax(p).logistic(score) : score, scale, -softmax.row[mt][r].row_max);
                 x[i] = kCapped && MayMask && score == negative_infinity() ? 0.f : exp2_approx(exponent);
             }
             sum[mt][r] = x[0] + x[1];
@@ -142,26 +145,26 @@ struct ForwardPipelined {
     static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kRescaleThreshold - 112): see softmax.cuh
     static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
 
-    // Moves references to the maxima of the last tile, s, whose probabilities were too large, and computes these again.
-    __device__ __forceinline__ static void move_references(const FwdParams& p, const Tile& s, TileSoftmax& of_tile,
-                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
-                                                           const KeptOfStep<RowTiles>& kept, int half) {
+    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
+    __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
+                                                          Softmax& softmax, float scale, Output& o, Probabilities& p_last,
+                                                          const StepDropoutMask<RowTiles>& dropout, int half) {
         const auto rescale = rescale_output<ForwardLayout>(o);
-        of_tile.largest = 0.f;
+        tile_softmax.largest = 0.f;
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++) {
                 float m = s.lane_maximum(mt, r);
-                for (int mate : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, mate));
+                for (int lane_mask : ForwardLayout::kRowLaneMasks) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane_mask));
                 if (kCapped) m = CappedSoftmax(p).logistic(m);
                 rescale(mt, r, softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(m, scale, 0.f));
-                p_last[mt][r] = of_tile.template probabilities<true>(p, s, softmax, scale, mt, r);
-                if (kHasDropout) p_last[mt][r] = kept.of(p, p_last[mt][r], mt, r, half);
+                p_last[mt][r] = tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r);
+                if (kHasDropout) p_last[mt][r] = dropout.apply(p, p_last[mt][r], mt, r, half);
             }
     }
 
-    // Whether a score is above its row's limit, or nearly.
+    // Whether a score exceeds its row's limit, or nearly does.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -169,21 +172,22 @@ struct ForwardPipelined {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].reference) > kRescaleThreshold - kMaxOffset;
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold - kMaxOffset;
         return __any_sync(~0u, exceeds);
     }
-    // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
-    __device__ __forceinline__ static void move_references_first(const Tile& s, Softmax& softmax, float scale, Output& o,
-                                                                 Probabilities& p_last) {
-        // 1 / scale again, so that it holds no register in between
-        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(pinned(__float_as_int(scale))));
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so they
+    // are rescaled.
+    __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
+                                                                     Probabilities& p_last) {
+        // 1 / scale, computed again so that it holds no register in between.
+        const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
             SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
-            r.limit = (r.reference - kMaxOffset + kRescaleThreshold) * inverse_scale;
+            r.limit = (r.row_max - kMaxOffset + kRescaleThreshold) * inverse_scale;
         }
-        s.template move_references<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
+        s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
             multiply_halves(p_last[mt][r], factor);
         });
@@ -206,7 +210,7 @@ struct ForwardPipelined {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        // Backwards: the step with the position of the block's last row, and the last step.
+        // Backwards: the key at the position of the block's last row, and the last step.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
@@ -225,7 +229,7 @@ struct ForwardPipelined {
                          problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-            // Where not all threads take part, the first do for K, the last for V.
+            // Where not all threads take part, the first ones load K, the last ones V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             const StreamK kept_k(
                 thread,
@@ -235,26 +239,27 @@ struct ForwardPipelined {
                 thread_v,
                 kPaged ? head_base(p.cache.v, 0, block.head_k) : rows_of(p.v, block.batch, block.head_k, sequence.k_offset()),
                 problem.headdim_v);
-            typename PageWalkIf<kPaged, kStep, 1, kPagesInBranch>::Type walk(p.cache, block.batch, sequence.k_offset(), key,
-                                                                             key_end);
-            const int head_k = kPaged ? pinned(block.head_k) : 0;
-            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
-            const u32 k_store = pinned(ring + StreamK::offset(thread));
-            const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart ? k_store + kOffsetV
-                                                                             : pinned(ring + kOffsetV + StreamV::offset(thread_v));
-            const u32 k_fragment = pinned(ring + swizzled<kChunks>(lane % 8, lane / 8));
-            const u32 v_fragment =
-                kChunks == kChunksV ? k_fragment + kOffsetV : pinned(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
-            if (kStreamsInShared) {  // by the thread that will read it
+            typename PageIteratorIf<kPaged, kStep, 1, kPagesInBranch>::Type pages(p.cache, block.batch, sequence.k_offset(), key,
+                                                                                  key_end);
+            const int head_k = kPaged ? keep_in_register(block.head_k) : 0;
+            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K past the matrix are never loaded and stay zero
+            const u32 k_store = keep_in_register(ring + StreamK::offset(thread));
+            const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart
+                                    ? k_store + kOffsetV
+                                    : keep_in_register(ring + kOffsetV + StreamV::offset(thread_v));
+            const u32 k_fragment = keep_in_register(ring + swizzled<kChunks>(lane % 8, lane / 8));
+            const u32 v_fragment = kChunks == kChunksV ? k_fragment + kOffsetV
+                                                       : keep_in_register(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
+            if (kStreamsInShared) {  // written by the thread that will read it
                 static_assert(!kStreamsInShared || (StreamK::kPasses == 1 && StreamK::kAllTakePart), "one chunk of K and one of V");
                 const auto k = reinterpret_cast<unsigned long long>(kept_k.column);
                 const auto v = reinterpret_cast<unsigned long long>(kept_v.column);
                 store_shared(ring + kRingBytes + 16 * thread, make_uint4(k, k >> 32, v, v >> 32));
                 store_shared2(ring + kRingBytes + 16 * kThreads + 16 * thread, StreamK::key_of(thread), kept_k.inside);
             }
-            const int k_row = pinned(StreamK::key_of(thread));
-            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : pinned(StreamV::key_of(thread_v));
-            // The step that comes so many later. (Behind the last one, backwards, it may lie before the first row.)
+            const int k_row = keep_in_register(StreamK::key_of(thread));
+            const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : keep_in_register(StreamV::key_of(thread_v));
+            // Key of the step that comes `steps` later. (After the last one, backwards, it may be clamped to 0.)
             const auto key_after = [&](int key, int steps) {
                 if (!kBackwards) return key + steps * kStep;
                 const int after = key - steps * kStep;
@@ -262,15 +267,15 @@ struct ForwardPipelined {
             };
             const auto load = [&](int pass, int first_key) {
                 if constexpr (kPaged) {
-                    const int t = kPlacesKept ? thread : remat_thread_index();
+                    const int t = kChunkCoordsKept ? thread : remat_thread_index();
                     const StreamK k_here = kStreamsKept ? kept_k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
                     const StreamV v_here = kStreamsKept ? kept_v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
-                    // Rows behind the last are not loaded, and what was loaded last stays: it is multiplied by 0.
-                    const int row = (kPlacesKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
+                    // Rows past the last are not loaded. What the registers held stays, and is multiplied by 0.
+                    const int row = (kChunkCoordsKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
                     const bool exists = first_key + row < key_end;
-                    load_global_if(exists && k_here.inside, k_data, walk.at(p.cache, p.cache.k, k_here.column, 0, row));
-                    load_global_if(exists, v_data, walk.at(p.cache, p.cache.v, v_here.column, 0, row));
-                    if (pass == kPasses - 1) walk.go(p.cache, first_key + kStep, key_end);
+                    load_global_if(exists && k_here.inside, k_data, pages.address(p.cache, p.cache.k, k_here.column, 0, row));
+                    load_global_if(exists, v_data, pages.address(p.cache, p.cache.v, v_here.column, 0, row));
+                    if (pass == kPasses - 1) pages.advance(p.cache, first_key + kStep, key_end);
                     return;
                 }
                 StreamK k = kept_k;
@@ -282,30 +287,32 @@ struct ForwardPipelined {
                         reinterpret_cast<const unsigned short*>(columns.x | static_cast<unsigned long long>(columns.y) << 32);
                     v.column =
                         reinterpret_cast<const unsigned short*>(columns.z | static_cast<unsigned long long>(columns.w) << 32);
-                    const uint2 place = load_shared2(from + 16 * kThreads);
-                    k.inside = place.y;
-                    k.template load<true>(k_data, pass, k_stride, first_key + place.x, key_end - 1);
-                    v.template load<false>(v_data, pass, v_stride, first_key + place.x, key_end - 1);
+                    const uint2 saved = load_shared2(from + 16 * kThreads);
+                    k.inside = saved.y;
+                    k.template load<true>(k_data, pass, k_stride, first_key + saved.x, key_end - 1);
+                    v.template load<false>(v_data, pass, v_stride, first_key + saved.x, key_end - 1);
                     return;
                 }
                 if (pass < StreamK::kPasses)
                     k.template load<true>(k_data, pass, k_stride,
-                                          first_key + (kPlacesKept ? k_row : StreamK::key_of(remat_thread_index())), key_end - 1);
+                                          first_key + (kChunkCoordsKept ? k_row : StreamK::key_of(remat_thread_index())),
+                                          key_end - 1);
                 if (pass < StreamV::kPasses)
                     v.template load<false>(v_data, pass, v_stride,
-                                           first_key + (kPlacesKept ? v_row : StreamV::key_of(remat_thread_index())), key_end - 1);
+                                           first_key + (kChunkCoordsKept ? v_row : StreamV::key_of(remat_thread_index())),
+                                           key_end - 1);
             };
             const auto store = [&](int pass, u32 slot) {
-                const u32 k_to = kPlacesKept ? k_store : ring + StreamK::offset(remat_thread_index());
+                const u32 k_to = kChunkCoordsKept ? k_store : ring + StreamK::offset(remat_thread_index());
                 if (pass < StreamK::kPasses) kept_k.store(k_data, pass, k_to + slot);
-                const u32 v_to = kPlacesKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
+                const u32 v_to = kChunkCoordsKept ? v_store : ring + kOffsetV + StreamV::offset(remat_thread_index());
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
 
-            // Modified scores are in units of log2 already.
+            // Modified scores are in log2 units already.
             const float scale = kHasScoreMod ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
-            TileSoftmax of_tile;  // of the last one
+            TileSoftmax tile_softmax;  // of the last tile
             InitialAlibi<RowTiles> alibi;
             if (kInitialAlibi) {
                 alibi.start(p, mask, row);
@@ -318,7 +325,7 @@ struct ForwardPipelined {
                 bias.start(p, row);
                 bias.load(p, key);
             }
-            // What the scores of a tile begin with; `first_key` is the first of its step.
+            // Sets a tile's initial accumulators. `first_key`: first of its step.
             const auto begin = [&](Tile& s, int half, int first_key) {
                 if (kInitialAlibi) {
                     InitialAlibi<RowTiles> here = alibi;
@@ -326,25 +333,25 @@ struct ForwardPipelined {
                         const uint2 kept = load_shared2(ring + kRingBytes + 16 * kThreads + 16 * remat_thread_index() + 8);
                         here.slope = __uint_as_float(kept.x), here.distance = __uint_as_float(kept.y);
                     }
-                    here.to(s, first_key + half * kNextTile);
+                    here.init_scores(s, first_key + half * kNextTile);
                 } else if (kInitialBias)
-                    bias.to(s, half);
+                    bias.init_scores(s, half);
                 else
                     s.clear();
             };
-            KeptOfStep<RowTiles> kept;
-            const Philox philox = kCarriedDropout ? kept.numbers_of(p) : Philox();
+            StepDropoutMask<RowTiles> dropout;
+            const Philox philox = kCarriedDropout ? dropout.numbers_of(p) : Philox();
             Philox::RoundKeys round_keys;
             if (kCarriedDropout && kKeysKept) {
                 round_keys = philox.round_keys();
 #pragma unroll
                 for (int i = 0; i < 2 * kPhiloxRounds; i++)
-                    round_keys.key[i / 2][i % 2] = pinned(static_cast<int>(round_keys.key[i / 2][i % 2]));
+                    round_keys.key[i / 2][i % 2] = keep_in_register(static_cast<int>(round_keys.key[i / 2][i % 2]));
             }
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
+                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // V of the step before the first: 0 * NaN would not be 0
 #pragma unroll
             for (int i = 0; i < kAhead * kPasses; i++) {
                 load(i % kPasses, key_after(key, i / kPasses));
@@ -367,22 +374,21 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
-            // Ends the softmax of the last tile, number `half` of its step: its scores are still there. Only here, where its
-            // successor's products are done, is it looked at whether its probabilities were too large: the test then waits for
-            // nothing.
+            // Ends the softmax of the last tile, number `half` of its step, while its scores still exist. The test for too
+            // large probabilities is here, after the next tile's products, so that it waits for nothing.
             const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
-                if (kTestedFirst) return;
-                if (__any_sync(~0u, of_tile.largest > kLargestSum))
-                    move_references(p, s, of_tile, softmax, scale, o, p_last, kept, half);
+                if (kRescaleBeforeExp) return;
+                if (__any_sync(~0u, tile_softmax.largest > kLargestSum))
+                    update_row_max(p, s, tile_softmax, softmax, scale, o, p_last, dropout, half);
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += of_tile.sum[mt][r];
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
-            // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
-            // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next
-            // call begins with, at k_ahead and v_ahead. `half`: the step's first or second.
+            // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
+            // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
+            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half) {
@@ -390,7 +396,7 @@ struct ForwardPipelined {
                 end_softmax(s_next, p_last, 1 - half);
                 if (kInitialBias && uses_fp32_bias(p.score_options)) bias.add_fp32(p, s, half, step_key);
                 if (kHasScoreMod) {
-                    s.modify(p, mask, remat_warp_row(p), first_key);
+                    s.apply_score_mod(p, mask, remat_warp_row(p), first_key);
                     if (kHasBias && p.score_options.bias) {
                         ScoreBias<ForwardLayout, RowTiles, 1> bias;
                         bias.load(p, remat_warp_row(p), first_key);
@@ -399,18 +405,18 @@ struct ForwardPipelined {
                 }
                 if (kHasDropout && !kCarriedDropout && half == 0) {
                     if (p.score_options.rng_state) {
-                        const Philox philox = kept.numbers_of(p);
-                        kept.template draw<kFull>(p, remat_warp_row(p), step_key,
-                                                  [&](int row, int key) { return philox.numbers(row, key); });
+                        const Philox philox = dropout.numbers_of(p);
+                        dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key,
+                                                              [&](int row, int key) { return philox.numbers(row, key); });
                     } else {
-                        kept.keep_all(p);
+                        dropout.keep_all(p);
                     }
                 }
-                if (may_mask) s.apply(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
-                if (kTestedFirst && needs_rescale(s, softmax, scale)) move_references_first(s, softmax, scale, o, p_last);
+                if (may_mask) s.apply_mask(kMaskKept ? mask : remat_mask(p), remat_warp_row(p), first_key);
+                if (kRescaleBeforeExp && needs_rescale(s, softmax, scale)) update_row_max_before_exp(s, softmax, scale, o, p_last);
                 begin(s_next, 1 - half, half ? key_after(step_key, 1) : step_key);
                 if (kCarriedDropout && half == 0)
-                    kept.template draw<kFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
+                    dropout.template draw<kRegistersFull>(p, remat_warp_row(p), step_key, [&](int row, int key) {
                         return kKeysKept ? philox.numbers(row, key, round_keys) : philox.numbers(row, key);
                     });
                 if (kInitialBias && half == 1) bias.load(p, key_after(step_key, 2));
@@ -442,9 +448,9 @@ struct ForwardPipelined {
                         for (int part = 0; part < kParts; part++)
                             if (part * 4 * kMostGroups / kParts == chunk) {
                                 const int mt = part / ForwardLayout::kRows, r = part % ForwardLayout::kRows;
-                                p_this[mt][r] = may_mask ? of_tile.template probabilities<true>(p, s, softmax, scale, mt, r)
-                                                         : of_tile.template probabilities<false>(p, s, softmax, scale, mt, r);
-                                if (kHasDropout) p_this[mt][r] = kept.of(p, p_this[mt][r], mt, r, half);
+                                p_this[mt][r] = may_mask ? tile_softmax.template probabilities<true>(p, s, softmax, scale, mt, r)
+                                                         : tile_softmax.template probabilities<false>(p, s, softmax, scale, mt, r);
+                                if (kHasDropout) p_this[mt][r] = dropout.apply(p, p_this[mt][r], mt, r, half);
                             }
                     }
                 }
@@ -455,12 +461,12 @@ struct ForwardPipelined {
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
             u32 slot = 0;  // of this step
-            // The steps that begin before `until`.
+            // Runs the steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = remat_mask(p);
 #pragma unroll 1
                 for (; kBackwards ? key >= until : key < until; key += kBackwards ? -kStep : kStep) {
-                    if (!kEverySecond || slot % (2 * kSlotBytes) == 0) barrier();
+                    if (!kBarrierEverySecondStep || slot % (2 * kSlotBytes) == 0) barrier();
                     const u32 next = slot_after(slot, 1);
                     const u32 k_this = k_fragment + slot, v_this = v_fragment + slot;
                     const u32 k_next = k_fragment + next, v_last = v_fragment + slot_after(slot, -1);
@@ -477,11 +483,11 @@ struct ForwardPipelined {
                     slot = next;
                 }
             };
-            // Masked steps, unmasked ones, masked ones; what these need is derived again between them.
+            // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
             const int own_step = key;
-            int first_step = key_first;  // backwards, of this part of the walk
+            int first_step = key_first;  // backwards: of this part of the iteration
             for (;;) {
-                // (The shuffle tells ptxas that a warp is of one mind.)
+                // The shuffle tells ptxas that it is uniform in a warp.
                 const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
                 if (kBackwards) {
@@ -502,7 +508,7 @@ struct ForwardPipelined {
 #pragma unroll
                 for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
-                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].reference -= .5f * scale;
+                    for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].row_max -= .5f * scale;
             // The last tile's output.
             const u32 v_last = v_fragment + slot_after(slot, -1) + kTileBytesV;
 #pragma unroll
@@ -518,7 +524,7 @@ struct ForwardPipelined {
     }
 
 private:
-    // One barrier for the warps of a block, which may be at different steps' code: hence not __syncthreads().
+    // One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
     __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
     __device__ __forceinline__ static void multiply_halves(u32& x, float factor) {
         asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(to_half2(factor, factor)));

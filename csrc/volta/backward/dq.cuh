@@ -1,11 +1,11 @@
-// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without
-// its dQ product. A block owns queries and walks over the keys that they see:
+// dQ kernel of the volta backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
+// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T - lse/scale     P = exp(scale * S)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
-// so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
-// with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
-// S and dP, and all of them together dQ, from dS in shared memory.
+// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. The products are those of the main kernel
+// with queries in the place of keys (shape.cuh). kGroupWarps warps share 32 queries. Each computes some tiles of S and dP,
+// stores dS to shared memory, and computes some columns of dQ from all of dS.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -13,15 +13,16 @@
 #include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
-#include "backward/walk.cuh"
+#include "backward/iteration_range.cuh"
 #include "volta/backward/products.cuh"
 
 namespace volta {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
-    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, it takes the place of V, which is done
-    // with by then.
+    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed
+    // then.
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
@@ -29,37 +30,37 @@ struct BackwardDq {
     using Layout = QueriesLayout;
     static_assert(!kScoresInV || kScoreTiles * S::kScoreTile <= S::kStepTile, "dS takes the place of V");
 
-    static constexpr int kSharers = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
+    static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 
-    // A warp's scores, in tiles of 16x16: its share of two tiles of queries by those of a step's keys. Two by two
-    // need four shared loads for eight products, two by one three for four, a single one two for two.
+    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles
+    // need four shared loads for eight products, two by one three for four, one by one two for two.
     static constexpr int kStepKeyTiles = S::kStep / 16;
-    static constexpr int kScoreKeyTiles = kStepKeyTiles > kSharers ? kStepKeyTiles / kSharers : 1;
-    static constexpr int kKeySharers = kStepKeyTiles / kScoreKeyTiles;
-    static constexpr int kScoreQueryTiles = 2 * kKeySharers / kSharers;
+    static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
+    static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles;
+    static constexpr int kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
 
-    // A warp's dQ: 32 queries and every kSharers-th block of 32 columns; where that does not divide, 16 queries.
-    static constexpr bool kQueryHalves = S::kHeaddim / 32 % kSharers != 0;
-    static constexpr int kColumnSharers = kQueryHalves ? kSharers / 2 : kSharers;
+    // A warp's dQ: 32 queries and every kGroupWarps-th block of 32 columns. Where that does not divide evenly, 16 queries.
+    static constexpr bool kQueryHalves = S::kHeaddim / 32 % kGroupWarps != 0;
+    static constexpr int kColumnWarps = kQueryHalves ? kGroupWarps / 2 : kGroupWarps;
     static constexpr int kQueryTiles = kQueryHalves ? 1 : 2;
-    static constexpr int kBlocks = S::kHeaddim / 32 / kColumnSharers;
+    static constexpr int kBlocks = S::kHeaddim / 32 / kColumnWarps;
 
-    // Chunks of headdim at once in the first two products.
+    // Chunks of headdim in one iteration of the first two products.
     static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;
 
     // Barrier of the warps that share 32 queries.
-    static __device__ __forceinline__ void sync_sharers(int group) {
-        if (kSharers == 1)
+    static __device__ __forceinline__ void sync_group(int group) {
+        if (kGroupWarps == 1)
             __syncwarp();
         else
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kSharers) : "memory");
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kGroupWarps) : "memory");
     }
 
-    // General kernels: dS of one step, from S and dP. `row` and `key` are the warp's first; lse and delta are -lse/scale and
-    // -delta of the lane's rows.
+    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. lse and delta
+    // hold -lse/scale and -delta of the lane's rows.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
-    static __device__ __forceinline__ void general_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
+    static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
                                                                    int key, const LaneRows& lse, const LaneRows& delta, bool masked,
                                                                    u32 packed) {
         const ScoreOptions& options = p.score_options;
@@ -67,7 +68,7 @@ struct BackwardDq {
 #pragma unroll 1
         for (int tile = 0; tile < kScoreQueryTiles * kScoreKeyTiles; tile++) {
             const int m = tile / kScoreKeyTiles, n = tile % kScoreKeyTiles;
-            const ScoreCoord<Layout> place(lane, row + 16 * m, key + 16 * n);
+            const ScoreCoord<Layout> coord(lane, row + 16 * m, key + 16 * n);
             const auto of_row = [&](const LaneRows& x, int v) {
                 const int r = Layout::row_of(v);
                 return m ? x[kScoreQueryTiles - 1][r] : x[0][r];
@@ -85,10 +86,10 @@ struct BackwardDq {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
             }
-            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, place);
-            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            add_position_terms(x, p, remat_block_head(), p.problem.seqlen_q, coord);
+            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
             if (uses_dropout(options)) {
-                const u32 bits = kept_of_rows(philox_of(p, remat_block_head()), DropoutRule(options), place);
+                const u32 bits = draw_kept_rows(philox_of(p, remat_block_head()), DropoutRule(options), coord);
 #pragma unroll
                 for (int v = 0; v < 8; v++)
                     dx[v] = dropped_gradient(dx[v], of_row(delta, v), !is_kept<Layout>(bits, v), options.dropout_scale);
@@ -106,13 +107,13 @@ struct BackwardDq {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32;
-        const int group = warp / kSharers, share = warp % kSharers;
-        // The last queries see the most keys of a causal problem: they begin first.
+        const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
+        // Under a causal mask the last queries see the most keys, so they start first.
         const int first_row = (gridDim.x - 1 - blockIdx.x) * S::kRows;
-        const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (share / kKeySharers) : 0);
-        const int score_key = 16 * kScoreKeyTiles * (share % kKeySharers);
-        const int gradient_row = 32 * group + (kQueryHalves ? 16 * (share / kColumnSharers) : 0);
-        const int gradient_block = share % kColumnSharers;
+        const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
+        const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
+        const int gradient_row = 32 * group + (kQueryHalves ? 16 * (group_warp / kColumnWarps) : 0);
+        const int gradient_block = group_warp % kColumnWarps;
 
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
         if (kVarlen && first_row >= sequence.seqlen_q()) return;
@@ -132,7 +133,7 @@ struct BackwardDq {
         const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
-        // The lane's rows of S and dP: two in each tile of 16. Rows beyond the arrays are as those beyond seqlen_q.
+        // Statistics of the lane's rows, two in each tile of 16. Rows past the arrays are like rows past seqlen_q.
         LaneRows lse, delta;  // -lse/scale, -delta
 #pragma unroll
         for (int m = 0; m < kScoreQueryTiles; m++)
@@ -174,14 +175,14 @@ struct BackwardDq {
                 qk.multiply_high(s);
                 ov.multiply_high(dp);
             }
-            const bool masked = !range.unmasked.contain(key);
+            const bool masked = !range.unmasked.contains(key);
             if (kGeneric) {
-                if (kScoresInV) __syncthreads();  // V is done with
-                general_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
+                if (kScoresInV) __syncthreads();  // V is no longer needed
+                generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
             } else {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
                 exponentials(s, p.problem.scale_log2, 0.f);
-                if (kScoresInV) __syncthreads();  // V is done with
+                if (kScoresInV) __syncthreads();  // V is no longer needed
 #pragma unroll
                 for (int m = 0; m < kScoreQueryTiles; m++)
 #pragma unroll
@@ -191,19 +192,19 @@ struct BackwardDq {
                         store_packed(packed, m, n, pack_tile(dp[m][n]));
                     }
             }
-            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
             tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
-            sync_sharers(group);
+            sync_group(group);
 #pragma unroll 1
             for (int tile = 0; tile < kScoreTiles; tile++)
-                accumulate<S, kColumnSharers>(dq, score_address + tile * S::kScoreTile, key_address + tile * 32 * S::kRowBytes);
+                accumulate<S, kColumnWarps>(dq, score_address + tile * S::kScoreTile, key_address + tile * 32 * S::kRowBytes);
             __syncthreads();  // K, V and dS are free
             tiles.store(tile_address);
             __syncthreads();
         }
 
-        // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
-        to_shared<S, kColumnSharers>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
+        // Q is no longer needed: its tile stages dQ for the store. Queries that see no key get 0.
+        to_shared<S, kColumnWarps>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
         __syncthreads();
         shared_to_output<S>(p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),
                             p.problem.headdim);

@@ -1,27 +1,31 @@
-// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks
-// an SM. A warp computes both S^T and dP^T of its keys, so P and dS meet in registers and share one tile
-// of shared memory, one after the other. General kernels do one thing to scores (joint_scores.cuh).
+// Main kernel of the volta backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. Computes dK and dV, and
+// adds dQ to the accumulator by atomics, or leaves dQ to dq.cuh. shape.cuh has the products.
+//
+// A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
+// one tile of shared memory one after the other. Generic kernels have exactly one score feature (joint_scores.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
 #include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
-#include "backward/walk.cuh"
-#include "backward/fused.cuh"
-#include "volta/backward/block.cuh"
+#include "backward/iteration_range.cuh"
+#include "backward/dq_mode.cuh"
+#include "backward/row_statistics.cuh"
+#include "volta/backward/key_block.cuh"
 #include "volta/backward/dq_product.cuh"
 #include "volta/backward/joint_scores.cuh"
 #include "volta/backward/products.cuh"
 
 namespace volta {
 
-template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes>
-struct BackwardSmall {
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
+struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
     static constexpr int kSharedBytes = S::kSharedBytes;
-    static constexpr bool kWithDq = DqGoes == QueryGradients::kAdded;
-    static_assert(DqGoes != QueryGradients::kStored, "that takes registers which there are not");
+    static constexpr bool kWithDq = Mode == DqMode::kAtomicAdd;
+    static_assert(Mode != DqMode::kStore, "that takes registers which there are not");
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static_assert(S::kRows == 32 * S::kWarps && S::kStep == 32, "a warp has 32 keys x 32 queries of the scores");
     static constexpr int kBlocks = S::kHeaddim / 32;  // of 32 columns
@@ -35,13 +39,13 @@ struct BackwardSmall {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32;
-        const int first_key = KeysBlock::number(p) * S::kRows, warp_key = 32 * warp;
+        const int first_key = KeyBlock::number(p) * S::kRows, warp_key = 32 * warp;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (first_key >= sequence.stored_k()) return;
+        if (first_key >= sequence.seqlen_k_allocated()) return;
         const Queries range(mask_of(p.problem, sequence), first_key);
 
-        load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
-        const int keys_left = pinned(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
+        load_own<S>(p, p.k, p.v, KeyBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - warp_key - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
 
         const AddressPair score_operands(own_operand<S>(shared + S::kOwnS, lane, warp_key),
@@ -58,28 +62,28 @@ struct BackwardSmall {
         clear(dk);
         clear(dv);
 
-        // Query heads that share this block's keys. General kernels have no register for it.
-        const auto group = [&] { return (kGeneric ? pinned(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
+        // Query heads that share this block's KV head. Generic kernels have no register for it.
+        const auto group = [&] { return (kGeneric ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
 #pragma unroll 1
-        for (int head = KeysBlock::head(p) * group(); head < (KeysBlock::head(p) + 1) * group(); head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
+        for (int head = KeyBlock::head(p) * group(); head < (KeyBlock::head(p) + 1) * group(); head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            const int first = Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
-            float* stats = pinned(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
-            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
+            float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats + stats_lane);
+            float* dq = keep_in_register(KeyBlock::dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first);
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
             Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is done with
+            __syncthreads();  // the last head's tile is free
             tiles.store(query_addresses.second());
             __syncthreads();
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
-                // S^T and dP^T, one chunk of headdim after the other. Rolled, for the instruction cache.
+                // S^T and dP^T, one chunk of headdim after the other. Rolled, to fit the instruction cache.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
 #pragma unroll 1
@@ -94,7 +98,7 @@ struct BackwardSmall {
                 }
                 const u32 packed = packed_addresses.second();
                 PackedTile ds[2][2];
-                const bool masked = !range.unmasked.contain(row);
+                const bool masked = !range.unmasked.contains(row);
                 if (kGeneric) {
                     Joint::run(s, dp, p, head, row, range.end, stats + row * RowStats::kRowFloats, masked, packed, keys_left,
                                distance);
@@ -104,9 +108,9 @@ struct BackwardSmall {
                         for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
                 } else {
                     if (masked) {
-                        // Rare: everything is derived again, so that none of it takes a register in the loop.
+                        // Rare: everything is computed again, so that none of it holds a register in the loop.
                         const int thread = remat_thread_index();
-                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeysBlock::number(p) * S::kRows + thread / 32 * 32);
+                        apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeyBlock::number(p) * S::kRows + thread / 32 * 32);
                     }
 
                     exponentials(s, p.problem.scale_log2, kExponentShift);
@@ -122,7 +126,7 @@ struct BackwardSmall {
                 }
                 __syncwarp();
 
-                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
                 __syncwarp();
@@ -132,7 +136,7 @@ struct BackwardSmall {
                     for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
                 __syncwarp();
                 accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
-                __syncthreads();  // dS is complete, and Q and dO are free
+                __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());
                 Dq product;
@@ -140,24 +144,24 @@ struct BackwardSmall {
                 const int next = range.next_step(p, row);
                 Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
                 if (kWithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
-                __syncthreads();  // the next tile is there, and dS is free
+                __syncthreads();  // the next tile is stored, dS is free
             }
         }
 
-        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
-        const int end_key = KeysBlock::number(p) * S::kRows,
-                  end_warp_key = remat_thread_index() / 32 * 32;  // derived again, as above
+        const int end_key = KeyBlock::number(p) * S::kRows,
+                  end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);
         to_shared<S, 1>(dv, p, dv_factor, shared + S::kOwnDp, end_warp_key, 0);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key, end_sequence.stored_k(),
-                            p.problem.headdim);
-        shared_to_output<S>(p.dv, KeysBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key, end_sequence.stored_k(),
-                            p.problem.headdim_v);
+        shared_to_output<S>(p.dk, KeyBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim);
+        shared_to_output<S>(p.dv, KeyBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), end_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v);
     }
 };
 

@@ -1,10 +1,11 @@
-// Backward, main kernel for headdim above 64, and for small grids: 8 warps in two roles of four. Warps 0 to 3 compute S^T, P and
-// dV, warps 4 to 7 dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's
-// registers. P goes to the second role through shared memory; dQ is everyone's.
+// Main kernel of the volta backward pass for headdim above 64 and for small grids: 8 warps in two roles of four (warp
+// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
+// registers. P goes to the second role through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh
+// what becomes of dQ.
 //
-// With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of the gradient. With 64
-// keys (headdim above 128, and small grids) two warps share 32 keys: of the scores each has half the queries (or, in steps
-// of 16 queries, half the keys), of the gradient every second block of 32 columns.
+// With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
+// above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
+// 16 queries), of the gradient every second block of 32 columns.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -12,59 +13,60 @@
 #include "backward/scratch.cuh"
 #include "backward/score_coord.cuh"
 #include "backward/tiles.cuh"
-#include "backward/walk.cuh"
-#include "backward/fused.cuh"
+#include "backward/iteration_range.cuh"
+#include "backward/dq_mode.cuh"
+#include "backward/row_statistics.cuh"
 #include "volta/backward/bias_gradient.cuh"
-#include "volta/backward/block.cuh"
+#include "volta/backward/key_block.cuh"
 #include "volta/backward/dq_product.cuh"
-#include "volta/backward/dropped_keys.cuh"
+#include "volta/backward/dropout.cuh"
 #include "volta/backward/products.cuh"
 
 namespace volta {
 
-// HeaddimV: fewer columns of V and dO may be computed with than tiles have.
-template <int Headdim, int BlockRows, int Step, int Threads, QueryGradients DqGoes, int HeaddimV = Headdim>
-struct BackwardSplit {
+// HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have.
+template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim>
+struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
     static constexpr int kSharedBytes = S::kSharedBytes;
-    static constexpr bool kWithDq = DqGoes != QueryGradients::kOfOthers, kWhole = DqGoes == QueryGradients::kStored;
+    static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     using Queries = QueryRange<S::kRows, S::kStep>;
     using Dq = DqProduct<S>;
-    using Place = ScoreCoord<KeysLayout>;
+    using Coord = ScoreCoord<KeysLayout>;
     static_assert(S::kThreads == 256, "two roles of four warps");
-    static constexpr int kSharers = 128 / S::kRows;  // warps of a role that share 32 keys
-    static_assert(kSharers == 1 || kSharers == 2, "64 or 128 keys");
+    static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share 32 keys
+    static_assert(kGroupWarps == 1 || kGroupWarps == 2, "64 or 128 keys");
 
-    static constexpr int kScoreKeyTiles = kSharers == 2 && S::kStep == 16 ? 1 : 2;     // a warp's scores, in tiles of 16
-    static constexpr int kScoreQueryTiles = S::kStep / 16 / (kSharers == 2 && S::kStep == 32 ? 2 : 1);
-    static constexpr int kBlocks = S::kHeaddim / 32 / kSharers;  // a warp's blocks of 32 columns of dV or dK
+    static constexpr int kScoreKeyTiles = kGroupWarps == 2 && S::kStep == 16 ? 1 : 2;  // a warp's scores, in tiles of 16
+    static constexpr int kScoreQueryTiles = S::kStep / 16 / (kGroupWarps == 2 && S::kStep == 32 ? 2 : 1);
+    static constexpr int kBlocks = S::kHeaddim / 32 / kGroupWarps;  // a warp's blocks of 32 columns of dV or dK
 
-    static constexpr bool kSquare = HeaddimV == Headdim;
-    static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kSharers;
-    static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kSharers) == 0, "whole blocks of columns");
+    static constexpr bool kSameHeaddims = HeaddimV == Headdim;
+    static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kGroupWarps;
+    static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kGroupWarps) == 0, "whole blocks of columns");
 
-    // Chunks of headdim at once in the first two products: two where the rest of the loop leaves room for that
-    // in the instruction cache.
-    static constexpr int kScoreUnroll = kSharers == 2 ? 2 : 1;
+    // Chunks of headdim in one iteration of the first two products: two where the rest of the loop leaves room in the
+    // instruction cache.
+    static constexpr int kScoreUnroll = kGroupWarps == 2 ? 2 : 1;
 
-    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is. The warps that
-    // wrote P need not wait for those that read it, but bar.arrive gains less than 3% in the simulator, and
-    // compute-sanitizer's racecheck, which does not understand it, would find races everywhere behind it.
+    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. The warps that
+    // write P need not wait for those that read it, but bar.arrive gains less than 3% in simulation, and compute-sanitizer's
+    // racecheck does not know it: it would report races after every one.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
-    static __device__ __forceinline__ void wait(int barrier, int threads) {
+    static __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
     }
 
-    // General kernels: what the first role makes of S, and the second of dP. Beside P, a second thing may have to go from one to
-    // the other: softcap's derivative, or which probabilities dropout drops, as signs of a copy of P (never both). Its place is
-    // that of the dS which the second role makes of it.
+    // Generic kernels: what the first role makes of S, and the second of dP. Besides P, the first role may pass on a second
+    // tile: softcap's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the second
+    // role stores dS.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
-    // `key` and `row` are the warp's first, rows from row_end on see no key, `stats` are the lane's statistics of this step,
-    // `packed` is its address of P.
-    static __device__ __forceinline__ void general_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
+    // Computes P from S. `key` and `row`: first of the warp. Rows from row_end on see no key. `stats`: the lane's statistics of
+    // this step. `packed`: the lane's address of P.
+    static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
                                                                  int row_end, const float* stats, bool masked, u32 packed,
                                                                  int keys_left) {
         const ScoreOptions& options = p.score_options;
@@ -73,31 +75,31 @@ struct BackwardSplit {
         for (int tile = 0; tile < kWarpScoreTiles; tile++) {
             const int m = tile / kScoreQueryTiles, n = tile % kScoreQueryTiles;
             const int tile_key = key + 16 * m, tile_row = row + 16 * n;
-            const Place place(lane, tile_row, tile_key);
+            const Coord coord(lane, tile_row, tile_key);
             Accumulator& x = s[0][0];
             if (uses_softcap(options)) {
-                Accumulator minus_lse[1][1], slopes;
-                load_stats(minus_lse, stats + 16 * n * RowStats::kRowFloats);
+                Accumulator neg_lse[1][1], slopes;
+                load_stats(neg_lse, stats + 16 * n * RowStats::kRowFloats);
                 const Softcap softcap(p.problem, options);
 #pragma unroll
-                for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], minus_lse[0][0][v], p, softcap, slopes[v]);
+                for (int v = 0; v < 8; v++) x[v] = capped_score(x[v], neg_lse[0][0][v], p, softcap, slopes[v]);
                 store_packed(packed + S::kScoreTile, m, n, pack_tile(slopes), keys_left);
             } else {
 #pragma unroll
                 for (int v = 0; v < 8; v++) x[v] *= p.problem.scale_log2;
             }
-            add_position_terms(x, p, head, row_end, place);
-            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), place);
+            add_position_terms(x, p, head, row_end, coord);
+            if (masked) mask_tile(x, mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch())), coord);
 #pragma unroll
             for (int v = 0; v < 8; v++) x[v] = exp2_approx(x[v] + kExponentShift);
             PackedTile probabilities = pack_probability_tile(x);
             if (uses_dropout(options)) {
-                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), place);
+                const DroppedKeys dropped(philox_of(p, head), DropoutRule(options), coord);
                 PackedTile signs = probabilities;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     signs.x[i] |= dropped.signs(i);
-                    probabilities.x[i] &= ~halves_of(dropped.signs(i));
+                    probabilities.x[i] &= ~sign_masks(dropped.signs(i));
                 }
                 store_packed(packed + S::kScoreTile, m, n, signs, keys_left);
             }
@@ -106,7 +108,8 @@ struct BackwardSplit {
         }
     }
 
-    static __device__ __forceinline__ void general_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
+    // Computes dS from dP, with what the first role has stored.
+    static __device__ __forceinline__ void generic_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
                                                                    const float* stats, u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
 #pragma unroll 1
@@ -116,12 +119,12 @@ struct BackwardSplit {
             PackedTile probabilities;
             if (uses_dropout(options)) {
                 probabilities = load_packed(packed + S::kScoreTile, m, n);
-                Accumulator minus_delta[1][1];
-                load_stats(minus_delta, stats + 16 * n * RowStats::kRowFloats);
+                Accumulator neg_delta[1][1];
+                load_stats(neg_delta, stats + 16 * n * RowStats::kRowFloats);
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
                     const bool is_dropped = probabilities.x[packed_word(v)] & (v % 2 ? 0x80000000 : 0x8000);
-                    x[v] = dropped_gradient(x[v], minus_delta[0][0][v], is_dropped, options.dropout_scale);
+                    x[v] = dropped_gradient(x[v], neg_delta[0][0][v], is_dropped, options.dropout_scale);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) probabilities.x[i] &= 0x7fff7fff;
@@ -132,14 +135,14 @@ struct BackwardSplit {
             for (int v = 0; v < 8; v++) x[v] *= 1.f / kProbabilityUnit;
             multiply(x, probabilities);
             if (kHasBias && p.dbias) {
-                const Place place(Lane(remat_thread_index() & 31), row + 16 * n, key + 16 * m);
+                const Coord coord(Lane(remat_thread_index() & 31), row + 16 * n, key + 16 * m);
                 if (p.dbias_is_fp16)
-                    store_bias_gradient(pack_tile(x), p, head, place);
+                    store_bias_gradient(pack_tile(x), p, head, coord);
                 else
-                    add_bias_gradient(x, p, head, place);
+                    add_bias_gradient(x, p, head, coord);
             }
             if (uses_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
-            // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
+            // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
         }
@@ -150,30 +153,30 @@ struct BackwardSplit {
         const u32 shared = shared_address(shared_memory);
         const Lane lane;
         const int warp = threadIdx.x / 32, role = warp / 4;
-        const int key_group = warp % 4 / kSharers, share = warp % kSharers;
-        const int first_key = KeysBlock::number(p) * S::kRows;
+        const int key_group = warp % 4 / kGroupWarps, group_warp = warp % kGroupWarps;
+        const int first_key = KeyBlock::number(p) * S::kRows;
         const int gradient_key = 32 * key_group;
-        const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * share : 0);
-        const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * share : 0;
+        const int score_key0 = gradient_key + (kScoreKeyTiles == 1 ? 16 * group_warp : 0);
+        const int score_query0 = kScoreQueryTiles * 16 < S::kStep ? 16 * group_warp : 0;
         const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);
-        if (!kWhole && first_key >= sequence.stored_k()) return;
-        const Queries range(mask_of(p.problem, sequence), first_key, kWhole);
+        if (!kFused && first_key >= sequence.seqlen_k_allocated()) return;
+        const Queries range(mask_of(p.problem, sequence), first_key, kFused);
 
-        load_own<S>(p, p.k, p.v, KeysBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
-        const int keys_left = pinned(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
+        load_own<S>(p, p.k, p.v, KeyBlock::head(p), shared, sequence.k_offset(), first_key, sequence.seqlen_k());
+        const int keys_left = keep_in_register(sequence.seqlen_k() - first_key - score_key0 - score_own(lane, 0, 0));
         if (first_key + S::kRows > sequence.seqlen_k()) {
             clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores);
             if (kGeneric) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
         }
 
-        // What a warp's role changes: K Q^T or V dO^T, then P^T dO or dS^T Q.
+        // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q.
         const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
         const AddressPair score_operands(own_operand<S>(shared + (role ? S::kOwnDp : S::kOwnS), lane, score_key0),
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
         const AddressPair packed_addresses(score_operand(own_scores, lane, gradient_key),
                                            packed_address(scores, lane, score_key0, score_query0 / 8));
         const AddressPair dq_operands(Dq::a_operand(scores + S::kScoreTile, lane), Dq::b_operand(shared + S::kOwnS, lane, warp));
-        const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kStepS : S::kStepDp), lane, share),
+        const AddressPair query_addresses(column_operand<S>(shared + (role ? S::kStepS : S::kStepDp), lane, group_warp),
                                           shared + S::kStepS + StepTiles<S>::offset());
         const int stats_lane = lane_stats_offset(lane) + score_query0 * RowStats::kRowFloats;
         const int dq_lane = Dq::output_offset(lane, warp);
@@ -183,24 +186,24 @@ struct BackwardSplit {
 
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
-        for (int head = KeysBlock::head(p) * group; head < (KeysBlock::head(p) + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
-            const int first = kWhole ? 0 : Queries::first(mask_of(p.problem, sequence), KeysBlock::number(p));
+        for (int head = KeyBlock::head(p) * group; head < (KeyBlock::head(p) + 1) * group; head++) {
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
+            const int first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
-            float* stats =
-                pinned(p.row_stats + head_row * RowStats::kRowFloats + (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
-            float* dq = pinned(KeysBlock::dq_sum(p) + head_row * S::kHeaddim + dq_lane);
+            float* stats = keep_in_register(p.row_stats + head_row * RowStats::kRowFloats +
+                                            (role ? RowStats::kDeltaAt : RowStats::kLseAt) + stats_lane);
+            float* dq = keep_in_register(KeyBlock::dq_accum(p) + head_row * S::kHeaddim + dq_lane);
 
             StepTiles<S> tiles(p, p.q, p.dout, head, sequence.q_offset() + first);
             Accumulator s[kScoreKeyTiles][kScoreQueryTiles];  // S^T, then P^T; or dP^T, then dS^T
             tiles.load(p.q, p.dout, range.rows(p) - first);
-            if (kWhole) {
+            if (kFused) {
                 write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
                 __syncthreads();
             }
-            load_stats<kWhole>(s, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is done with
+            load_stats<kFused>(s, stats + first * RowStats::kRowFloats);
+            __syncthreads();  // the last head's tile is free
             tiles.store(query_addresses.second());
             __syncthreads();
 
@@ -208,7 +211,7 @@ struct BackwardSplit {
             for (int row = first; row < range.end; row += S::kStep) {
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
-                    const u32 chunks = kSquare || !role ? S::kChunks : kChunksV;
+                    const u32 chunks = kSameHeaddims || !role ? S::kChunks : kChunksV;
 #pragma unroll kScoreUnroll
                     for (u32 chunk = 0; chunk < chunks; chunk++) {
                         const Fragments<S, kScoreKeyTiles, kScoreQueryTiles> f(chunk_after<S::kChunks>(a, chunk),
@@ -218,11 +221,11 @@ struct BackwardSplit {
                     }
                 }
                 const u32 packed = packed_addresses.second();
-                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, role == 0)) {
-                    const bool masked = !range.unmasked.contain(row);
+                    const bool masked = !range.unmasked.contains(row);
                     if (kGeneric) {
-                        general_probabilities(s, p, head, first_key + score_key0, row + score_query0, range.end,
+                        generic_probabilities(s, p, head, first_key + score_key0, row + score_query0, range.end,
                                               stats + row * RowStats::kRowFloats, masked, packed, keys_left);
                     } else {
                         if (masked) apply_mask<KeysLayout>(s, p, Lane(), row + score_query0, first_key + score_key0);
@@ -233,10 +236,10 @@ struct BackwardSplit {
                             for (int n = 0; n < kScoreQueryTiles; n++)
                                 store_packed(packed, m, n, pack_probability_tile(s[m][n]), keys_left);
                     }
-                    wait(kProbabilitiesReady + key_group, 64 * kSharers);
+                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
                 } else if (kGeneric) {
-                    wait(kProbabilitiesReady + key_group, 64 * kSharers);
-                    general_score_gradients(s, p, head, first_key + score_key0, row + score_query0,
+                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
+                    generic_score_gradients(s, p, head, first_key + score_key0, row + score_query0,
                                             stats + row * RowStats::kRowFloats, packed, keys_left);
                 } else {
 #pragma unroll
@@ -245,7 +248,7 @@ struct BackwardSplit {
                         for (int n = 0; n < kScoreQueryTiles; n++)
 #pragma unroll
                             for (int v = 0; v < 8; v++) s[m][n][v] *= 1.f / kProbabilityUnit;
-                    wait(kProbabilitiesReady + key_group, 64 * kSharers);
+                    barrier_wait(kProbabilitiesReady + key_group, 64 * kGroupWarps);
 #pragma unroll
                     for (int m = 0; m < kScoreKeyTiles; m++)
 #pragma unroll
@@ -255,44 +258,44 @@ struct BackwardSplit {
                             store_packed(packed + S::kScoreTile, m, n, pack_tile(s[m][n]));
                         }
                 }
-                if (kSharers == 1)
+                if (kGroupWarps == 1)
                     __syncwarp();
                 else
-                    wait(kRoleReady + 2 * role + key_group, 64);
+                    barrier_wait(kRoleReady + 2 * role + key_group, 64);
 
-                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
-                accumulate<S, kSharers>(gradient, packed_addresses.first(), query_addresses.first(),
-                                        kSquare || role ? kBlocks : kBlocksV);
-                __syncthreads();  // dS is complete, and Q and dO are free
+                accumulate<S, kGroupWarps>(gradient, packed_addresses.first(), query_addresses.first(),
+                                           kSameHeaddims || role ? kBlocks : kBlocksV);
+                __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());
                 const int next = range.next_step(p, row);
-                load_stats<kWhole>(s, stats + next * RowStats::kRowFloats);
+                load_stats<kFused>(s, stats + next * RowStats::kRowFloats);
                 if (kWithDq) {
                     Dq product;
                     product.multiply(dq_operands.first(), dq_operands.second());
-                    if constexpr (kWhole)
+                    if constexpr (kFused)
                         product.store(p, head, row, range.end);
                     else
                         product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 }
-                __syncthreads();  // the next tile is there, and P and dS are free
+                __syncthreads();  // the next tile is stored, P and dS are free
             }
         }
 
-        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
-        to_shared<S, kSharers>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp), gradient_key,
-                               share);
+        to_shared<S, kGroupWarps>(gradient, p, role ? p.signed_scale : dv_factor, shared + (role ? S::kOwnS : S::kOwnDp),
+                                  gradient_key, group_warp);
         __syncthreads();
         const BlockSeqlenInfo end_sequence(p.problem, p.lengths, blockIdx.z);
-        shared_to_output<S>(p.dk, KeysBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key, end_sequence.stored_k(),
-                            p.problem.headdim);
-        shared_to_output<S>(p.dv, KeysBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
-                            end_sequence.stored_k(), p.problem.headdim_v);
+        shared_to_output<S>(p.dk, KeyBlock::head(p), shared + S::kOwnS, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim);
+        shared_to_output<S>(p.dv, KeyBlock::head(p), shared + S::kOwnDp, end_sequence.k_offset(), first_key,
+                            end_sequence.seqlen_k_allocated(), p.problem.headdim_v);
     }
 };
 

@@ -1,96 +1,106 @@
-// A decode block over latents: keys whose first HEADDIM_V columns are the values too.
+// Main loop of MLA decoding (multi-head latent attention): one KV head, all query heads of a sequence are rows. The cache holds
+// latents of HEADDIM columns (576), whose first HEADDIM_V (512) are also the values; the last 64 are the rotary part.
 //
-// A step is 16 tokens, which all warps share: each thread loads a part of the next step's while this one is computed, and lays it
-// down in shared memory when that is done, as fp16 whatever the cache has. So memory is never waited for by a warp that could
-// compute, and a latent is read from global memory once.
+// A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this
+// step is computed, and stores it to shared memory as fp16, whatever the cache's format. So a latent is read from global memory
+// once.
 //
-// Four warps share the columns, of keys and of the output; where there are more, others have other rows. For the scores the
-// quad-pairs (volta/mma.cuh) of a warp are two rows of tiles and two halves of its columns. What the halves and the warps found out
-// is added up: by an exchange between lanes, and by way of shared memory behind a barrier, where each thread has some scores of one
-// row. It does their softmax and lays down probabilities, and behind another barrier all warps multiply them with values, whose
-// columns quad-pairs share.
+// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with barriers:
+//   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles x 2 halves of the columns.
+//      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
+//   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities.
+//   3. Output. All warps multiply the probabilities by their columns of the values.
 #pragma once
 
 #include "decode/block.cuh"
 #include "decode/cache_registers.cuh"
+#include "decode/page_iterator.cuh"
+#include "decode/scales.cuh"
 #include "volta/mma.cuh"
 
 namespace volta {
 
+// Warps: warps of a block, a multiple of four.
 template <int Warps>
 class MlaMainloop {
     static constexpr int kTokens = 16;
     static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
     static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
-    static constexpr int kPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of rows: 16 in the scores, 8 in the output
+    // row tiles of a warp: of 16 rows for scores, of 8 for the output
+    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
-    static_assert(Warps * 32 == THREADS && kPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
+    static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
     static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
 
-    // Operands of the scores: 16 columns each, the last one's behind the latent. As many operands of queries as registers have room
-    // for stay there, the others where their lane finds them again.
+    // Operands of the scores: 16 columns each; the last one is the rotary part. Registers hold as many operands of Q as they
+    // have room for. The others lie in shared memory, where only their lane reads them.
     static constexpr int kOperands = kWarpColumns / 16 + 1;
-    static constexpr int kHeld = kPairs > 1 ? 2 : BLOCKS_PER_SM > 2 ? 5 : kOperands, kStored = kOperands - kHeld;
-    // Rows of the tile in shared memory: 16 bytes longer than columns, so that four tokens' operands of a quad-pair lie in other
-    // banks than those 64 bytes further, which the quad-pair beside it reads.
+    static constexpr int kRegisterOperands = kRowPairs > 1       ? 2
+                                             : BLOCKS_PER_SM > 2 ? 5
+                                                                 : kOperands,
+                         kSharedOperands = kOperands - kRegisterOperands;
+    // Bytes between tokens in shared memory: 16 more than the columns, so that a quad-pair's operands of four tokens lie in
+    // other banks than those of its neighbor, 64 bytes further.
     static constexpr int kPitch = 2 * HEADDIM + 16;
-    // Each token is loaded by as many threads, 16 bytes at a time, and what is behind the latent by all of them at once.
-    static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::Stored);
+    // Threads that load one token, 16 bytes at a time; the rotary part takes one load of all of them.
+    static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::CacheUnit);
     static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
-    static constexpr int kLastWords = kLastColumns * sizeof(decode::Stored) / 4;
+    static constexpr int kLastWords = kLastColumns * sizeof(decode::CacheUnit) / 4;
     static constexpr int kWords = 4 * kTileLoads + kLastWords;
-    // Where a step of all blocks is too few bytes for a slow memory, the step behind the next is on its way too. Not where
-    // converting leaves the loop's code no room for it in the instruction cache.
-    static constexpr bool kTouches = decode::kQuantized ? kPairs == 1 : Warps > kColumnWarps;
-    // Scores of a step that a thread has, and how many threads have the others of its row.
-    static constexpr int kOwn = BLOCK_ROWS * kTokens / THREADS, kMates = kTokens / kOwn;
-    static_assert(kOwn == 2 || kOwn == 4, "a thread's loads of scores");
-    struct alignas(4 * kOwn) Own {
-        float x[kOwn];
+    // Whether to prefetch the step after the next into L2: where the steps of all blocks are too few bytes for the memory
+    // latency. Not where the conversion of codes leaves no room for it in the instruction cache.
+    static constexpr bool kPrefetches = decode::kQuantized ? kRowPairs == 1 : Warps > kColumnWarps;
+    // Scores of a step that a thread has in the softmax, and threads that share a row.
+    static constexpr int kThreadScores = BLOCK_ROWS * kTokens / THREADS, kRowThreads = kTokens / kThreadScores;
+    static_assert(kThreadScores == 2 || kThreadScores == 4, "a thread's loads of scores");
+    // A thread's scores, and its packed probabilities.
+    struct alignas(4 * kThreadScores) ThreadScores {
+        float x[kThreadScores];
     };
-    struct alignas(2 * kOwn) OwnPacked {
-        unsigned x[kOwn / 2];
+    struct alignas(2 * kThreadScores) PackedScores {
+        unsigned x[kThreadScores / 2];
     };
 
+    // Shared memory during the loop.
     struct Shared {
         uint4 latents[kTokens * kPitch / sizeof(uint4)];
         float scores[kColumnWarps][BLOCK_ROWS][kTokens];
         unsigned short probabilities[BLOCK_ROWS][kTokens];
         float factors[BLOCK_ROWS];
-        float scales[kTokens];  // of the tokens, where they have some
-        uint4 queries[kStored > 0 ? Warps * kStored * kPairs : 1][32];  // of each warp its own
+        float scales[kTokens];  // of the tokens (int8)
+        uint4 queries[kSharedOperands > 0 ? Warps * kSharedOperands * kRowPairs : 1][32];  // of each warp its own
     };
 
+    // A warp's output: row tiles of 8, by 64 columns, by two halves of the chunks.
     using Output = Accumulator[kTiles][kLoads][2];
 
-    __device__ __forceinline__ static int own_thread() {
+    __device__ __forceinline__ static int kept_thread() {
         int thread = threadIdx.x;
-        stay(thread);
+        decode::keep_in_register(thread);
         return thread;
     }
-    // Where a lane is. Computed anew for each segment: what depends on it would take registers in all of the schedule.
-    struct Place : Lane {
+    // The lane's and warp's coordinates. Recomputed for each work tile: values derived from it would hold registers everywhere.
+    struct WarpCoord : Lane {
         int warp, first_row, column_warp;
 
-        __device__ __forceinline__ Place() : Lane(own_thread() & 31), warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)) {
+        __device__ __forceinline__ WarpCoord() : Lane(kept_thread() & 31), warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)) {
             first_row = warp / kColumnWarps * kWarpRows;
             column_warp = warp % kColumnWarps;
         }
-        // Of an operand of the scores the lane's first column: quad-pairs of the other half have those 32 further.
+        // First column of the lane's operands. Quad-pairs of the other half have columns 32 further.
         __device__ __forceinline__ int first_column() const { return kWarpColumns * column_warp + 32 * qm; }
         __device__ __forceinline__ int rotary_column() const { return HEADDIM_V + 8 * column_warp + 32 * qm; }
-        // Its chunk of 64 columns of values.
+        // The lane's chunk of 64 columns of values.
         __device__ __forceinline__ int value_chunk(int half) const { return 4 * qm + 2 * half + qn; }
     };
     __device__ __forceinline__ static constexpr int operand_column(int g) { return 64 * (g / 4) + 8 * (g % 4); }
-    __device__ __forceinline__ static void stay(int& x) { asm volatile("" : "+r"(x)); }
 
-    // What does not exist is zero.
-    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const Place& lane,
-                                                        Shared& shared, uint4 (&held)[kHeld][kPairs]) {
+    // Loads Q; zeros for rows that do not exist.
+    __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const WarpCoord& lane,
+                                                        Shared& shared, uint4 (&in_registers)[kRegisterOperands][kRowPairs]) {
         const int group = p.problem.nheads;
 #pragma unroll
-        for (int i = 0; i < kPairs; i++) {
+        for (int i = 0; i < kRowPairs; i++) {
             const int row = lane.first_row + 16 * i + 8 * lane.qn + lane.t, packed = s.row + row;
             const bool exists = row < s.rows;
             const unsigned short* from = p.q.ptr + s.batch * p.q.batch_stride + (s.q_offset + packed / group) * p.q.row_stride +
@@ -106,41 +116,41 @@ class MlaMainloop {
 #pragma unroll
             for (int g = 0; g < kOperands; g++) {
                 x[g] = flipped(x[g], p.problem.sign_flip);
-                if (g < kStored)
-                    shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane] = x[g];
+                if (g < kSharedOperands)
+                    shared.queries[(lane.warp * kSharedOperands + g) * kRowPairs + i][lane.lane] = x[g];
                 else
-                    held[g - kStored][i] = x[g];
+                    in_registers[g - kSharedOperands][i] = x[g];
             }
         }
     }
 
-    // The thread's part of a step, on its way.
-    class Tile {
+    // The thread's part of the next step's latents, in registers.
+    class LatentLoader {
         decode::PageIterator pages_;
-        const decode::Stored* from_;  // of this thread
-        int stands_ = 1;  // 0: a table has named a page that there is not
+        const decode::CacheUnit* from_;  // of this thread
+        int page_valid_ = 1;  // 0 after a block-table entry outside the cache
         unsigned words_[kWords] = {};
-        float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
+        float token_scale_ = 0.f;  // scale of the token, in the thread that has its first chunk
 
         __device__ __forceinline__ static int token() { return threadIdx.x / kTokenThreads; }
         __device__ __forceinline__ static int chunk() { return threadIdx.x % kTokenThreads; }
 
         __device__ __forceinline__ void enter_page(const DecodeParams& p) {
             const int page = pages_.number();
-            stands_ &= has_page(p.cache, page);
-            from_ = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+            page_valid_ &= has_page(p.cache, page);
+            from_ = reinterpret_cast<const decode::CacheUnit*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
                     token() * p.cache.k.row_stride + chunk() * kChunk;
         }
 
     public:
-        __device__ __forceinline__ Tile(const DecodeParams& p, const decode::WorkTile& s, int first) : pages_(p, s, first) {
+        __device__ __forceinline__ LatentLoader(const DecodeParams& p, const decode::WorkTile& s, int first) : pages_(p, s, first) {
             enter_page(p);
             from_ += pages_.row * p.cache.k.row_stride;
         }
-        __device__ __forceinline__ bool page_valid() const { return stands_ != 0; }
-        // Of the step that begins at `first`: of tokens that do not exist zeros.
+        __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
+        // Loads the step that begins at token `first`; zeros for tokens that do not exist.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
-            int exists = stands_;
+            int exists = page_valid_;
             if (first + kTokens > end) {
 #pragma unroll
                 for (unsigned& x : words_) x = 0;
@@ -161,22 +171,22 @@ class MlaMainloop {
                              : "l"(scale), "r"(static_cast<int>(has_scale)));
             }
         }
-        __device__ __forceinline__ static void prefetch(bool exists, const decode::Stored* sector) {
+        __device__ __forceinline__ static void prefetch(bool exists, const decode::CacheUnit* sector) {
             asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector),
                          "r"(static_cast<int>(exists)));
         }
-        // Has the step at `next`, behind the one that the walk stands at, brought to the second cache. (A load into no register
-        // would not do: ptxas leaves it out, volatile or not.) In a page what is no token may be touched.
-        __device__ __forceinline__ void touch(const DecodeParams& p, int next, int end) const {
-            constexpr int kSector = 32 / sizeof(decode::Stored), kSectors = HEADDIM / kSector;
-            const decode::Stored* from;
+        // Prefetches the step at token `next`, the one after that being loaded, into L2. It may touch rows of a page that hold
+        // no token. (ptxas would remove a load whose result is unused, even a volatile one.)
+        __device__ __forceinline__ void prefetch_next(const DecodeParams& p, int next, int end) const {
+            constexpr int kSector = 32 / sizeof(decode::CacheUnit), kSectors = HEADDIM / kSector;
+            const decode::CacheUnit* from;
             int exists;
             if (pages_.row + kTokens < p.cache.rows) {
                 from = from_ + kTokens * p.cache.k.row_stride + chunk() * (kSector - kChunk);
-                exists = stands_ & (pages_.row + kTokens + token() < p.cache.rows);
+                exists = page_valid_ & (pages_.row + kTokens + token() < p.cache.rows);
             } else {
                 const int page = pages_.next_number();
-                from = reinterpret_cast<const decode::Stored*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
+                from = reinterpret_cast<const decode::CacheUnit*>(p.cache.k.ptr) + page * p.cache.k.batch_stride +
                        token() * p.cache.k.row_stride + chunk() * kSector;
                 exists = has_page(p.cache, page) && next < end;
             }
@@ -187,29 +197,30 @@ class MlaMainloop {
             from_ += kTokens * p.cache.k.row_stride;
             if (pages_.template advance<kTokens>(p, s)) enter_page(p);
         }
+        // Stores the loaded latents to shared memory as fp16.
         __device__ __forceinline__ void stage(Shared& shared) const {
             char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
 #pragma unroll
             for (int i = 0; i < kTileLoads; i++) {
                 uint4* at = reinterpret_cast<uint4*>(to + 2 * (chunk() + i * kTokenThreads) * kChunk);
-                at[0] = decode::CacheElement::eight(words_ + 4 * i);
-                if constexpr (decode::kQuantized) at[1] = decode::CacheElement::eight(words_ + 4 * i + 2);
+                at[0] = decode::CacheElement::unpack8(words_ + 4 * i);
+                if constexpr (decode::kQuantized) at[1] = decode::CacheElement::unpack8(words_ + 4 * i + 2);
             }
             const unsigned* last = words_ + 4 * kTileLoads;
             void* at = to + 2 * (HEADDIM_V + chunk() * kLastColumns);
             if constexpr (kLastColumns == 8) {
-                *static_cast<uint4*>(at) = decode::CacheElement::eight(last);
+                *static_cast<uint4*>(at) = decode::CacheElement::unpack8(last);
             } else {
-                const unsigned eight[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
-                const uint4 x = decode::CacheElement::eight(eight);
+                const unsigned words[4] = {last[0], kLastWords > 1 ? last[kLastWords - 1] : 0};
+                const uint4 x = decode::CacheElement::unpack8(words);
                 *static_cast<uint2*>(at) = make_uint2(x.x, x.y);
             }
             if (decode::kTokenScales && chunk() == 0) shared.scales[token()] = token_scale_;
         }
     };
 
-    // All rows' outputs times their factors.
-    __device__ __forceinline__ static void rescale(const Place& lane, const float* factors, Output& o) {
+    // Multiplies output rows by their factors.
+    __device__ __forceinline__ static void rescale(const WarpCoord& lane, const float* factors, Output& o) {
         const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
 #pragma unroll
         for (int mt = 0; mt < kTiles; mt++) {
@@ -224,68 +235,68 @@ class MlaMainloop {
     }
 
 public:
-    static constexpr int kParts = 1;
-    // Rows whose output finds room in shared memory at a time.
+    static constexpr int kTokenGroups = 1;
+    // Rows of output that fit shared memory at a time.
     static constexpr int kRowsAtOnce = STEP;
-    static constexpr int kWorkBytes = sizeof(Shared) - (kStored > 0 ? 0 : sizeof(Shared::queries));
+    static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));
 
     template <class Finish>
-    __device__ __forceinline__ static void attend(const DecodeParams& p, const decode::WorkTile& s, const decode::RowInfo* row_info,
-                                                  const decode::SharedPartials<kParts, kRowsAtOnce>& parts, Finish finish) {
-        const Place lane;
-        Shared& shared = *reinterpret_cast<Shared*>(parts.output);
+    __device__ __forceinline__ static void run(const DecodeParams& p, const decode::WorkTile& s, const decode::RowInfo* row_info,
+                                               const decode::SharedPartials<kTokenGroups, kRowsAtOnce>& partials, Finish finish) {
+        const WarpCoord lane;
+        Shared& shared = *reinterpret_cast<Shared*>(partials.output);
         const float scale_log2 = p.problem.scale_log2;
         const float key_scale = decode::kQuantized && !decode::kTokenScales
                                     ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
                                     : 1.f;
 
-        // The thread's scores: of one row, side by side. Of rows whose places in the tile differ by eight tokens are exchanged in
-        // fours, so that what a warp writes at once lies in different banks.
-        const int thread = own_thread();
+        // The thread's scores: neighbors in one row. In rows 8 to 15 of every 16, groups of four tokens trade places, so that a
+        // warp's stores lie in different banks.
+        const int thread = kept_thread();
 
-        const int own_row = thread / kMates, own_token = thread % kMates * kOwn ^ ((own_row >> 3 & 1) * 4);
+        const int own_row = thread / kRowThreads, own_token = thread % kRowThreads * kThreadScores ^ ((own_row >> 3 & 1) * 4);
 
         Output o = {};
         SoftmaxRow softmax;
-        decode::ProbabilityScale unit;
-        bool is_wrong = false;
+        decode::ProbabilityScale probability_scale;
+        bool has_invalid_page = false;
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
-            // of the tokens at own_token those that the row sees
+            // Tokens that the row sees, relative to own_token.
             const int position = row_info[own_row].position;
             const int visible = max(position - p.problem.window_left, begin) - own_token;
             const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
             int token = begin / kTokens * kTokens;
 
-            Tile tile(p, s, token);
-            tile.load(p, token, end);
-            // behind the tile, whose tokens' pages had to be waited for
-            uint4 q[kHeld][kPairs];
+            LatentLoader loader(p, s, token);
+            loader.load(p, token, end);
+            // After the latents: their loads had to wait for the block table.
+            uint4 q[kRegisterOperands][kRowPairs];
             load_queries(p, s, lane, shared, q);
-            // the lane's places
+            // The lane's offsets in shared memory.
             const int key_at = lane.t * kPitch + 2 * lane.first_column();
             int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
             const int to_rotary = 2 * (lane.rotary_column() - lane.first_column());
             int values = lane.quad * kPitch + 2 * (kWarpColumns * lane.column_warp + 8 * lane.value_chunk(lane.half));
             const int score_row = lane.first_row + 8 * lane.qn + (lane.t & 1) + 4 * lane.half;
             int score_at = (lane.column_warp * BLOCK_ROWS + score_row) * kTokens + ((8 * lane.qm + (lane.t & 2)) ^ (4 * lane.qn));
-            stay(keys[0]), stay(keys[1]), stay(values);
+            decode::keep_in_register(keys[0]), decode::keep_in_register(keys[1]), decode::keep_in_register(values);
             const auto latents = [&](int at) {
                 return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(shared.latents) + at);
             };
 
 #pragma unroll 1
             for (; token < end; token += kTokens) {
-                tile.stage(shared);
+                loader.stage(shared);
                 if (token + kTokens < end) {
-                    tile.advance(p, s);
-                    if (kTouches) tile.touch(p, token + 2 * kTokens, end);
-                    tile.load(p, token + kTokens, end);
+                    loader.advance(p, s);
+                    if (kPrefetches) loader.prefetch_next(p, token + 2 * kTokens, end);
+                    loader.load(p, token + kTokens, end);
                 }
                 __syncthreads();
                 {
-                    Accumulator c[kPairs][2];
+                    Accumulator c[kRowPairs][2];
 #pragma unroll
                     for (auto& x : c) clear(x[0]), clear(x[1]);
 #pragma unroll
@@ -293,9 +304,10 @@ public:
                         const int offset = g == kOperands - 1 ? to_rotary : 2 * operand_column(g);
                         const uint4 b[2] = {latents(keys[0] + offset), latents(keys[1] + offset)};
 #pragma unroll
-                        for (int i = 0; i < kPairs; i++) {
-                            const uint4 a = g < kStored ? shared.queries[(lane.warp * kStored + g) * kPairs + i][lane.lane]
-                                                        : q[g < kStored ? 0 : g - kStored][i];
+                        for (int i = 0; i < kRowPairs; i++) {
+                            const uint4 a = g < kSharedOperands
+                                                ? shared.queries[(lane.warp * kSharedOperands + g) * kRowPairs + i][lane.lane]
+                                                : q[g < kSharedOperands ? 0 : g - kSharedOperands][i];
 #pragma unroll
                             for (int n = 0; n < 2; n++) mma_row_col(c[i][n], a.x, a.y, b[n].x, b[n].y);
 #pragma unroll
@@ -304,7 +316,7 @@ public:
                     }
                     float* to = shared.scores[0][0];
 #pragma unroll
-                    for (int i = 0; i < kPairs; i++) {
+                    for (int i = 0; i < kRowPairs; i++) {
                         float sum[8];
 #pragma unroll
                         for (int e = 0; e < 8; e++) sum[e] = c[i][0][e] + __shfl_xor_sync(~0u, c[i][1][e], 4);
@@ -316,67 +328,68 @@ public:
                 }
                 __syncthreads();
 
-                float x[kOwn] = {}, scale[kOwn];
+                float x[kThreadScores] = {}, scale[kThreadScores];
 #pragma unroll
-                for (int i = 0; i < kOwn; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
+                for (int i = 0; i < kThreadScores; i++) scale[i] = decode::kTokenScales ? shared.scales[own_token + i] : key_scale;
 #pragma unroll
                 for (int w = 0; w < kColumnWarps; w++) {
-                    const Own y = reinterpret_cast<const Own*>(shared.scores[w])[thread];
+                    const ThreadScores y = reinterpret_cast<const ThreadScores*>(shared.scores[w])[thread];
 #pragma unroll
-                    for (int i = 0; i < kOwn; i++) x[i] += y.x[i];
+                    for (int i = 0; i < kThreadScores; i++) x[i] += y.x[i];
                 }
 #pragma unroll
-                for (int i = 0; i < kOwn; i++) {
-                    // e4m3's NaN came as an infinity
+                for (int i = 0; i < kThreadScores; i++) {
+                    // e4m3: NaN arrives as infinity.
                     if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
                     if constexpr (decode::kQuantized) x[i] *= scale[i];
                 }
 #pragma unroll
-                for (int i = 0; i < kOwn; i++)
+                for (int i = 0; i < kThreadScores; i++)
                     if (static_cast<unsigned>(token + i - visible) >= static_cast<unsigned>(count)) x[i] = negative_infinity();
                 float largest = x[0];
 #pragma unroll
-                for (int i = 1; i < kOwn; i++) largest = fmaxf(largest, x[i]);
-                bool moves = __any_sync(~0u, largest > softmax.limit);
+                for (int i = 1; i < kThreadScores; i++) largest = fmaxf(largest, x[i]);
+                bool moved = __any_sync(~0u, largest > softmax.limit);
                 float factor = 1.f;
-                if (moves) {
+                if (moved) {
 #pragma unroll
-                    for (int n = 1; n < kMates; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
+                    for (int n = 1; n < kRowThreads; n *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
                     factor = softmax.template update_row_max<RescaledRows::kAll>(largest, scale_log2, 1.f / scale_log2);
                 }
 #pragma unroll
-                for (int i = 0; i < kOwn; i++) x[i] = softmax.probability(x[i], scale_log2);
+                for (int i = 0; i < kThreadScores; i++) x[i] = softmax.probability(x[i], scale_log2);
                 if constexpr (decode::kTokenScales) {
-                    float2 product[kOwn / 2];
-                    bool exceeds = moves;
+                    float2 product[kThreadScores / 2];
+                    bool exceeds = moved;
 #pragma unroll
-                    for (int i = 0; i < kOwn; i += 2) {
-                        product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                    for (int i = 0; i < kThreadScores; i += 2) {
+                        product[i / 2] = probability_scale.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
                         exceeds |= decode::ProbabilityScale::exceeds(product[i / 2]);
                     }
-                    moves = __any_sync(~0u, exceeds);
-                    if (moves) {
+                    moved = __any_sync(~0u, exceeds);
+                    if (moved) {
                         float m = 0.f;
 #pragma unroll
-                        for (int i = 0; i < kOwn; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
+                        for (int i = 0; i < kThreadScores; i++) m = fmaxf(m, x[i] * decode::kTwo112 * scale[i]);
 #pragma unroll
-                        for (int n = 1; n < kMates; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
-                        factor *= unit.move(m);
+                        for (int n = 1; n < kRowThreads; n *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, n));
+                        factor *= probability_scale.update(m);
 #pragma unroll
-                        for (int i = 0; i < kOwn; i += 2) {
-                            product[i / 2] = unit.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
-                            if (decode::ProbabilityScale::exceeds(product[i / 2])) softmax.sum = __int_as_float(0x7fffffff);
+                        for (int i = 0; i < kThreadScores; i += 2) {
+                            product[i / 2] =
+                                probability_scale.scaled(make_float2(x[i], x[i + 1]), make_float2(scale[i], scale[i + 1]));
+                            if (decode::ProbabilityScale::exceeds(product[i / 2])) softmax.sum = quiet_nan();
                         }
                     }
 #pragma unroll
-                    for (int i = 0; i < kOwn; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
+                    for (int i = 0; i < kThreadScores; i += 2) x[i] = product[i / 2].x, x[i + 1] = product[i / 2].y;
                 }
-                OwnPacked packed;
+                PackedScores packed;
 #pragma unroll
-                for (int i = 0; i < kOwn; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
-                *reinterpret_cast<OwnPacked*>(&shared.probabilities[own_row][own_token]) = packed;
-                shared.factors[own_row] = factor;  // of rows of other warps too where some move
-                if (__syncthreads_or(moves)) rescale(lane, shared.factors, o);
+                for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
+                *reinterpret_cast<PackedScores*>(&shared.probabilities[own_row][own_token]) = packed;
+                shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
+                if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);
 
 #pragma unroll 1
                 for (int k = 0; k < kTokens; k += 4) {
@@ -396,18 +409,19 @@ public:
                 }
                 __syncthreads();
             }
-            is_wrong = !tile.page_valid();
+            has_invalid_page = !loader.page_valid();
         }
 
         float sum = softmax.sum;
 #pragma unroll
-        for (int n = 1; n < kMates; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
-        if (is_wrong) sum = __int_as_float(0x7fffffff);
-        const Place last;  // computed again, so that the loop has the registers
-        const int last_thread = own_thread(), last_row = last_thread / kMates;
-        if (last_thread % kMates == 0) {
-            parts.state[last_row] = {softmax.reference, sum};
-            if constexpr (decode::kQuantized) shared.factors[last_row] = decode::kTokenScales ? 1.f / unit.inverse : key_scale;
+        for (int n = 1; n < kRowThreads; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
+        if (has_invalid_page) sum = quiet_nan();
+        const WarpCoord last;  // recomputed, so that the loop has the registers
+        const int last_thread = kept_thread(), last_row = last_thread / kRowThreads;
+        if (last_thread % kRowThreads == 0) {
+            partials.state[last_row] = {softmax.row_max, sum};
+            if constexpr (decode::kQuantized)
+                shared.factors[last_row] = decode::kTokenScales ? 1.f / probability_scale.inverse : key_scale;
         }
         if constexpr (decode::kQuantized) {
             __syncthreads();
@@ -416,14 +430,14 @@ public:
         }
 #pragma unroll 1
         for (int first = 0; first < BLOCK_ROWS; first += kRowsAtOnce) {
-            write_output(last, o, first, parts.output);
+            write_output(last, o, first, partials.output);
             finish(first);
         }
     }
 
 private:
-    __device__ __forceinline__ static void finish_values(const Place& lane, const float* factors, Output& o) {
-        // e4m3's NaN came as an infinity
+    __device__ __forceinline__ static void finish_values(const WarpCoord& lane, const float* factors, Output& o) {
+        // e4m3: NaN arrives as infinity.
         if constexpr (decode::kFormat == CacheFormat::E4m3) {
 #pragma unroll
             for (auto& x : o)
@@ -436,21 +450,21 @@ private:
         }
         rescale(lane, factors, o);
     }
-    // The output of rows `first` to first + kRowsAtOnce.
-    __device__ __forceinline__ static void write_output(const Place& lane, const Output& o, int first, float* to) {
+    // Stores the output of rows `first` to first + kRowsAtOnce - 1 to shared memory.
+    __device__ __forceinline__ static void write_output(const WarpCoord& lane, const Output& o, int first, float* to) {
 #pragma unroll
         for (int mt = 0; mt < kTiles; mt++) {
             const int row = lane.first_row + 8 * mt - first;
             if (static_cast<unsigned>(row) >= kRowsAtOnce) continue;
             float* own =
-                to + (row + (lane.t & 1) + 4 * lane.half) * decode::kPartStride + kWarpColumns * lane.column_warp + (lane.t & 2);
+                to + (row + (lane.t & 1) + 4 * lane.half) * decode::kPartialStride + kWarpColumns * lane.column_warp + (lane.t & 2);
 #pragma unroll
             for (int j = 0; j < kLoads; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int e = 0; e < 8; e += 2)
-                        *reinterpret_cast<float2*>(own + (e & 2) * decode::kPartStride + 64 * j + 8 * lane.value_chunk(e >> 2) +
+                        *reinterpret_cast<float2*>(own + (e & 2) * decode::kPartialStride + 64 * j + 8 * lane.value_chunk(e >> 2) +
                                                    4 * i) = make_float2(o[mt][j][i][e], o[mt][j][i][e + 1]);
         }
     }

@@ -1,7 +1,8 @@
+// Forward kernel with Q in registers, on a stream-K grid.
 #include "volta/forward/register_q.cuh"
 #include "volta/forward/stream_k.cuh"
 
-using Grid = volta::StreamKPlan<BLOCK_ROWS>;
+using Grid = volta::StreamKGrid<BLOCK_ROWS>;
 using Kernel = volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32, Grid>;
 static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kStep == STEP && Kernel::kSharedBytes == SHARED_BYTES,
               "src/kernels/volta/forward.rs");

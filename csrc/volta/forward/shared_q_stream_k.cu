@@ -1,7 +1,8 @@
+// Forward kernel with Q in shared memory, on a stream-K grid.
 #include "volta/forward/shared_q.cuh"
 #include "volta/forward/stream_k.cuh"
 
-using Grid = volta::StreamKPlan<BLOCK_ROWS>;
+using Grid = volta::StreamKGrid<BLOCK_ROWS>;
 using Kernel =
     volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, STEP, 1, BLOCKS_PER_SM, Grid>;
 static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kSharedBytes == SHARED_BYTES, "src/kernels/volta/forward.rs");

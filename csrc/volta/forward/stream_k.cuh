@@ -1,9 +1,9 @@
-// Grids of equal shares. Where the last round of a grid's blocks would leave most of the GPU idle, the blocks of rows that are left
-// over after the full rounds are cut along the keys, and every place of the GPU gets as much of them: src/plan/stream_k.rs decides
-// which block has what, in the order in which they start.
+// Stream-K grid of the volta forward kernels. Where the last wave of blocks would leave most of the GPU idle, the row tiles
+// left over after the full waves are split along the keys, so that every resident block gets the same amount of work.
+// src/plan/stream_k.rs decides which block takes which keys, in the order in which blocks start.
 //
-// A piece's result goes to scratch memory, and the block that finds all of its block of rows there joins them in the order of the
-// keys. So nobody waits for another, and the output does not depend on who that is.
+// Each split goes to scratch memory. The last block to finish a row tile combines its splits in key order. No block waits, and
+// the output is deterministic.
 #pragma once
 
 #include "semaphore.cuh"
@@ -11,34 +11,36 @@
 
 namespace volta {
 
-// A block's keys: all of a block of rows, or a piece.
-struct Share {
-    int row_block;  // of all heads and batch entries
-    int cut = 0;  // its number among those that are cut
-    int first = 0, end;  // in steps
-    int number = 0, pieces = 1;
+// A block's work: all keys of a row tile, or one split of them.
+struct TileSplit {
+    int row_block;  // number of the row tile, over all heads and batch entries
+    int stream_k_tile = 0;  // number of the row tile among those that are split
+    int first = 0, end;  // range of keys, in steps
+    // number of this split; splits of the row tile
+    int index = 0, splits = 1;
 
-    __device__ __forceinline__ Share(const StreamKParams& s, int block) : row_block(block), end(0x7fffffff) {
+    __device__ __forceinline__ TileSplit(const StreamKParams& s, int block) : row_block(block), end(0x7fffffff) {
         if (block >= s.data_parallel_tiles) {
             const StreamKSplit x = s.pieces[block - s.data_parallel_tiles];
-            cut = x.row_block;
-            row_block = s.data_parallel_tiles + cut;
+            stream_k_tile = x.row_block;
+            row_block = s.data_parallel_tiles + stream_k_tile;
             first = x.first;
             end = x.end;
-            number = x.part >> 8;
-            pieces = x.part & 0xff;
+            index = x.part >> 8;
+            splits = x.part & 0xff;
         }
     }
 };
 
 template <int BlockRows>
-class StreamKPlan {
-    const StreamKParams& shares_;
+// Grid policy; DataParallelGrid (layout.cuh) is the default one.
+class StreamKGrid {
+    const StreamKParams& params_;
 
-    // Where a block of rows lies.
-    struct Place {
+    // Row, head and batch entry of a row tile.
+    struct TileCoord {
         int row, head, batch;
-        __device__ __forceinline__ Place(const Problem& p, int row_block) {
+        __device__ __forceinline__ TileCoord(const Problem& p, int row_block) {
             const int of_head = (p.seqlen_q + BlockRows - 1) / BlockRows;
             const int heads = row_block / of_head;
             row = (row_block - heads * of_head) * BlockRows;
@@ -46,64 +48,69 @@ class StreamKPlan {
             head = heads - batch * p.nheads;
         }
     };
-    // For a branch that is rarely taken: remat_thread_index().
-    __device__ __forceinline__ Place remat_place(const Problem& p) const {
-        return Place(p, Share(shares_, remat_block_index()).row_block);
+    // Computed again for code that runs rarely (see remat_thread_index()).
+    __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
+        return TileCoord(p, TileSplit(params_, remat_block_index()).row_block);
     }
 
 public:
-    static constexpr bool kIndexed = false;
-    static_assert(!kVarlen && !kHasScoreMod, "what reads the place of a block from the grid");
-    __device__ __forceinline__ explicit StreamKPlan(const StreamKParams& shares) : shares_(shares) {}
+    static constexpr bool kHasHeadAndBatchAxes = false;
+    static_assert(!kVarlen && !kHasScoreMod, "code that takes head and batch from the grid");
+    __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     template <int Rows>
-    struct Block : Place {
-        Share share;
+    // Coordinates and keys of a block.
+    struct Block : TileCoord {
+        TileSplit split;
         int head_k;
-        __device__ __forceinline__ Block(const Problem& p, const StreamKPlan& grid) : Block(p, Share(grid.shares_, blockIdx.x)) {}
-        __device__ __forceinline__ Block(const Problem& p, const Share& share_)
-            : Place(p, share_.row_block), share(share_), head_k(Place::head / (p.nheads / p.nheads_k)) {
+        __device__ __forceinline__ Block(const Problem& p, const StreamKGrid& grid)
+            : Block(p, TileSplit(grid.params_, blockIdx.x)) {}
+        __device__ __forceinline__ Block(const Problem& p, const TileSplit& split_)
+            : TileCoord(p, split_.row_block), split(split_), head_k(TileCoord::head / (p.nheads / p.nheads_k)) {
             static_assert(Rows == BlockRows, "the plan's");
         }
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
-            // where all pieces begin steps, whatever the window: what it hides is masked
-            return max(mask.key_first(Place::row) / Step * Step, share.first * Step);
+            // Steps begin at the same keys in all splits, whatever the window: keys that it hides are masked.
+            return max(mask.key_first(TileCoord::row) / Step * Step, split.first * Step);
         }
         template <int Step>
         __device__ __forceinline__ int key_end(const Mask& mask) const {
-            return min(mask.key_end(Place::row, BlockRows), min(share.end, 0x7fffffff / Step) * Step);
+            return min(mask.key_end(TileCoord::row, BlockRows), min(split.end, 0x7fffffff / Step) * Step);
         }
     };
 
     template <int Threads, int RowTiles, int OutputTiles>
-    __device__ __forceinline__ bool join(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
-        const Share share(shares_, remat_block_index());
-        if (share.pieces == 1) return true;
-        // those of all threads side by side
-        constexpr int kChunksOfPiece = kResultChunks<RowTiles, OutputTiles> * Threads;
-        const int place = share.cut * shares_.most_pieces;
-        uint4* first = reinterpret_cast<uint4*>(shares_.partials) + static_cast<long long>(place) * kChunksOfPiece + threadIdx.x;
-        uint4* own = first + share.number * kChunksOfPiece;
-        put_result(softmax, o, [&](int chunk, uint4 x) { __stcg(own + chunk * Threads, x); });
-        __threadfence();  // what this thread has written comes before the arrival
+    // Stores this split. Returns true for the last block of the row tile, after it has combined all splits.
+    __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
+        const TileSplit split(params_, remat_block_index());
+        if (split.splits == 1) return true;
+        // those of all threads are adjacent
+        constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
+        const int first_split = split.stream_k_tile * params_.most_pieces;
+        uint4* first =
+            reinterpret_cast<uint4*>(params_.partials) + static_cast<long long>(first_split) * kSplitChunks + threadIdx.x;
+        uint4* own = first + split.index * kSplitChunks;
+        store_partial(softmax, o, [&](int chunk, uint4 x) { __stcg(own + chunk * Threads, x); });
+        __threadfence();  // this thread's split is visible before the semaphore counts it
         __syncthreads();
-        const bool last = threadIdx.x == 0 && arrive_is_last(shares_.semaphores + share.cut, shares_.launch_id, share.pieces);
+        const bool last =
+            threadIdx.x == 0 && arrive_is_last(params_.semaphores + split.stream_k_tile, params_.launch_id, split.splits);
         if (!__syncthreads_or(last)) return false;
-        __threadfence();  // ... and that before what others have written is read
+        __threadfence();  // other blocks' splits are read after the count
         softmax = SoftmaxState<RowTiles>();
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int j = 0; j < OutputTiles; j++) clear(o[mt][j]);
 #pragma unroll 1
-        for (int i = 0; i < share.pieces; i++, first += kChunksOfPiece)
-            join_result(softmax, o, [&](int chunk) { return __ldcg(first + chunk * Threads); });
+        for (int i = 0; i < split.splits; i++, first += kSplitChunks)
+            combine_partial(softmax, o, [&](int chunk) { return __ldcg(first + chunk * Threads); });
         return true;
     }
 
-    __device__ __forceinline__ int remat_batch(const Problem& p) const { return remat_place(p).batch; }
-    __device__ __forceinline__ int remat_head(const Problem& p) const { return remat_place(p).head; }
+    __device__ __forceinline__ int remat_batch(const Problem& p) const { return remat_coord(p).batch; }
+    __device__ __forceinline__ int remat_head(const Problem& p) const { return remat_coord(p).head; }
 };
 
 }  // namespace volta

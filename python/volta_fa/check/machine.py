@@ -1,4 +1,4 @@
-"""What this machine is: the driver, the card, its clocks, torch and what torch was built for, and the library."""
+"""Describes this machine: driver, GPU, clocks, torch and what torch was built for, and the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import remedies
+from .. import diagnostics
 from ..inspection import info
 from .kernels import Target
 
@@ -120,6 +120,6 @@ def remedy(sm: str) -> str:
     if sm not in ("sm_70", "sm_72"):
         return "Install a torch whose torch.cuda.get_arch_list() has it."
     return (
-        f"For Volta run `{remedies.torch_for_volta(torch.__version__)}`: "
+        f"For Volta run `{diagnostics.torch_for_volta(torch.__version__)}`: "
         "PyTorch's builds for CUDA 12.8 up to 2.10 and for 12.6 up to 2.14 have it."
     )

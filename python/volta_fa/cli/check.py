@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .. import remedies
+from .. import diagnostics
 from ..errors import CommandError
 from ..inspection import info, kernel_family
 from .rich_import import require_rich
@@ -19,7 +19,7 @@ CPU backend in float64, times the card and attention beside PyTorch's own and be
 and writes a page to the screen, a plot and a JSON file. At most three minutes on a GPU.
 
 --tune writes what was found to be faster, and which kernels failed, to a file of yours that plans read from then on
-(docs/tuning.md).
+(docs/reference/tuning-file.md).
 
 Exit status: 0 if all is right, 1 if something is not, 2 if the check cannot run here.
 """
@@ -57,7 +57,7 @@ def _choose(name: str) -> str:
     """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
     count = torch.cuda.device_count()
     # a card that torch cannot see is not one that was checked
-    hidden = remedies.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
+    hidden = diagnostics.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
     if hidden:
         raise CommandError(f"--device {name}: {'; '.join(hidden)} (--device cpu works everywhere)")
     if name == "auto":

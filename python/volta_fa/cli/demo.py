@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .. import remedies
+from .. import diagnostics
 from ..errors import CommandError
 from ..inspection import kernel_family
 from .rich_import import require_rich
@@ -77,6 +77,6 @@ def _choose_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError as error:
-        reason = "; ".join(remedies.problems()) or str(error).splitlines()[0]
+        reason = "; ".join(diagnostics.problems()) or str(error).splitlines()[0]
         raise CommandError(f"--device {name}: {reason}; --device cpu works everywhere") from None
     return device

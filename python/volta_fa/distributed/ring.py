@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import agree
+from .argument_check import check_same_arguments
 from .communication import Transfer, messages, room, select
 from .layout import Range
 from .plan import Distance, Launch, Mask, Step, at_most_two, plan
@@ -329,7 +329,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
         # a rank may have ended or gone elsewhere since the forward pass
-        agree([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
+        check_same_arguments([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
 
 

@@ -1,0 +1,111 @@
+"""Ranks tell each other what they are about to do, through the group's store, before any tensor travels.
+
+A rank that has other arguments than the rest, or none at all because it died, would leave them waiting inside a
+collective. So each call begins with a line of text from each rank, on the host: no GPU is waited for, and every rank raises the
+same error. The store is the one that the group was made with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..errors import bad_argument
+
+#: Calls so far of each group.
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+#: A rank's words: what has to be the same everywhere, and what need not.
+Words = tuple[dict[str, Any], Any]
+
+
+def check_same_arguments(groups: Sequence[dist.ProcessGroup], op: str, words: Callable[[], Words], device: torch.device) -> list[Any]:
+    """What each rank's `words` says besides what has to be the same on all of them; in the order of the last group's ranks, and
+    within each of the one before it.
+
+    Raises on all ranks the same: what `words` raised on any of them (ValueError, NotImplementedError), or ValueError for
+    what is not the same; RuntimeError where a rank does not come within the group's timeout.
+    """
+    try:
+        same, own = words()
+        mine: dict[str, Any] = {"op": op, "same": same, "own": own}
+    except (ValueError, NotImplementedError) as error:
+        mine = {"op": op, "error": [type(error).__name__, str(error)]}
+    everyone = [mine]
+    for group in groups:
+        everyone = [words for texts in _exchange(group, op, everyone, device) for words in texts]
+    for rank, theirs in enumerate(everyone):
+        if "error" in theirs:
+            kind = NotImplementedError if theirs["error"][0] == "NotImplementedError" else ValueError
+            message = theirs["error"][1]
+            raise kind(message if len(everyone) == 1 else f"{message} (on rank {rank} of the group)")
+    _compare(op, everyone)
+    return [theirs["own"] for theirs in everyone]
+
+
+def _compare(op: str, everyone: Sequence[Mapping[str, Any]]) -> None:
+    first = everyone[0]
+    tables = [{"call": theirs["op"]} | theirs["same"] for theirs in everyone]
+    for name in {"call": first["op"]} | first["same"]:
+        values = [table.get(name) for table in tables]
+        if any(value != values[0] for value in values):
+            found = {str(value): [r for r, v in enumerate(values) if v == value] for value in values}
+            given = ", ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in found.items())
+            raise bad_argument(name, given, "the same on all ranks", op=f"distributed.{op}")
+
+
+def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device) -> list[Any]:
+    """All ranks' texts. Rank 0 gathers and hands out, so that a group of many ranks makes few requests."""
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        return [json.loads(json.dumps(mine))]
+    number = _calls.get(group, 0)
+    _calls[group] = number + 1
+    store: Any = dist.distributed_c10d._world.pg_map[group][1]
+    keys = [f"volta_fa/{number}/{r}" for r in range(size)]
+    everyone = f"volta_fa/{number}/all"
+    timeout = group_timeout(group, device) or store.timeout
+    try:
+        store.set(keys[rank], json.dumps(mine))
+        if rank == 0:
+            store.wait(keys, timeout)
+            texts = [json.loads(text) for text in store.multi_get(keys)]
+            store.set(everyone, json.dumps(texts))
+            # all have begun this call, so all have read what the one before it said
+            store.delete_key(f"volta_fa/{number - 1}/all")
+        else:
+            store.wait([everyone], timeout)
+            texts = json.loads(store.get(everyone))
+        store.delete_key(keys[rank])
+    except RuntimeError as error:
+        raise RuntimeError(f"volta_fa.distributed.{op}: {_missing(store, keys, timeout)}") from error
+    return texts
+
+
+def _missing(store: Any, keys: Sequence[str], timeout: timedelta) -> str:
+    within = f"within the group's timeout of {timeout.total_seconds():g} s"
+    try:
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return f"the store of the process group does not answer {within}: the process that holds it, usually rank 0's, has ended"
+    if not absent:
+        return f"rank 0 did not answer {within}"
+    return (
+        f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} of the group did not make this call {within}: "
+        "such a process is late, has ended, or does something else"
+    )
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """That of `init_process_group` or `new_group`; None where the backend does not tell."""
+    try:
+        options = group._get_backend(torch.device(device.type)).options
+        return getattr(options, "_timeout", None)
+    except (RuntimeError, AttributeError):
+        return None

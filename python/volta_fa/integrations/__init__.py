@@ -1,0 +1,15 @@
+"""How other programs run their attention on volta_fa: one module or package for each program.
+
+Module | Program | Takes effect by
+---|---|---
+`sdpa` | PyTorch's `scaled_dot_product_attention` | `volta_fa.enable_sdpa()`
+`torch_flash_impl` | PyTorch's registry of flash attention implementations | `activate_flash_attention_impl("VOLTA")`
+`dtensor` | PyTorch's DTensor and `context_parallel` | `import volta_fa`
+`flash_attn` | programs that call or import flash-attn 2 | a call of its functions, `volta_fa.install_flash_attn_shim()`
+`flash_mla` | programs that call FlashMLA | a call of its functions
+`transformers` | Hugging Face transformers | `import volta_fa.transformers`, `attn_implementation="volta_fa"`
+`vllm` | vLLM | its plugin entry point, `--attention-backend CUSTOM`
+
+Each module begins with the supported releases, what it registers or replaces, and what falls back.
+Importing this package imports none of these programs.
+"""

@@ -1,0 +1,1 @@
+"""flash_attn.layers: of its layers, rotary embeddings alone."""

@@ -1,0 +1,1 @@
+"""flash_attn.ops: of its ops, the rotary function alone."""

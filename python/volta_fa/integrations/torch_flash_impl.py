@@ -1,0 +1,279 @@
+"""PyTorch's registry of flash attention implementations, for torch 2.10 and later.
+
+`import volta_fa` registers the name "VOLTA", which changes nothing yet. `torch.nn.attention.activate_flash_attention_impl("VOLTA")`
+then replaces the kernels of PyTorch's flash attention ops in `aten`; `restore_flash_attention_impl()`, from torch 2.11 on, undoes it.
+
+volta_fa then runs `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attention_forward`, and scaled_dot_product_attention where
+PyTorch chooses flash attention. PyTorch never does on Volta and Turing: use `volta_fa.enable_sdpa()` there.
+Nothing falls back: arguments without a kernel raise NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import bad_argument
+
+#: The name for `activate_flash_attention_impl`.
+NAME = "VOLTA"
+
+
+class _Handle:
+    """Holds the registered kernels. PyTorch keeps it until another implementation is activated."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self._library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        self._library = None
+
+
+def _register_kernels() -> _Handle:
+    library = torch.library.Library("aten", "IMPL")
+    kernels: list[tuple[str, Callable[..., Any], tuple[str, ...]]] = [
+        # PyTorch has no CPU kernels for these two
+        ("_flash_attention_forward", _forward, ("CPU", "CUDA")),
+        ("_flash_attention_backward", _backward, ("CPU", "CUDA")),
+        ("_scaled_dot_product_flash_attention", _sdpa_forward, ("CUDA",)),
+        ("_scaled_dot_product_flash_attention_backward", _sdpa_backward, ("CUDA",)),
+        ("_flash_attention_forward_no_dropout_inplace", _forward_into, ("CPU", "CUDA")),
+    ]
+    for name, kernel, keys in kernels:
+        if hasattr(torch.ops.aten, name):  # not every release has them all
+            for key in keys:
+                library.impl(name, kernel, key)
+    return _Handle(library)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None,
+    window_size_left: int | None,
+    window_size_right: int | None,
+    seqused_k: Tensor | None,
+    alibi_slopes: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, softmax_lse and rng_state. The arguments have the names of PyTorch's ops."""
+    if return_debug_mask:
+        raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
+    options: dict[str, Any] = {
+        "softmax_scale": scale,
+        "is_causal": is_causal,
+        "window_left": _bound(window_size_left),
+        # is_causal sets it to 0
+        "window_right": -1 if is_causal else _bound(window_size_right),
+        "alibi_slopes": alibi_slopes,
+    }
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if cum_seq_q is not None:
+        options |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+    if block_table is not None:
+        if dropout_p:
+            raise bad_argument(
+                "dropout_p", f"{dropout_p} together with block_table", "0: a cache is for inference", error=NotImplementedError
+            )
+        if seqused_k is None and cum_seq_k is not None:
+            seqused_k = cum_seq_k.diff()
+        options["num_splits"] = max(0, num_splits or 0)
+        out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(q, k, v, cache_seqlens=seqused_k, block_table=block_table, **options)
+        return out, softmax_lse, _no_random_numbers(q)
+    if cum_seq_k is not None:
+        options |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        for name, t in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
+            if t is not None:
+                raise bad_argument(
+                    name,
+                    "a tensor with inputs that require grad",
+                    "None: aten::_flash_attention_backward has no such argument",
+                    error=NotImplementedError,
+                )
+    out, softmax_lse, rng_state = torch.ops.volta_fa.fwd(q, k, v, dropout_p=dropout_p, seqused_k=seqused_k, **options)
+    return out, softmax_lse, rng_state.view(torch.uint64) if dropout_p else _no_random_numbers(q)
+
+
+def _bound(window: int | None) -> int:
+    return -1 if window is None else max(-1, window)
+
+
+def _no_random_numbers(q: Tensor) -> Tensor:
+    return torch.empty(2, dtype=torch.uint64, device=q.device)
+
+
+def _unused(q: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.uint64, device=q.device)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Implements `aten::_flash_attention_forward`."""
+    out, softmax_lse, rng_state = _attend(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
+        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits,
+    )  # fmt: skip
+    return out, softmax_lse, rng_state, _unused(query), query.new_empty(0)
+
+
+def _forward_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options: Any,
+) -> Tensor:
+    """Implements `aten::_flash_attention_forward_no_dropout_inplace`: writes `out` and returns softmax_lse."""
+    found, softmax_lse, *_ = _forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options
+    )  # fmt: skip
+    out.copy_(found)
+    return softmax_lse
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Implements `aten::_flash_attention_backward`."""
+    options: dict[str, Any] = {}
+    if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
+        options = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    dq, dk, dv, _, _ = torch.ops.volta_fa.bwd(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        logsumexp,
+        rng_state=rng_state.view(torch.int64) if dropout_p else None,
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        is_causal=is_causal,
+        window_left=_bound(window_size_left),
+        window_right=-1 if is_causal else _bound(window_size_right),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **options,
+    )
+    return dq, dk, dv
+
+
+def _like(t: Tensor, found: Tensor) -> Tensor:
+    """Returns `found`, (batch, seqlen, heads, headdim), as (batch, heads, seqlen, headdim) with the strides of `empty_like(t)`.
+
+    Compiled programs rely on these strides, which PyTorch's kernel gives its results.
+    """
+    found = found.transpose(1, 2)
+    wanted = torch.empty_like(t, device="meta")
+    if found.shape == wanted.shape and found.stride() != wanted.stride():
+        return torch.empty_like(t).copy_(found)
+    return found
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    max_q, max_k = q.shape[1], k.shape[1]
+    out, softmax_lse, rng_state, unused, mask = _forward(
+        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return _like(query, out), softmax_lse, None, None, max_q, max_k, rng_state, unused, mask
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Implements `aten::_scaled_dot_product_flash_attention_backward`."""
+    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    gradients = _backward(
+        dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
+    )  # fmt: skip
+    return tuple(_like(t, gradient) for t, gradient in zip((query, key, value), gradients))
+
+
+def register() -> None:
+    """Registers the name, if this torch has the registry. Nothing changes before it is activated."""
+    import torch.nn.attention as attention
+
+    known = getattr(attention, "register_flash_attention_impl", None)
+    if known is not None:
+        known(NAME, register_fn=_register_kernels)

@@ -1,0 +1,371 @@
+"""vLLM's paged cache on the operators: its layouts, writing tokens to it, attention over it.
+
+Does not import vLLM. Does not synchronize with a GPU, unless VOLTA_FA_CHECK_LENGTHS=1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import bad_argument
+from ...kv_cache.cascade import cascade_attention
+from ...kv_cache.formats import quantize_kv
+from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
+
+#: The supported values of --kv-cache-dtype, and the dtype of their bytes, which vLLM passes as uint8, as int8 or, to latent attention, as
+#: float8_e4m3fn. None: vLLM passes the dtype itself. `auto` is the model's dtype, which is float16.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float16": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8_per_token_head": torch.int8,
+}
+
+#: Bytes before the codes of a token and head of an int8 cache. They hold the float32 scales of key and value, or the one of a latent. 8
+#: would suffice, but decode kernels need codes on 16-byte boundaries.
+SCALE_BYTES = 16
+
+
+def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
+    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+
+    Args:
+        beside_codes: whether this vLLM's cache has room for the scales of int8.
+    """
+    allowed = [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+    if kv_cache_dtype in allowed:
+        return
+    why = "the operators read no others"
+    if kv_cache_dtype == "bfloat16":
+        why = "Volta and Turing have no bfloat16"
+    elif kv_cache_dtype in CACHE_DTYPES:
+        why = "a cache of this vLLM has no room for a scale of each token"
+    raise bad_argument("kv_cache_dtype", kv_cache_dtype, f"{' or '.join(allowed)}: {why}", error=NotImplementedError)
+
+
+def bytes_of_a_token(dtype: torch.dtype, columns: int) -> int | None:
+    """(0.33) Returns the bytes of a token and head of this many columns, keys and values together; None: vLLM's own number."""
+    return SCALE_BYTES + columns if dtype == torch.int8 else None
+
+
+def split_scales(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor | None]:
+    """Returns views of a cache: its codes in the operators' dtype, and the float32 scales of an int8 cache, else None.
+
+    The last dimension of the scales is (key, value); of latents only the first has a meaning.
+
+    Args:
+        cache: of any shape; the last dimension is the columns, after `SCALE_BYTES` bytes if it is int8.
+    """
+    dtype = CACHE_DTYPES[kv_cache_dtype]
+    if dtype is None:
+        return cache, None
+    if dtype != torch.int8:
+        return cache.view(dtype), None
+    return cache[..., SCALE_BYTES:].view(dtype), cache[..., : 2 * torch.float32.itemsize].view(torch.float32)
+
+
+def split_cache(
+    kv_cache: Tensor, head_size: int, kv_cache_dtype: str = "auto", layer: Any = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns views k_cache and v_cache, (blocks, block_size, nheads_k, head_size or head_size_v), of a layer's tensor, and the scales of a
+    quantized cache as arguments of `volta_fa::fwd_kvcache`.
+
+    Args:
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.19; or (blocks, nheads_k, block_size,
+            head_size + head_size_v) in later releases, with `SCALE_BYTES` more columns if int8. Strides are free.
+        kv_cache_dtype: a key of `CACHE_DTYPES`.
+        layer: vLLM's layer, with one float32 scale of fp8 keys and one of values, on its device.
+
+    Raises ValueError for another shape, NotImplementedError for int8 in the first shape.
+    """
+    content, scales = split_scales(kv_cache, kv_cache_dtype)
+    options: dict[str, Tensor] = {}
+    if scales is not None:
+        check_cache_dtype(kv_cache_dtype, beside_codes=kv_cache.dim() == 4)
+        options["k_scale"], options["v_scale"] = scales.transpose(1, 2).unbind(-1)
+    elif CACHE_DTYPES[kv_cache_dtype] is not None:
+        options = {"k_descale": layer._k_scale.reshape(1), "v_descale": layer._v_scale.reshape(1)}
+    if content.dim() == 5 and content.shape[1] == 2:
+        k_cache, v_cache = content.unbind(1)
+        return k_cache, v_cache, options
+    if content.dim() == 4 and content.shape[3] > head_size:
+        content = content.transpose(1, 2)
+        return content[..., :head_size], content[..., head_size:], options
+    raise bad_argument(
+        "kv_cache",
+        f"shape {tuple(kv_cache.shape)}",
+        f"(blocks, 2, block_size, nheads_k, {head_size}) or (blocks, nheads_k, block_size, {head_size} + head_size_v)",
+    )
+
+
+def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor) -> None:
+    """Writes tokens into the cache slots of `slot_mapping`.
+
+    vLLM guarantees this mapping, not the lengths: it leaves out padding and rejected draft tokens, and tokens of a sequence need not
+    follow each other. So the append kernel gets each token as a sequence of its own: its page is the slot's block, its length the rows
+    before the slot. There are no queries.
+
+    Args:
+        key, value: (tokens, nheads_k, head_size or head_size_v); tokens after the mapping's are padding.
+        k_cache, v_cache, scales: the results of `split_cache`.
+        slot_mapping: integers (tokens), block * block_size + row. A token with a negative slot is not written.
+    """
+    if slot_mapping.device.type == "cpu" or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1":
+        # the op raises for negative pages where it checks values; the kernels skip such tokens
+        there = slot_mapping >= 0
+        if not there.all():
+            key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
+    write_slots(key, value, k_cache, v_cache, slot_mapping, **scales)
+
+
+def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor) -> None:
+    """Does what `write` does, without removing negative slots."""
+    tokens = slot_mapping.shape[0]
+    if tokens == 0:
+        return
+    block_size, nheads_k, headdim = k_cache.shape[1:]
+    slots = slot_mapping.to(torch.int32)
+    torch.ops.volta_fa.fwd_kvcache(
+        key.new_empty(tokens, 0, nheads_k, headdim),
+        k_cache,
+        v_cache,
+        key[:tokens, None],
+        value[:tokens, None],
+        cache_seqlens=slots % block_size,
+        block_table=(slots // block_size)[:, None],
+        **scales,
+    )
+
+
+@dataclasses.dataclass
+class Batch:
+    """The sequences of a step. The cache already holds their new tokens.
+
+    Attributes:
+        num_actual_tokens: rows of the packed queries that belong to the step. A captured graph counts all rows; those after
+            query_start_loc's last value belong to no sequence, and their output is undefined.
+        max_query_len: at least the longest sequence's number of queries.
+        query_start_loc: int32 (batch + 1): where each sequence's queries begin.
+        seq_lens: int32 (batch): tokens of each sequence in the cache, new ones included.
+        block_table: int32 (batch, max_blocks): the blocks of each sequence, in order.
+        causal: the last query sees all tokens, the one before it all but the last, and so on. False: each sees all.
+        common_prefix_len: tokens, in whole blocks, that all sequences share at their beginning, to be read once; 0 for none.
+        shared_seqlen, own_seqlens: with common_prefix_len, int32 (1) and (batch): the shared tokens, and each sequence's without them.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool = True
+    common_prefix_len: int = 0
+    shared_seqlen: Tensor | None = None
+    own_seqlens: Tensor | None = None
+
+
+@dataclasses.dataclass
+class Attention:
+    """A layer's options, under the names of `volta_fa::fwd_kvcache`, and its calls of the operators.
+
+    Attributes:
+        sliding_window: number of tokens that a query sees, its own included; None: all.
+    """
+
+    softmax_scale: float
+    sliding_window: int | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def to(self, device: torch.device) -> Attention:
+        """Moves the tensors to a device, and returns self: vLLM may create the slopes before it knows the device."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != device:
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        return self
+
+    def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor, **scales: Tensor) -> None:
+        """Computes the attention of a step over the cache into output.
+
+        Args:
+            query: (tokens, nheads, head_size).
+            k_cache, v_cache, scales: the results of `split_cache`.
+            output: (tokens, nheads, head_size_v) or (tokens, nheads * head_size_v).
+        """
+        q = query[: batch.num_actual_tokens]
+        scores: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "sinks": self.sinks}
+        scores |= scales
+        packed: dict[str, Any] = {"cu_seqlens_q": batch.query_start_loc, "max_seqlen_q": batch.max_query_len}
+        if batch.common_prefix_len:
+            assert batch.shared_seqlen is not None and batch.own_seqlens is not None
+            shared = batch.common_prefix_len // k_cache.shape[1]
+            out, _ = cascade_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.block_table[0, :shared],
+                batch.shared_seqlen,
+                block_table=batch.block_table[:, shared:],
+                cache_seqlens=batch.own_seqlens,
+                is_causal=batch.causal,
+                **packed,
+                **scores,
+            )
+        else:
+            out, _ = torch.ops.volta_fa.fwd_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens=batch.seq_lens,
+                block_table=batch.block_table,
+                is_causal=batch.causal,
+                window_left=self._window(),
+                alibi_slopes=self.alibi_slopes,
+                **packed,
+                **scores,
+            )
+        output[: batch.num_actual_tokens].view_as(out).copy_(out)
+
+    def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, output: Tensor) -> None:
+        """Computes attention among the tokens of each sequence, in both directions, into output: encoders."""
+        q, k, v = (t[: batch.num_actual_tokens] for t in (query, key, value))
+        starts, longest, window = batch.query_start_loc, batch.max_query_len, self._window()
+        out, _, _ = torch.ops.volta_fa.fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            window_left=window,
+            window_right=window,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+        output[: batch.num_actual_tokens].view_as(out).copy_(out)
+
+    def _window(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
+
+def split_latents(cache: Tensor, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns a layer's latents, (blocks, block_size, 1, kv_lora_rank + rotary), a view of its cache, and their `scale` or `descale`.
+
+    The key becomes an argument's name after `latent_` in `volta_fa::fwd_mla`, and after `k_` and `v_` in `volta_fa::fwd_kvcache`.
+
+    Args:
+        cache: (blocks, block_size, kv_lora_rank + rotary), with `SCALE_BYTES` more columns if int8.
+        kv_cache_dtype: a key of `CACHE_DTYPES`.
+        k_scale: the one scale of an fp8 layer, float32 on its device.
+    """
+    content, scales = split_scales(cache, kv_cache_dtype)
+    if scales is not None:
+        return content[:, :, None], {"scale": scales[..., :1]}
+    if CACHE_DTYPES[kv_cache_dtype] is None:
+        return content[:, :, None], {}
+    assert k_scale is not None
+    return content[:, :, None], {"descale": k_scale.reshape(1)}
+
+
+def write_latents(
+    latent: Tensor,
+    rotary: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+) -> None:
+    """Writes the latents of tokens, and their rotary parts after them, into the slots of `slot_mapping`.
+
+    The append kernel gets one half of each part as a key and the other as a value, because its headdim is limited. In fp8 both halves
+    have the same scale. The scale of int8 depends on all columns of a token, and no half has them all. So PyTorch's operations quantize
+    to int8 here, and the append kernel copies scale and codes as 16-bit words.
+
+    Args:
+        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary). Tokens after the mapping's are padding.
+        cache, kv_cache_dtype, k_scale: as for `split_latents`.
+    """
+    parts = [t[: slot_mapping.shape[0]] for t in (latent, rotary.flatten(1))]
+    if CACHE_DTYPES[kv_cache_dtype] == torch.int8:
+        made = quantize_kv(torch.cat(parts, dim=-1)[:, None], "int8")
+        assert made.scale is not None
+        scales = F.pad(made.scale.view(torch.int8), (0, SCALE_BYTES - made.scale.itemsize))
+        parts = [torch.cat((scales, made.data[:, 0]), dim=-1).view(torch.float16)]
+        latents, scale = cache.view(torch.float16)[:, :, None], None
+    else:
+        latents, options = split_latents(cache, kv_cache_dtype, k_scale)
+        scale = options.get("descale")
+    descales = {} if scale is None else {"k_descale": scale, "v_descale": scale}
+    first = 0
+    for part in parts:
+        columns = latents[..., first : first + part.shape[1]]
+        half = part.shape[1] // 16 * 8  # a multiple of 8 columns, which the op reads without a copy
+        key, value = part[:, None].tensor_split((half,), dim=-1)
+        k_cache, v_cache = columns.tensor_split((half,), dim=-1)
+        write(key, value, k_cache, v_cache, slot_mapping, **descales)
+        first += part.shape[1]
+
+
+def attend_to_latents(
+    query: Tensor,
+    cache: Tensor,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    batch: Batch,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """Returns attention of queries (tokens, nheads, kv_lora_rank + rotary) to the cache's one head, (tokens, nheads, kv_lora_rank).
+
+    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for up to `MAX_HEADDIM` columns.
+
+    Args:
+        cache, kv_cache_dtype, k_scale: as for `split_latents`.
+    """
+    latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": batch.query_start_loc,
+        "max_seqlen_q": batch.max_query_len,
+        "cache_seqlens": batch.seq_lens,
+        "block_table": batch.block_table,
+        "is_causal": batch.causal,
+        "softmax_scale": softmax_scale,
+    }
+    if query.shape[-1] > MAX_HEADDIM:
+        options |= {f"latent_{name}": t for name, t in scales.items()}
+        out, _ = torch.ops.volta_fa.fwd_mla(query, latents, **options)
+    else:
+        options |= {f"{side}_{name}": t for side in "kv" for name, t in scales.items()}
+        out, _ = torch.ops.volta_fa.fwd_kvcache(query, latents, latents[..., :kv_lora_rank], **options)
+    return out
+
+
+def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
+    """Returns whether the operators support these sizes, by a call with meta tensors."""
+    query, cache = (
+        torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
+    )
+    ints = torch.empty(2, dtype=torch.int32, device="meta")
+    try:
+        out = attend_to_latents(query, cache, kv_lora_rank, 1.0, Batch(1, 1, ints, ints[:1], ints[:1, None]))
+    except (AttributeError, ValueError, NotImplementedError):  # AttributeError: a build without fwd_mla
+        return False
+    return out.shape[-1] == kv_lora_rank
+
+
+def check_latents(head_size: int, kv_lora_rank: int) -> None:
+    """Raises NotImplementedError for sizes that the operators do not support."""
+    if not takes_latents(head_size, kv_lora_rank):
+        got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
+        raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)

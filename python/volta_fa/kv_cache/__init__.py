@@ -1,0 +1,1 @@
+"""KV caches: the formats of quantized ones (`formats`), and attention to prefixes that sequences share (`cascade`)."""

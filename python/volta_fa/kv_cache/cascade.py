@@ -1,0 +1,109 @@
+"""Cascade attention: sequences with a shared prefix in a paged KV cache, which is read once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import bad_argument, require_tensors
+from ..merge import merge_attention_states
+
+
+@torch.no_grad()
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    shared_block_table: Tensor,
+    shared_seqlen: int | Tensor,
+    *,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
+
+    `volta_fa::fwd_kvcache` would read the shared tokens once for each sequence. This function reads them once for the queries of all
+    sequences, then each sequence's own tokens for its queries, and merges both results by their softmax_lse (cascade inference, as in
+    FlashInfer, arXiv 2501.01005).
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.
+        k_cache, v_cache: (num_pages, page_size, nheads_k, headdim or headdim_v).
+        shared_block_table: int32 (pages): the pages of the shared tokens.
+        shared_seqlen: number of shared tokens, as an int or as an int32 tensor (1) on q's device.
+        block_table: int32 (batch, max_pages): each sequence's own pages, without the shared ones.
+        cache_seqlens: int32 (batch): each sequence's own tokens before this call appends, without the shared ones.
+        k, v: appended after those, in place, as by `volta_fa::fwd_kvcache`.
+        sinks, softmax_scale, softcap, num_splits: as in `volta_fa::fwd_kvcache`.
+        k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k), as there.
+        k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k), as there.
+        is_causal: the last query of a sequence sees all its tokens, the one before it all but the last, and so on. All queries see all
+            shared tokens.
+
+    Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient. Windows, ALiBi and rotary positions count from the beginning of a
+    sequence, so they are not arguments: rotate q and k before the call.
+
+    Raises ValueError for wrong arguments.
+    """
+    require_tensors(
+        q=q, k_cache=k_cache, v_cache=v_cache, shared_block_table=shared_block_table, block_table=block_table, cache_seqlens=cache_seqlens
+    )
+    if shared_block_table.dim() != 1:
+        raise bad_argument(
+            "shared_block_table", f"shape {tuple(shared_block_table.shape)}", "(pages,): one list of pages for all sequences"
+        )
+    if (k is None) != (v is None):
+        missing, there = ("k", "v") if k is None else ("v", "k")
+        raise bad_argument(missing, "None", f"a tensor: {there} is given")
+    if isinstance(shared_seqlen, int):
+        shared_seqlen = torch.full((1,), shared_seqlen, dtype=torch.int32, device=q.device)
+    options = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "num_splits": num_splits,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "k_zero_point": k_zero_point,
+        "v_zero_point": v_zero_point,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    own, own_lse = torch.ops.volta_fa.fwd_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        *(() if k is None or v is None else (k, v)),
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        sinks=sinks,  # in one part only: the merge adds the sums of exponentials
+        is_causal=is_causal,
+        **options,
+    )
+    # all queries as those of one sequence, without a mask
+    packed = q if q.dim() == 3 else q.flatten(0, 1)
+    shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(
+        packed[None], k_cache, v_cache, cache_seqlens=shared_seqlen, block_table=shared_block_table[None], **options
+    )
+    shared, shared_lse = shared[0], shared_lse[0]
+    if q.dim() == 4:
+        batch, seqlen_q = q.shape[:2]
+        shared = shared.unflatten(0, (batch, seqlen_q))
+        shared_lse = shared_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return merge_attention_states(own, own_lse, shared, shared_lse)

@@ -1,0 +1,175 @@
+"""The formats of quantized KV caches: the meaning of their bytes, and how keys and values are quantized.
+
+This is the definition. The results of the CPU backend and of the kernels are bitwise identical, and tests compare them with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import bad_argument, require_tensors
+
+__all__ = ["KV_DTYPES", "QuantizedKV", "dequantize_kv", "hadamard", "quantize_kv"]
+
+
+class QuantizedKV(NamedTuple):
+    """Keys or values of a quantized cache; `quantize_kv` describes the fields."""
+
+    data: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Format:
+    dtype: torch.dtype
+    bits: int
+    largest: float  # largest magnitude of a code before scaling; int4: the last code
+    has_scales: bool = False  # a scale for each token and head
+    has_zero_points: bool = False
+
+
+_FORMATS = {
+    "int8": _Format(torch.int8, 8, 127, has_scales=True),
+    "int4": _Format(torch.uint8, 4, 15, has_scales=True, has_zero_points=True),
+    "fp8_e5m2": _Format(torch.float8_e5m2, 8, 57344),
+    "fp8_e4m3": _Format(torch.float8_e4m3fn, 8, 448),
+}
+#: The values of `kv_dtype`.
+KV_DTYPES = tuple(_FORMATS)
+
+
+def _format(kv_dtype: str) -> _Format:
+    if kv_dtype not in _FORMATS:
+        raise bad_argument("kv_dtype", repr(kv_dtype), f"one of {', '.join(KV_DTYPES)}")
+    return _FORMATS[kv_dtype]
+
+
+def _number(x: Tensor, value: float) -> Tensor:
+    """Returns a tensor on x's device: CUDA divides by a host number by multiplying with its rounded reciprocal."""
+    return x.new_full((), value)
+
+
+def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
+    """Returns a scale that broadcasts over (..., nheads, headdim); None for None."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return _number(x, scale)
+    return scale.to(x.device, x.dtype)[..., None] if scale.dim() else scale.to(x.device, x.dtype)
+
+
+def hadamard(n: int) -> Tensor:
+    """Returns Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, for n a power of two.
+
+    Multiplied by n**-0.5 it is orthogonal. So scores stay the same if keys and queries are both multiplied by it, and a channel of keys
+    with outliers spreads over all channels before it is quantized.
+
+    Raises ValueError for another n.
+    """
+    if n < 1 or n & (n - 1):
+        raise bad_argument("n", n, "a power of two")
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
+
+
+def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
+    """Quantizes keys or values x, (..., nheads, headdim) of any floating-point dtype.
+
+    Returns (data, scale, zero_point):
+
+        kv_dtype    data                                    a number is                     scale, zero_point
+        int8        int8, x's shape                         code * scale                    float32 (..., nheads); None
+        int4        uint8, (..., nheads, headdim / 2)       (code - zero_point) * scale     float32 (..., nheads), both
+        fp8_e5m2    float8_e5m2, x's shape                  code * scale                    as given; None
+        fp8_e4m3    float8_e4m3fn, x's shape                code * scale                    as given; None
+
+    The argument `scale` is for fp8 only: a float, or a tensor that broadcasts to (..., nheads), such as (1) or (nheads); None is 1.
+    fwd_kvcache calls it k_descale or v_descale. int8 and int4 compute a scale for each token and head.
+
+    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. If all x of a token and
+    head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A token and
+    head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to nearest
+    even. fp8 saturates; NaN stays NaN.
+
+    Raises ValueError for another kv_dtype, an x that is not floating-point, an odd headdim with int4, and a scale with int8 or int4.
+    """
+    require_tensors(x=x)
+    f = _format(kv_dtype)
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise bad_argument("x", f"dtype {x.dtype}", "torch.float16, torch.bfloat16, torch.float32 or torch.float64")
+    if x.dim() < 2:
+        raise bad_argument("x", f"a tensor of rank {x.dim()}", "(..., nheads, headdim)")
+    if f.bits == 4 and x.shape[-1] % 2:
+        raise bad_argument("x", f"headdim {x.shape[-1]}", "an even one: kv_dtype int4 has two columns in a byte")
+    x = x.float()
+    if not f.has_scales:
+        given = _scaled(x, scale)
+        y = x if given is None else x / given
+        data = y.clamp(-f.largest, f.largest).to(f.dtype)
+        return QuantizedKV(data, scale if scale is None or isinstance(scale, Tensor) else torch.tensor([scale]), None)
+    if scale is not None:
+        raise bad_argument("scale", "one", f"None: kv_dtype {kv_dtype} computes one for each token and head")
+    if x.shape[-1] == 0:
+        low = high = x.new_zeros(x.shape[:-1])
+    else:
+        low, high = x.amin(-1), x.amax(-1)
+    if f.has_zero_points:
+        spread = (high - low) / _number(x, f.largest)
+        step = torch.where(spread == 0, low.abs(), spread)
+        zero = torch.where(step == 0, torch.zeros_like(low), -low / step)
+        origin = low
+    else:
+        step, zero = torch.maximum(-low, high) / _number(x, f.largest), None
+        origin = torch.zeros_like(low)
+    wrong = ~(torch.isfinite(low) & torch.isfinite(high))
+    # (where the step is 0, all is: 0 / 0)
+    codes = ((x - origin[..., None]) / step[..., None]).round().nan_to_num(0.0, 0.0, 0.0)
+    codes = codes.clamp(0 if f.has_zero_points else -f.largest, f.largest).masked_fill(wrong[..., None], 0.0)
+    scales = step.masked_fill(wrong, torch.nan)
+    if not f.has_zero_points:
+        return QuantizedKV(codes.to(f.dtype), scales, None)
+    assert zero is not None
+    codes = codes.to(torch.int32)
+    data = (codes[..., 0::2] | codes[..., 1::2] << 4).to(f.dtype)
+    return QuantizedKV(data, scales, zero.masked_fill(wrong, torch.nan))
+
+
+def dequantize_kv(
+    data: Tensor,
+    kv_dtype: str,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Dequantizes keys or values; `quantize_kv` describes the formats and arguments.
+
+    Returns (..., nheads, headdim) in dtype. Computes in float64 if dtype is that, else in float32.
+
+    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing or superfluous.
+    """
+    require_tensors(data=data)
+    f = _format(kv_dtype)
+    if data.dtype != f.dtype:
+        raise bad_argument("data", f"dtype {data.dtype}", f"{f.dtype} for kv_dtype {kv_dtype}")
+    for name, given, wanted in (("scale", scale, f.has_scales), ("zero_point", zero_point, f.has_zero_points)):
+        if wanted and given is None:
+            raise bad_argument(name, "None", f"a tensor (..., nheads): kv_dtype {kv_dtype} has one for each token and head")
+    if zero_point is not None and not f.has_zero_points:
+        raise bad_argument("zero_point", "a tensor", f"None: kv_dtype {kv_dtype} has none")
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    if f.bits == 4:
+        codes = torch.stack((data % 16, data // 16), -1).flatten(-2).to(exact)
+    else:
+        codes = data.float().to(exact)
+    if zero_point is not None:
+        codes = codes - zero_point.to(codes.device, exact)[..., None]
+    factor = _scaled(codes, scale)
+    return (codes if factor is None else codes * factor).to(dtype)

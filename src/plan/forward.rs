@@ -1,0 +1,69 @@
+//! Planning the forward pass, over dense or packed keys or over a KV cache.
+
+use super::cached::{cached_plan, PlanCache};
+use super::choose::choose;
+use super::device::DeviceLimits;
+use super::features::{needs, BackwardMode};
+use super::grid::{planned, rows_and_heads};
+use super::kernel::{PlannedKernel, Reason};
+use super::size::smaller;
+use super::stream_k::StreamKPlan;
+use crate::error::Result;
+use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
+use crate::limits::MAX_GRID_YZ;
+use crate::problem::{Attention, Keys, Queries};
+use crate::tuning::Shape;
+use std::cell::Cell;
+
+/// Plan the forward pass of a non-empty problem.
+pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    forward_among(COMPILED, a, d)
+}
+
+/// The same with other kernels to choose from.
+pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    forward_pass(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)
+}
+
+fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
+    let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
+    let shares = if pass == kernels::FORWARD { equal_shares(kernels, large, a, d) } else { None };
+    Ok(match (small, shares) {
+        (Some(small), None | Some(PlannedKernel { reason: Reason::StreamKPlan, .. })) => planned(small, a),
+        (_, shares) => shares.unwrap_or_else(|| planned(large, a)),
+    })
+}
+
+/// The same tiles on a grid of equal shares, where all blocks of rows take as long and it is expected to pay, or where the card's tuning says so.
+fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+    let shape = Shape::of(a);
+    // so many batch entries take several launches
+    if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
+        return None;
+    }
+    let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;
+    let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let is_tuned = reason == Reason::Tuned;
+    if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
+        return None;
+    }
+    let (rows, heads) = rows_and_heads(variant, a);
+    let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
+    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
+    type Asked = (u64, u32, u32, u32, u32);
+    thread_local!(static LAST: PlanCache<Asked, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
+    let (row_blocks, keys, step, sms, places_per_sm) = asked;
+    let (shares, pays) = cached_plan(&LAST, asked, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
+    if !is_tuned && !pays {
+        return None;
+    }
+    let reason = if is_tuned { reason } else { Reason::StreamKPlan };
+    Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
+}
+
+/// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
+/// of 8.
+pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
+    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
+}

@@ -1,0 +1,29 @@
+//! Planning: which kernels run a problem, on which grid, with which parameter block.
+//!
+//! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
+
+mod backward;
+mod block;
+mod cached;
+mod choose;
+mod decode;
+mod device;
+mod features;
+mod forward;
+mod grid;
+mod kernel;
+mod size;
+mod stream_k;
+mod tokens;
+
+pub use backward::{backward, backward_among, BackwardPlan, Tail};
+pub use block::problem_block;
+pub use choose::families;
+pub use decode::{decode, DecodePlan};
+pub use device::{DeviceLimits, FAMILY_VARIABLE};
+pub use features::{needs, BackwardMode};
+pub use forward::{forward, forward_among, prefill};
+pub use grid::batch_chunks;
+pub use kernel::{PlannedKernel, Reason};
+pub use stream_k::{StreamKPlan, StreamKSchedule};
+pub use tokens::{append, dequantize, merge};

@@ -1,0 +1,29 @@
+//! Validation: descriptions of tensors and options become a checked [`Attention`] problem.
+//!
+//! These modules see no tensors, only [`TensorDesc`]s, so tests need neither torch data nor a GPU. Errors name the argument, what it got
+//! and what it expects. Operators validate before they allocate or launch anything.
+
+mod append;
+mod attention;
+mod cache;
+mod cache_values;
+mod cached;
+mod checks;
+mod dense;
+mod formats;
+mod lengths;
+mod merge;
+mod operands;
+mod scores;
+mod tensor;
+
+pub use attention::{padded_headdim, Appended, Attention, Cache, CacheLayout, Keys, Queries, RequestedFeatures, Rotary, Window};
+pub use cache_values::{validate_kvcache_values, CacheValues, CachedSequence};
+pub use cached::{validate_kvcache, validate_mla};
+pub use dense::{validate, validate_backward};
+pub use lengths::validate_lengths;
+pub use merge::{validate_merge, MergedStates};
+pub use tensor::{Backend, DType, Device, Dims, TensorDesc};
+
+/// The options of a call, with its tensors described.
+pub type Options = crate::options::Options<TensorDesc>;

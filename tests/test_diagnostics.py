@@ -1,0 +1,138 @@
+"""Cards, drivers and torch that do not fit each other: who is told, and with which remedy."""
+
+import subprocess
+import warnings
+
+import pytest
+import torch
+
+import volta_fa
+from volta_fa import cli, diagnostics
+
+# What the wheels on PyPI were compiled for.
+CU128 = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
+V100 = ("Tesla V100-SXM2-16GB", (7, 0))
+T4 = ("Tesla T4", (7, 5))
+
+
+@pytest.mark.parametrize(
+    "architectures, capability, runs",
+    [
+        (CU128, (7, 0), True),
+        (CU130, (7, 0), False),
+        (CU130, (7, 5), True),
+        (["sm_70"], (7, 2), True),
+        (["sm_70"], (7, 5), True),
+        (["sm_75"], (7, 2), False),
+        (["sm_70"], (8, 0), False),
+        (["compute_70"], (8, 0), True),
+        (["sm_120"], (12, 1), True),
+        (["sm_90a"], (9, 0), True),
+        ([], (7, 0), False),
+    ],
+)
+def test_what_runs_where(architectures, capability, runs):
+    assert diagnostics.has_code_for(architectures, capability) == runs
+
+
+@pytest.mark.parametrize(
+    "installed, remedy",
+    [
+        ("2.11.0+cu130", "torch==2.11.0+cu126"),
+        ("2.10.0+cu130", "torch==2.10.0+cu126"),
+        ("2.14.1", "torch==2.14.1+cu126"),
+        ("2.15.0+cu132", "torch==2.14.1+cu126"),
+        ("2.16.0.dev20261101+cu132", "torch==2.14.1+cu126"),
+    ],
+)
+def test_a_torch_without_volta(installed, remedy):
+    said = diagnostics.torch_problem(*V100, CU130, installed, "570.86.15")
+    assert said.endswith(f"Run `pip install {remedy} --index-url https://download.pytorch.org/whl/cu126`")
+    for part in (f"torch {installed} has no code for Tesla V100-SXM2-16GB (sm_70, driver 570.86.15)", "volta_fa's kernels run there"):
+        assert part in said
+    assert "\n" not in said
+
+
+def test_who_is_not_told():
+    assert diagnostics.torch_problem(*V100, CU128, "2.10.0+cu128", "570.86.15") is None
+    assert diagnostics.torch_problem(*T4, CU130, "2.15.0+cu132", "590.1") is None
+    # nothing to compare with, and a card that is torch's affair alone
+    assert diagnostics.torch_problem(*V100, [], "2.11.0+cpu", "570.86.15") is None
+    assert diagnostics.torch_problem("GTX 1080", (6, 1), CU130, "2.11.0+cu130", "570.86.15") is None
+
+
+@pytest.mark.parametrize(
+    "driver, cuda, torch_cuda, version, parts",
+    [
+        ("470.57.02", (11, 4), "12.8", "2.10.0+cu128", ["470.57.02 (CUDA 11.4)", "update it to 525 or newer", "torch==2.7.1+cu118 "]),
+        ("535.54.03", (12, 2), "13.0", "2.11.0+cu130", ["update it to 580 or newer", "torch==2.11.0+cu126 "]),
+        ("418.39", (10, 1), "12.6", "2.7.1+cu126", ["update it to 525 or newer"]),
+    ],
+)
+def test_a_driver_that_is_too_old_for_torch(driver, cuda, torch_cuda, version, parts):
+    said = diagnostics.driver_problem(driver, cuda, version, torch_cuda)
+    for part in (f"is too old for torch {version}", *parts):
+        assert part in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("cuda, torch_cuda", [((12, 0), "12.9"), ((13, 0), "12.6"), ((11, 4), None)])
+def test_drivers_that_do(cuda, torch_cuda):
+    assert diagnostics.driver_problem("525.60.13", cuda, "2.11.0", torch_cuda) is None
+
+
+@pytest.fixture
+def volta_without_its_torch(monkeypatch):
+    cuda = torch.cuda
+    for name, value in {"get_arch_list": lambda: CU130, "device_count": lambda: 2}.items():
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda, "get_device_name", lambda device: V100[0])
+    monkeypatch.setattr(cuda, "get_device_capability", lambda device=None: V100[1])
+    monkeypatch.setattr(diagnostics, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(diagnostics, "driver_cuda", lambda: (12, 8))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def test_the_warning_comes_when_cuda_starts_and_once(volta_without_its_torch, monkeypatch):
+    waiting = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diagnostics.warn_when_cuda_starts()
+    assert len(waiting) == 1
+    with pytest.warns(RuntimeWarning, match=r"^volta_fa: torch .* has no code for Tesla V100") as caught:
+        waiting[0]()
+    assert len(caught) == 1  # of two cards of a kind
+
+
+def test_trouble_with_cuda_is_left_to_torch(monkeypatch):
+    waiting = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: 1 // 0)
+    diagnostics.warn_when_cuda_starts()
+    waiting[0]()
+
+
+def test_torch_has_the_place_where_the_warning_waits():
+    """A private name of torch's: without it nothing would warn, and nothing else would tell."""
+    assert callable(torch.cuda._lazy_call)
+
+
+def test_info_tells(volta_without_its_torch, capsys):
+    pytest.importorskip("rich")
+    assert "has no code for" in volta_fa.info()["problems"][0]
+    assert cli.main(["info"]) == 0
+    assert "problem      torch " in capsys.readouterr().out
+
+
+def test_the_drivers_cuda_is_asked_of_libcuda(tmp_path, monkeypatch):
+    source = "int cuDriverGetVersion(int* version) { *version = 12060; return 0; }"
+    library = tmp_path / "libcuda.so.1"
+    command = ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    found = diagnostics.ctypes.CDLL(library)
+    monkeypatch.setattr(diagnostics.ctypes, "CDLL", lambda name: found)
+    assert diagnostics.driver_cuda() == (12, 6)
+    monkeypatch.setattr(diagnostics, "Path", lambda name: tmp_path / "nothing")
+    assert diagnostics.driver_version() == "CUDA 12.6"
