@@ -5,14 +5,9 @@
     metadata, num_splits = flash_mla.get_mla_metadata(cache_seqlens, seqlen_q * nheads, 1)
     out, lse = flash_mla.flash_mla_with_kvcache(q, latents, block_table, cache_seqlens, 512, metadata, num_splits, causal=True)
 
-<<<<<<< HEAD
-The blocks of our kernels share the sequences on the device (docs/design/decode.md), so metadata has nothing to say: what these functions
-take and give of it is there for the callers' sake. Tensors on the CPU are computed too, in any floating-point dtype.
-=======
 The functions call `volta_fa::fwd_mla`, whose kernels schedule on the device and need no metadata: these functions accept and return it
 for the callers' sake. They also compute tensors on the CPU, in any floating-point dtype. Nothing is registered, and nothing falls back:
 sparse attention and FlashMLA's own fp8 format raise NotImplementedError.
->>>>>>> main
 """
 
 from __future__ import annotations

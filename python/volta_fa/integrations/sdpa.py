@@ -97,17 +97,11 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
 
     Keys:
         ran: calls that volta_fa ran.
-<<<<<<< HEAD
-        traced: calls that torch.compile or another tracer recorded as volta_fa's. What it compiled then runs
-            without asking again, and is not counted.
-        fell_back: calls that went to PyTorch's implementation, counted by reason; docs/guides/sdpa.md explains them.
-=======
         traced: calls that torch.compile or another tracer recorded as volta_fa's. Runs of the compiled program are not counted.
         fell_back: calls that PyTorch's implementation ran, by reason; docs/guides/sdpa.md explains the reasons.
 
     Args:
         reset: set all counts to 0 afterwards.
->>>>>>> main
     """
     counts = dict(torch.ops.volta_fa._sdpa_stats())
     if reset:

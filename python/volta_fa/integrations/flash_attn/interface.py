@@ -1,12 +1,7 @@
 """flash-attn 2's functions on `volta_fa::fwd` and `volta_fa::fwd_kvcache`, with the signatures, defaults and results of 2.8.3.
 
-<<<<<<< HEAD
-Masks are aligned bottom-right, a query that sees no key gets out 0 and softmax_lse +inf, and gradients come from
-autograd. docs/guides/flash-attn.md says where these functions do more or less than flash-attn's.
-=======
 Masks are aligned bottom-right. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
 docs/guides/flash-attn.md lists the differences from flash-attn.
->>>>>>> main
 """
 
 from __future__ import annotations

@@ -232,17 +232,10 @@ class QuantizedCache(Cache):
         cache = volta_fa.transformers.QuantizedCache(model.config, kv_dtype="int8")
         model.generate(**inputs, past_key_values=cache)
 
-<<<<<<< HEAD
-    It grows by a quarter when full, so up to a fifth of its memory is empty. The append kernel quantizes new tokens, and attention reads
-    codes and scales. The whole cache is never dequantized, except where `fwd_kvcache` itself takes copies
-    (docs/guides/quantized-kv-cache.md). A prompt attends to its own unrounded keys and values. Later tokens, a second part of the prompt
-    too, attend to the stored ones. Layers with a sliding window keep what the window shows.
-=======
     It grows by a quarter when it is full, so at most a fifth of its memory is empty. Tokens are quantized as they are appended, and the
     kernels read codes and scales. The cache is only copied where `fwd_kvcache` itself copies it: for bfloat16 models and many queries.
     A prompt on an empty cache attends to its own keys and values before rounding; later calls, of chunked prefill too, attend to the
     cache. Layers with a sliding window keep the tokens in it.
->>>>>>> main
 
     Supports beam search, crop (assisted decoding), batches padded on the left, and chunked prefill. In encoder-decoder models it can
     hold self-attention: `EncoderDecoderCache(QuantizedCache(...), DynamicCache(...))`.
