@@ -1,5 +1,5 @@
-//! Builds what cargo alone cannot: the CUDA kernels (NVRTC, embedded compressed). And writes the headers that say in C++ what Rust
-//! and the shim, which CMake builds (torch_ops/CMakeLists.txt), have in common.
+//! Compiles the CUDA kernels with NVRTC and embeds them, compressed.
+//! Writes the C++ headers of everything that Rust shares with the shims (`torch_ops/`, built by `tools/shims`).
 
 #[path = "tools/build/embed.rs"]
 mod embed;
