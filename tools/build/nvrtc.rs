@@ -215,8 +215,8 @@ impl Compiler {
             options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
             options.push(format!("-DSTATS_GROUP_ROWS={}", scratch.group_rows));
             options.push(format!("-DSTATS_GROUP_FLOATS={}", scratch.group_floats));
-            options.push(format!("-DSTATS_MINUS_LSE_AT={}", list(scratch.neg_lse_offsets)));
-            options.push(format!("-DSTATS_MINUS_DELTA_AT={}", list(scratch.neg_delta_offsets)));
+            options.push(format!("-DSTATS_NEG_LSE_OFFSETS={}", list(scratch.neg_lse_offsets)));
+            options.push(format!("-DSTATS_NEG_DELTA_OFFSETS={}", list(scratch.neg_delta_offsets)));
         }
         options
     }
