@@ -1,12 +1,12 @@
-"""Decode over sequence length, batch, page size and rows: bytes of the KV cache a second, as a table, a plot and JSON.
+"""Sweeps decoding over sequence length, batch, page size and query rows, as tables, a plot and JSON.
 
     python -m benchmarks.decode_sweep [--markdown FILE] [--plot FILE] [--json FILE]     simulated: one SM's share of a V100
     python -m benchmarks.decode_sweep --device cuda ...                                 measured
-    python -m benchmarks.docs DIR --page docs/decode-kernels.md                         put DIR/decode_sweep.md there
+    python -m benchmarks.docs DIR                                                       put DIR/decode_sweep.md into the figures
 
-One thing is changed at a time, from 16 sequences of 4096 tokens, a query each, eight query heads a key head, pages of 16. Shares are of the
-simulated DRAM's rate, or of a copy kernel's. What a simulation leaves out, benchmarks/decode.py says. Beside them stands what others have
-published of V100s.
+Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head
+and pages of 16 tokens. Shares are of the simulated DRAM's rate, or of a copy kernel's. benchmarks/decode.py lists what a
+simulation leaves out. The tables also list published rates of other V100 kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[Case, int], Case]]] = {
     "page": ((16, 32, 64, 256), lambda case, n: replace(case, page=n)),
     "rows": ((8, 16, 32, 64), lambda case, n: replace(case, seqlen_q=n // case.group)),
 }
-#: GB/s of the cache as they follow from published times, of which none is this project's measurement.
+#: GB/s of the cache, derived from published times. This project measured none of them.
 PUBLISHED = [
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, fp16", "255 to 445", "35 to 39% of its card's 1130 at best"),
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, e5m2, 65536 tokens", "131", ""),
@@ -100,8 +100,8 @@ def plot(found: Sequence[Point], header: dict[str, str], path: Path) -> None:
         values, _ = SWEEPS[sweep]
         for headdim in sorted({p.case.headdim for p in found}):
             curve = [p for p in found if p.sweep == sweep and p.case.headdim == headdim]
-            colour = plots.HEADDIM_COLOURS[headdim]
-            axis.plot([p.value for p in curve], [p.gb_s for p in curve], "o-", color=colour, label=f"headdim {headdim}", markersize=4)
+            color = plots.HEADDIM_COLORS[headdim]
+            axis.plot([p.value for p in curve], [p.gb_s for p in curve], "o-", color=color, label=f"headdim {headdim}", markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [str(n) for n in values])
         axis.set(title=f"by {sweep}", ylim=(0, None))

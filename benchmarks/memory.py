@@ -1,9 +1,9 @@
-"""Peak memory against sequence length, volta_fa and PyTorch's own attention, on this machine.
+"""Measures peak memory against sequence length, for volta_fa and PyTorch's attention, on this machine.
 
-For each sequence length N (batch 1, square, not causal): the most that PyTorch's allocator held at once beyond the inputs,
-in a forward pass alone (no gradients recorded) and in a forward and backward pass. Outputs and gradients are included,
-as a model holds them too. The allocator is that of the device: on a GPU its peak statistics, on a CPU the
-profiler's record of it. "growth" is the exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
+For each sequence length N (batch 1, square, not causal), reports the most that PyTorch's allocator held beyond the
+inputs, in a forward pass without gradients and in a forward and backward pass. Outputs and gradients count, since a
+model holds them too. A GPU reports the allocator's peak statistics, a CPU the profiler's record. "growth" is the
+exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
         for name in dict.fromkeys(p.implementation for p in points):
             curve = [(p.seqlen, p.bytes / 2**20) for p in points if (p.implementation, p.passes) == (name, passes) and p.bytes]
             if curve:
-                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLOURS[name], label=name, markersize=5)
+                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLORS[name], label=name, markersize=5)
         axis.set_xscale("log", base=2)
         axis.set_xticks(seqlens, map(str, seqlens))
         axis.set(yscale="log", title=passes, xlabel="N", ylabel="MiB beyond the inputs")

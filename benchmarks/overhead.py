@@ -1,9 +1,9 @@
-"""CPU time of a call, against PyTorch's own op: what the host pays before the GPU has anything to do.
+"""Measures the CPU time of a call against PyTorch's op: what the host spends before the GPU starts.
 
     python -m benchmarks.overhead [--json FILE]
 
-Needs a CUDA device. The queue is drained after every few calls, outside the timing: a full queue would make the host
-wait for the kernels, and their time would be measured instead.
+Needs a CUDA device. The benchmark drains the queue after every few calls, outside the timed region. A full queue would
+make the host wait for kernels, and the benchmark would measure them instead.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, us in found.items():
         print(f"{us:8.1f} us  {name}")
     flash = found["aten::_scaled_dot_product_flash_attention"]
-    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the aim)")
+    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the target)")
     share = found["volta_fa::fwd_kvcache of pages, with lengths"] / flash
-    print(f"{share:8.2f}     volta_fa::fwd_kvcache of pages beside PyTorch's op (at most 1 is the aim)")
+    print(f"{share:8.2f}     volta_fa::fwd_kvcache of pages beside PyTorch's op (at most 1 is the target)")
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "microseconds": found}, file, indent=1)

@@ -1,11 +1,11 @@
-"""A chunk of a prompt on the tokens before it: the kernels that read pages beside the plain forward kernel on one dense tensor.
+"""Measures a chunk of a prompt after cached tokens: kernels that read pages, beside the plain kernel on one dense tensor.
 
     python -m benchmarks.prefill [--json FILE]                  simulated, a V100
     python -m benchmarks.prefill --gpu t4 [--json FILE]         simulated, a T4
     python -m benchmarks.prefill --device cuda [--json FILE]    measured
 
-512 causal queries whose sequence, them included, is 16384 tokens long. TFLOP/s count 4 * headdim operations for each pair of a query and a
-key that it sees, in each query head. Pages lie in random order.
+The chunk has 512 causal queries, and its sequence 16384 tokens including them. TFLOP/s count 4 * headdim operations for
+each visible pair of query and key in each query head. Pages are in random order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .measure import aligned, ended, median_ms, simulated
 from .shapes import Shape
 
 #: Of the dense kernel's rate.
-BAR = 0.85
-#: Query heads, so many that their blocks of rows are full rounds of a GPU's places: simulated, it is one SM's share that is timed.
+TARGET = 0.85
+#: Query heads whose row tiles fill whole waves: the simulation times one SM only.
 HEADS = {"v100": {64: 40, 128: 40, 256: 20}, "t4": {64: 40, 128: 20, 256: 20}, "": {64: 32, 128: 32, 256: 32}}
 
 
@@ -101,11 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not case.page:
             dense = us
         share = dense / us if dense else 0.0
-        missed = 0.0 < share < BAR
+        missed = 0.0 < share < TARGET
         failed += missed
         rows.append({**asdict(case), "us": us, "tflops": case.flops / us / 1e6, "share": share})
         print(
-            f"{case.name:46s} {us:9.1f} us {case.flops / us / 1e6:6.1f} TFLOP/s {share:5.0%}{f' < {BAR:.0%}' if missed else ''}", flush=True
+            f"{case.name:46s} {us:9.1f} us {case.flops / us / 1e6:6.1f} TFLOP/s {share:5.0%}{f' < {TARGET:.0%}' if missed else ''}",
+            flush=True,
         )
     return ended(rows, failed, options.json)
 

@@ -4,10 +4,11 @@
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
 use crate::error::{Error, ErrorKind};
+use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
-use crate::ops::{self, kvcache, kvcache::mla, merge, Call, Gradients, Inputs, Saved};
+use crate::limits::LATENT_HEADDIMS;
+use crate::ops::{self, kvcache, merge, Gradients, Inputs, Saved};
 use crate::options::{KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
-use crate::problem::LATENT_HEADDIMS;
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -90,16 +91,17 @@ unsafe fn required(handle: *mut c_void) -> Tensor {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn call(args: &AttentionArgs) -> Call {
+unsafe fn attention(args: &AttentionArgs) -> Inputs {
     unsafe {
-        let inputs = Inputs {
+        Inputs {
             q: required(args.q),
             k: required(args.k),
             v: required(args.v),
+            appended: None,
             rng_state: tensor(args.rng_state),
             options: args.options.read(|handle| tensor(handle)),
-        };
-        Call { inputs, stream: args.stream }
+            stream: args.stream,
+        }
     }
 }
 
@@ -140,7 +142,7 @@ unsafe fn release_all<const N: usize>(outputs: *mut *mut c_void, results: [Optio
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
-        let (out, softmax_lse) = ops::forward(&call(&*args))?;
+        let (out, softmax_lse) = ops::forward(&attention(&*args))?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -154,7 +156,7 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
 pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
     status("bwd", || unsafe {
         let args = &*args;
-        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention), &saved(args))?;
+        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&attention(&args.attention), &saved(args))?;
         release_all(outputs, [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks]);
         Ok(())
     })
@@ -166,7 +168,7 @@ pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Status {
-    status("fwd", || unsafe { ops::check_forward(&call(&*args)) })
+    status("fwd", || unsafe { ops::check_forward(&attention(&*args)) })
 }
 
 /// The same for [`volta_fa_bwd`].
@@ -175,7 +177,7 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
-    status("bwd", || unsafe { ops::check_backward(&call(&(*args).attention), &saved(&*args)) })
+    status("bwd", || unsafe { ops::check_backward(&attention(&(*args).attention), &saved(&*args)) })
 }
 
 /// Arguments of `volta_fa::merge_attention_states`.
@@ -260,14 +262,15 @@ pub struct KvCacheArgs {
 ///
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<kvcache::Call> {
+unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<Inputs> {
     let tensor = |handle: *mut c_void| (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle.cast()) });
     let required = |handle| tensor(handle).expect("the schema makes this tensor present");
-    ManuallyDrop::new(kvcache::Call {
+    ManuallyDrop::new(Inputs {
         q: required(args.q),
-        k_cache: required(args.k_cache),
-        v_cache: required(args.v_cache),
+        k: required(args.k_cache),
+        v: required(args.v_cache),
         appended: tensor(args.k).map(|k| [k, required(args.v)]),
+        rng_state: None,
         options: args.options.read(tensor),
         stream: args.stream,
     })
@@ -310,12 +313,15 @@ pub struct MlaArgs {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn latents(args: &MlaArgs) -> mla::MlaCall {
+unsafe fn latents(args: &MlaArgs) -> Inputs {
     unsafe {
-        mla::MlaCall {
+        Inputs {
             q: required(args.q),
-            latent_cache: required(args.latent_cache),
-            options: args.options.read(|handle| tensor(handle)),
+            k: required(args.latent_cache),
+            v: required(args.latent_cache),
+            appended: None,
+            rng_state: None,
+            options: args.options.read(|handle| tensor(handle)).with_latents_as_keys(),
             stream: args.stream,
         }
     }
@@ -328,7 +334,7 @@ unsafe fn latents(args: &MlaArgs) -> mla::MlaCall {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd_mla", || unsafe {
-        let (out, softmax_lse) = mla::forward(latents(&*args))?;
+        let (out, softmax_lse) = kvcache::forward_mla(latents(&*args))?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -340,7 +346,7 @@ pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *m
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status {
-    status("fwd_mla", || unsafe { mla::check(latents(&*args)) })
+    status("fwd_mla", || unsafe { kvcache::check_mla(&latents(&*args)) })
 }
 
 /// Columns of `volta_fa::fwd_mla`'s out.
@@ -403,41 +409,6 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
-}
-
-/// A shape and a device, for [`volta_fa_plan`].
-#[repr(C)]
-pub struct PlanArgs {
-    /// entries, all of one length; every size here is from 1 to 2^31 - 1
-    pub batch: i64,
-    /// queries of an entry
-    pub seqlen_q: i64,
-    /// keys of an entry
-    pub seqlen_k: i64,
-    /// query heads
-    pub nheads: i64,
-    /// key heads
-    pub nheads_k: i64,
-    /// of q and k
-    pub headdim: i64,
-    /// of v and out
-    pub headdim_v: i64,
-    /// the only window that can be asked for
-    pub is_causal: bool,
-    /// streaming multiprocessors of the device
-    pub sms: i64,
-    /// 7 where the compute capability is 7.5
-    pub capability_major: i64,
-    /// 5 there
-    pub capability_minor: i64,
-    /// dynamic shared memory that a block may opt in to, bytes
-    pub shared_bytes_per_block: i64,
-    /// which backward pass to plan: true, the one without atomics
-    pub deterministic: bool,
-    /// what the problem needs, as kernels say it in `_info()`, between commas
-    pub needs: *const c_char,
-    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
-    pub device: *const i64,
 }
 
 /// JSON of what the plan picks for a shape, see [`crate::info::plan`].

@@ -1,23 +1,33 @@
-// The way of a decode block from one segment to the next, for any family.
+// Outer loop of every decode kernel (volta, turing, MLA): fetch a work tile, run the family's main loop on it, combine the
+// partials.
+//
+// The grid is persistent. TileScheduler deals each block a contiguous range of KV tokens, which it takes as a list of
+// WorkTiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each token group leaves one
+// partial result. The block combines these partials in shared memory. If the block has the whole row tile, it writes the
+// output. Otherwise it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
 #pragma once
 
 #include "decode/partials.cuh"
 
 namespace decode {
 
-// What score modifiers and masks need to know of a row.
+// What masks and ALiBi need of one query row.
 struct RowInfo {
-    float slope;   // ALiBi's, in units of log2
-    int position;  // i + o: the key that the row's query stands at
+    float slope;  // ALiBi slope, in log2 units; 0 without ALiBi
+    int position;  // index of the key at the row's own position: query index + seqlen_k - seqlen_q
 };
 
-// Family has
-//   kParts        groups of warps that share a segment's tokens
-//   kRowsAtOnce   rows whose output shared memory has room for
-//   kWorkBytes    it needs there before
-//   attend(p, segment, row_info, parts, finish)
-// which leaves the part of each group in shared memory, states of all rows and the output of so many, and calls finish(first),
-// where first is the first of these, until all are finished. All threads call both.
+// Runs a decode kernel. All threads of the block call run().
+//
+// Mainloop is DecodeMainloop (decode/mainloop.cuh) or MlaMainloop (volta/decode/mla.cuh). It has
+//
+//   kTokenGroups  groups of warps that split the tokens of a work tile; each has a partial result
+//   kRowsAtOnce   rows whose partial outputs fit shared memory at once
+//   kWorkBytes    shared memory for the main loop itself; partial outputs take its place afterwards
+//   run(p, tile, row_info, partials, finish)
+//
+// run() stores the partials of all groups: the state of every row, but the outputs of kRowsAtOnce rows at a time. After each
+// such part it calls finish(first), where `first` is the first of these rows. All threads call finish together.
 template <class Mainloop>
 struct Block {
     static constexpr int kTokenGroups = Mainloop::kTokenGroups;
@@ -27,7 +37,7 @@ struct Block {
     static constexpr int kOutputFloats = kTokenGroups * kRowsAtOnce * kPartialStride,
                          kWorkFloats = Mainloop::kWorkBytes / sizeof(float);
 
-    // What is in shared memory.
+    // Layout of dynamic shared memory.
     struct Shared {
         float output[kOutputFloats > kWorkFloats ? kOutputFloats : kWorkFloats];
         RowState state[kTokenGroups * BLOCK_ROWS];
@@ -49,7 +59,8 @@ struct Block {
 
         const bool has_queries = scheduler.begin(p);
         const bool all_have_queries = __syncthreads_and(has_queries);
-        if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;  // in the loop registers are few
+        // in shared memory, because the main loop has no register left for it
+        if (threadIdx.x == 0) shared.all_have_queries = all_have_queries;
         while (true) {
             if (threadIdx.x < 32) scheduler.next(p, shared.tile);
             __syncthreads();
@@ -74,7 +85,7 @@ struct Block {
     }
 
 private:
-    // Of rows that do not exist: whatever of those that do keeps indices in bounds.
+    // Returns the RowInfo of a row. Rows past the last one get that of the last, which keeps indices in bounds.
     __device__ __forceinline__ static RowInfo row_info_of(const DecodeParams& p, const WorkTile& s, int row) {
         const int group = p.problem.nheads / p.problem.nheads_k;
         row = s.row + min(row, s.rows - 1);

@@ -1,5 +1,8 @@
-// A warp's keys and values in registers as the cache has them, whatever its format: eight columns at a time become fp16 where a
-// product takes them. And what scales do to the scores and probabilities of a step.
+// K, V and Q of a decode warp in registers. K and V keep the cache's format; eight columns at a time become fp16 when a product
+// takes them (quantized.cuh has the conversions).
+//
+// A chunk is eight columns of one row as fp16: uint4. Products read all operands by chunk(j), whether they come from registers,
+// from shared memory (CooperativeLoader) or are constants (Ones).
 #pragma once
 
 #include "decode/memory.cuh"
@@ -8,8 +11,9 @@
 
 namespace decode {
 
+// The format's conversions.
 using CacheElement = Element<kFormat>;
-// What pointers into the cache count.
+// What cache pointers count: 16-bit elements, or bytes if quantized.
 template <bool Quantized>
 struct CacheUnitOf {
     using Type = unsigned short;
@@ -19,16 +23,16 @@ struct CacheUnitOf<true> {
     using Type = unsigned char;
 };
 using CacheUnit = CacheUnitOf<kQuantized>::Type;
-// Columns before `column`, in units of Stored.
+// Offset of `column` in a row, in CacheUnits.
 __device__ __forceinline__ constexpr int unit_offset(int column) { return kFormat == CacheFormat::Int4 ? column / 2 : column; }
 
-// A warp's operands of queries, Units of each tile of rows. As many as registers have no room for, the first Stored, lie in shared
-// memory, where their lane alone finds them.
+// A lane's operands of Q: Chunks chunks of each row tile. The first SharedChunks lie in shared memory, where only this lane
+// reads them, because registers have no room for all.
 template <int RowTiles, int Chunks, int SharedChunks>
 struct Queries {
-    static constexpr int kChunks = Chunks, kBytes = SharedChunks * RowTiles * 32 * sizeof(uint4);  // of a warp
+    static constexpr int kChunks = Chunks, kBytes = SharedChunks * RowTiles * 32 * sizeof(uint4);  // bytes of shared memory a warp
     unsigned in_registers[RowTiles][Chunks - SharedChunks][4];
-    uint4* in_shared;  // of this lane
+    uint4* in_shared;  // this lane's chunks
 
     __device__ __forceinline__ uint4 chunk(int mt, int j) const {
         if (j < SharedChunks) return in_shared[(j * RowTiles + mt) * 32];
@@ -45,18 +49,19 @@ struct Queries {
     }
 };
 
-// Keys whose product with a query is the sum of its columns.
+// A key of ones: its product with a query is the sum of the query's columns.
 struct Ones {
     static constexpr bool kTwoScales = false;
     __device__ __forceinline__ uint4 chunk(int) const { return make_uint4(0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00); }
 };
 
-// What a lane has of rows: Units times eight columns of fp16, of each `Spread` columns. In memory the lane's columns lie together
-// as far as a load of 16 bytes reaches: kTogether units. (Columns are counted as if it were one: a layout's `first` column
-// and then each Spread further. of() says which of the tensor these are.)
+// A lane's columns of one row of K or V: Chunks chunks, one of every Spread columns of the product.
+//
+// In memory a lane's chunks are adjacent as far as a 16-byte load reaches (kChunksPerLoad). So a product's columns are a
+// permutation of the tensor's: of() maps a column of the product to one of the tensor.
 template <int Chunks, int Spread>
 struct Columns {
-    static constexpr int kWords = CacheElement::kBits / 4;  // of eight columns
+    static constexpr int kWords = CacheElement::kBits / 4;  // 32-bit words a chunk
     static constexpr int kChunksPerLoad = Chunks < 4 / kWords ? Chunks : 4 / kWords;
     static_assert(Chunks % kChunksPerLoad == 0, "whole loads");
     static constexpr bool kTwoScales = CacheElement::kTwoScales;
@@ -67,7 +72,7 @@ struct Columns {
         return unit / kChunksPerLoad * (Spread * kChunksPerLoad) + lane * (8 * kChunksPerLoad) + unit % kChunksPerLoad * 8 +
                CacheElement::column(column % 8);
     }
-    // Of a row whose lane has `columns` columns left, from its first on.
+    // Loads from a row. `columns`: columns of the row from the lane's first on; chunks past them keep what they held.
     template <int J = 0>
     __device__ __forceinline__ void load(int columns, const CacheUnit* from) {
         if constexpr (J < Chunks / kChunksPerLoad) {
@@ -81,7 +86,7 @@ struct Columns {
                                                               from + unit_offset(Column));
         load<Column / (Spread * kChunksPerLoad) + 1>(columns, from);
     }
-    // The same of a row in shared memory, which has all columns.
+    // Loads from a row in shared memory, which has all columns.
     template <int J = 0>
     __device__ __forceinline__ void load_shared_row(const char* from) {
         if constexpr (J < Chunks / kChunksPerLoad) {
@@ -102,9 +107,10 @@ struct Columns {
 };
 
 template <int Loads>
+// A lane's part of one key: one chunk of every 32 columns.
 using Keys = Columns<Loads, 32>;
 
-// Of a lane's two tokens.
+// A lane's part of its two tokens' values: one chunk of every 64 columns.
 template <int Loads>
 struct Values {
     Columns<Loads, 64> token[2];

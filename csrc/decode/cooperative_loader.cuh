@@ -1,17 +1,19 @@
-// Steps of rows so many that four warps need them: each loads a part of a step, and lays it down in shared memory for all.
+// Loads K and V for four warps that need the same tokens (64 query rows in a block). Each warp loads a part of a step, and
+// stores it in shared memory for all four.
 //
-// The bytes that a neighbour has read are in the first cache, but there operands are dear: eight lanes have 16 bytes each of four
-// tokens, and the cache gives one line a clock. A warp here loads lines, four tokens of 128 bytes at a time, and from shared memory
-// eight lanes have their 16 bytes in a clock. The operands' registers are not needed for what is on its way.
+// Without this, the other warps' loads would hit L1, but L1 serves one 128-byte line a cycle, and eight lanes of an operand
+// touch four lines. Here a warp loads whole lines, and shared memory serves eight lanes' 16 bytes in one cycle. The operand
+// registers are also free for loads in flight.
 //
-// There are two buffers: what a warp lays down before a barrier, all have read before the barrier before.
+// There are two buffers, so a step needs one barrier: all warps have read a buffer before the barrier that precedes its next
+// store. Shared memory holds fp16: the warp that loads bf16 converts it once.
 //
-// What is laid down is fp16: of a cache of bf16 it is converted once, by the warp that has loaded it.
+// A Layout with kCooperative says where chunks of eight columns lie, in blocks of 64 slots of 16 bytes, without bank conflicts:
 //
-// Of a Layout whose kShares is true
-//   key_slot(token, chunk)    where, of a block of 64 slots, the chunk of eight of 64 columns lies
-//   key_slot(lane)            where the lane's operands of the first 32 columns do. Those of the others lie at that ^ kKeySlots
-//   value_slot(token, chunk), value_slot(lane)   the same of values: of the lane's token value_token; of the other 32 slots on
+//   key_slot(token, chunk)    where a key's chunk lies (eight chunks are 64 columns)
+//   key_slot(lane)            where the lane's operand of the first 32 columns lies; of the other 32 columns, that ^ kKeySlots
+//   value_slot(token, chunk)  the same of values
+//   value_slot(lane)          for the lane's token value_token; its other token lies 32 slots on
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -20,31 +22,32 @@
 
 namespace decode {
 
-// Of a warp, number `group` of the four of a set: it loads keys or values of four tokens of each tile, 64 columns at a time.
+// `group` is the warp's number among the four of its set. It loads keys (0, 1) or values (2, 3) of four tokens of each tile.
 template <class Layout>
 class CooperativeLoader {
-    static constexpr int kLoads = HEADDIM / 64;  // of a tile
+    static constexpr int kLoads = HEADDIM / 64;  // of a tile, 64 columns each
     static constexpr int kSlotBytes = sizeof(uint4);
     static constexpr int kTileSlots = 2 * 64 * kLoads, kSlots = kStepTiles * kTileSlots;  // of a tile: keys, then values
     static_assert(HEADDIM == HEADDIM_V && HEADDIM % 64 == 0, "whole loads");
 
     PageIterator pages_;
-    const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; what it loads next
+    const unsigned short *base_, *from_;  // of this lane: row 0 of page 0; its next load
     long long page_stride_, row_stride_;
-    int lane_token_;  // of a step's tokens the lane's
-    int columns_;  // that its row has from the lane's on; kNone: a table has named a page that there is not
-    int barrier_;  // of the set
-    bool has_values_;  // what this warp loads
-    char* buffer_;  // of the step that was laid down last
-    int to_other_buffer_;  // from there to the other buffer
-    int store_offset_, keys_offset_, values_offset_;  // in either, of this lane: its first load's place; its operands'
-    int token_;  // the next step's first
+    int lane_token_;  // the lane's token in a tile
+    int columns_;  // columns of the row from the lane's first on; kInvalidPage after a table entry outside the cache
+    int barrier_;  // named barrier of the set
+    bool has_values_;  // whether this warp loads values, else keys
+    char* buffer_;  // of the step stored last
+    int to_other_buffer_;  // distance to the other buffer, bytes
+    // of this lane, in a buffer, bytes: first store; operands of keys and of values
+    int store_offset_, keys_offset_, values_offset_;
+    int token_;  // first token of the next load
     unsigned loaded_[kStepTiles * kLoads][4] = {};
-    Bf16ValueScaler value_scaler_;  // what this warp's values of bf16 are multiplied with,
-    float shared_factor_ = Bf16ValueScaler().factor();  // and all that have been laid down
+    Bf16ValueScaler value_scaler_;  // factor of this warp's bf16 values
+    float shared_factor_ = Bf16ValueScaler().factor();  // factor of all values in the buffer
 
     static constexpr int kInvalidPage = -(1 << 30);
-    // Behind the slots the two warps that load values say what these have been multiplied with.
+    // After the slots: the factors of the two warps that load values.
     static constexpr int kStepBytes = (kSlots + kBf16) * kSlotBytes;
 
 public:
@@ -63,7 +66,7 @@ public:
             (has_values ? 64 * kLoads + Layout::value_slot(lane_token_, chunk) : Layout::key_slot(lane_token_, chunk)) * kSlotBytes;
         keys_offset_ = Layout::key_slot(layout_lane) * kSlotBytes;
         values_offset_ = (64 * kLoads + Layout::value_slot(layout_lane)) * kSlotBytes;
-        // computed again at each step, these would be half of its instructions
+        // Recomputed in each step these would be half of its instructions.
         keep_in_register(lane_token_), keep_in_register(columns_), keep_in_register(store_offset_), keep_in_register(keys_offset_),
             keep_in_register(values_offset_);
         page_stride_ = select(has_values, k.batch_stride, v.batch_stride);
@@ -74,8 +77,8 @@ public:
         from_ += pages_.row * row_stride_;
         load(s.seqlen_k);
     }
-    // Lays the step down, loads the next, if there is one, and waits for what the others lay down. Returns by what all that has
-    // been accumulated is to be multiplied.
+    // Stores this step, loads the next if there is one, and waits for the other warps. Returns the factor for the accumulated
+    // output.
     __device__ __forceinline__ float next_step(const DecodeParams& p, const WorkTile& s, int seqlen_k, bool has_next) {
         buffer_ += to_other_buffer_;
         to_other_buffer_ = -to_other_buffer_;
@@ -93,7 +96,7 @@ public:
         if constexpr (kBf16) return unify_value_scale();
         return 1.f;
     }
-    // Operands of the step, as products take them.
+    // A tile's operands of the current step.
     struct KeyOperands {
         static constexpr bool kTwoScales = false;
         const CooperativeLoader& loader;
@@ -112,19 +115,20 @@ public:
     };
     __device__ __forceinline__ KeyOperands keys(int tile) const { return {*this, tile}; }
     __device__ __forceinline__ ValueOperands values(int tile) const { return {*this, tile}; }
-    // What makes outputs of what is accumulated.
+    // Factor from the accumulated output to the output.
     __device__ __forceinline__ float inverse() const { return 1.f / shared_factor_; }
-    // False: a table has named a page that there is not. Nobody leaves for it: others wait for what this warp lays down.
+    // Returns false after a block-table entry outside the cache. The warp stays in the loop, because the other warps of its set
+    // wait at the barrier.
     __device__ __forceinline__ bool page_valid() const { return columns_ != kInvalidPage; }
 
 private:
     __device__ __forceinline__ void barrier() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "n"(4 * 32) : "memory"); }
-    // Of the lane's loads, tile by tile.
+    // Offset of load i of the lane, from its first.
     __device__ __forceinline__ static constexpr int load_offset(int i) {
         return (i / kLoads * kTileSlots + i % kLoads * 64) * kSlotBytes;
     }
     __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(buffer_ + kSlots * kSlotBytes); }
-    // Of bf16, what is to be laid down: values by a factor that the others are told.
+    // Converts loaded bf16 to fp16 in place. Values are scaled; their factor goes to shared memory.
     __device__ __forceinline__ void convert() {
         if (has_values_) {
             value_scaler_.convert(loaded_, [](float) {});
@@ -136,14 +140,14 @@ private:
                 for (unsigned& word : x) word = bf16x2_to_half2(word);
         }
     }
-    // All that a step has is to have been multiplied with one factor, the least of them: where values grow beyond those of before,
-    // the warps that had others lay down theirs anew.
+    // Gives all values of the step one factor, the smaller of the two warps'. If values have grown, the warp with the larger
+    // factor rescales what it stored. Returns the factor for the accumulated output.
     __device__ __forceinline__ float unify_value_scale() {
         const float2 both = *reinterpret_cast<const float2*>(factors());
         if (both.x == shared_factor_ && both.y == shared_factor_) return 1.f;
         const float least = fminf(both.x, both.y);
         if (has_values_ && value_scaler_.factor() != least) {
-            // (0 would make NaN of infinities)
+            // Not 0: it would turn infinities into NaN.
             const float own_change = fmaxf(least / value_scaler_.factor(), 0x1p-60f);
             value_scaler_.lower(least);
 #pragma unroll 1
@@ -161,7 +165,7 @@ private:
         shared_factor_ = least;
         return change;
     }
-    // By a select: the compiler would index the parameters by a register.
+    // Selects by a predicate. The compiler would index the kernel parameters by a register, from local memory.
     template <class T>
     __device__ __forceinline__ static T select(bool second, T first, T other) {
         asm("" : "+l"(first));
@@ -173,7 +177,7 @@ private:
         if (!has_page(p.cache, page)) columns_ = kInvalidPage;
         from_ = base_ + page * page_stride_;
     }
-    // Of tokens and columns that do not exist: zeros.
+    // Loads the lane's part of the next step; zeros for tokens and columns that do not exist.
     __device__ __forceinline__ void load(int seqlen_k) {
         int columns = columns_;
         if (token_ + kStepTokens > seqlen_k) {

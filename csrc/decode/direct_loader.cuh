@@ -1,4 +1,8 @@
-// Steps of a warp through keys and values in their order, page by page, loaded into registers.
+// Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
+//
+// A load of keys covers eight tokens by 64 contiguous bytes each, one of values four tokens by 128 bytes. So each byte of the
+// cache is loaded once, by one lane, without shared memory or barriers. Used by DecodeMainloop, and by StagedLoader with other
+// coordinates.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -7,7 +11,7 @@
 
 namespace decode {
 
-// Where a lane's operands are.
+// Which token and columns of a tile a lane loads, from the family's Layout.
 template <class Layout>
 struct OperandCoords {
     static constexpr int kValueTokens = Layout::kValueTokens;
@@ -21,14 +25,15 @@ struct OperandCoords {
     }
 };
 
-// Steps through keys and values in their order, page by page. Places says which columns of a step's tokens the lane has.
+// Iterates over steps in token order. Coords: which token and columns of each tile the lane has.
 template <class Coords>
 class DirectLoader {
     PageIterator pages_;
-    const CacheUnit *k_, *v_;  // of this lane
-    const float* scale_[StepScales::kRegisters];  // of this lane
-    // the same of the first row of page 0: steps of quantized caches often enter a page
+    const CacheUnit *k_, *v_;  // the lane's columns of its token
+    const float* scale_[StepScales::kRegisters];  // the lane's scale, for each register of StepScales
+    // The same at row 0 of page 0: quantized steps enter pages often.
     const CacheUnit *k_base_, *v_base_;
+    // false: the block table names a page outside the cache
     bool page_valid_;
     int token_;  // the step's first
 
@@ -42,7 +47,7 @@ public:
         }
         enter_page(p, s);
     }
-    // By tokens that no page ends between.
+    // Advances by Tokens, which no page boundary divides.
     template <int Tokens = kStepTokens>
     __device__ __forceinline__ void advance(const DecodeParams& p, const WorkTile& s) {
         token_ += Tokens;
@@ -54,13 +59,13 @@ public:
         }
         if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
     }
-    // False: the table names a page that there is not.
+    // Returns false after a block-table entry outside the cache. The caller then leaves its loop, and the output is NaN.
     __device__ __forceinline__ bool page_valid() const { return page_valid_; }
     __device__ __forceinline__ int token() const { return token_; }
-    // Where the lane's columns of its token are.
+    // Addresses of the lane's columns of its token.
     __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
     __device__ __forceinline__ const CacheUnit* values() const { return v_; }
-    // Tokens and columns that do not exist are not touched.
+    // Loads a step's keys. Tokens and columns that do not exist are not read: their registers keep what they held.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
         const int columns = p.problem.headdim - Coords::key_column();
@@ -81,7 +86,7 @@ public:
                                       v_ + row * p.cache.v.row_stride);
             }
     }
-    // Of tokens that do not exist 0.
+    // Loads a step's scales; 0 for tokens that do not exist.
     __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
         const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;

@@ -1,21 +1,26 @@
-// The main loop of a decode block, for any layout: keys and values go from global memory straight into operand registers.
+// Decode main loop of one work tile: split-KV attention of up to BLOCK_ROWS packed query rows over a range of KV tokens.
 //
-// A step of a warp is eight tokens. A load of keys is all eight tokens, of each 64 contiguous bytes, one of values four tokens, of
-// each 128, so a byte of the cache is loaded once, by one lane, and there is no shared memory and no barrier in the loop.
-// Registers are loaded again as soon as they are used: keys after the scores, values after the output. So a warp has up to a whole
-// step in flight, and nothing twice.
-// (Otherwise are steps that more than two warps share, shared_steps.cuh, and those of int4, staged_steps.cuh.)
+// Each warp owns 8 * RowTiles rows and walks over its group's tokens in steps of kStepTokens (kStepTiles tiles of eight
+// tokens). A step is: scores = Q K^T, score modifiers and mask, online softmax (softmax.cuh), output += P V. Q and the output
+// stay in registers. Three loaders bring K and V. Keys of the next step are loaded once the scores are done, values once the
+// output is:
 //
-// A Layout is a family's way to deal out the two products. Of RowTiles tiles of eight rows it has
-//   query_row, key_token, value_token, key_column, value_column   what a lane loads: eight columns from these on. A lane's keys and
-//   queries
-//                         have the same columns, of each 32; its values, of each 64, are of two tokens, value_token and value_token
-//                         + kValueTokens
-//   scores(q, k, x)       x is two scores of each row tile: row score_row, tokens score_token and the next. kRowLaneMasks are the
-//                         distances of lanes that have others of the row
-//   rescale(o, factor)    factor is that of the lane's score_row
-//   add_values(o, p, v)   p are packed probabilities, of the scores' lanes
-//   each_pair(o, f)       f(row, column, x, y): outputs of two columns side by side
+//   DirectLoader       global memory straight into operand registers; no shared memory, no barrier
+//   CooperativeLoader  four warps with the same tokens share what each loads, through shared memory
+//   StagedLoader       int4: through the warp's own shared memory, with more bytes in flight
+//
+// Quantized K and V become fp16 only when a product takes them. Their scales multiply scores and probabilities (scales.cuh).
+//
+// A Layout is the family's assignment of rows, tokens and columns to lanes, for RowTiles tiles of eight rows:
+//
+//   query_row, key_token, value_token, key_column, value_column
+//                         what a lane loads: eight columns from these on. Of each 32 columns of Q and K a lane has eight, of each
+//                         64 columns of V eight, for the two tokens value_token and value_token + kValueTokens
+//   scores(q, k, x)       x: two scores of each row tile, of row score_row and tokens score_token and score_token + 1;
+//                         lanes that differ by a mask of kRowLaneMasks have other scores of the same row
+//   rescale(o, factor)    multiplies output rows; `factor` is that of the lane's score_row
+//   add_values(o, p, v)   output += P V; p: packed probabilities, in the lanes that have the scores
+//   each_pair(o, f)       calls f(row, column, x, y) for outputs x and y of two neighboring columns
 #pragma once
 
 #include "decode/bf16_value.cuh"
@@ -26,15 +31,15 @@
 
 namespace decode {
 
-// A block of Warps warps, of which RowGroups neighbours take the same tokens, each for RowTiles * 8 rows.
+// A block has Warps warps. RowGroups neighboring warps take the same tokens, each for its own RowTiles * 8 rows.
 template <template <int> class LayoutOf, int RowTiles, int RowGroups, int Warps>
 struct DecodeMainloop {
     using Layout = LayoutOf<RowTiles>;
     static constexpr int kTokenGroups = Warps / RowGroups;
-    // Two beside each other find each other's bytes in the first cache; four share what they load.
+    // Two warps with the same tokens find each other's bytes in L1. Four warps exchange what they load.
     static constexpr bool kCooperative = Layout::kCooperative && RowGroups == 4 && !kQuantized;
     static constexpr int kKeyLoads = HEADDIM / 32, kValueLoads = HEADDIM_V / 64;
-    // 16 rows of 256 columns are 128 registers of output and 64 of queries: half of these lie in shared memory.
+    // 16 rows of 256 columns take 128 registers for the output and 64 for Q: half of Q goes to shared memory.
     static constexpr int kSharedQueryChunks = kCooperative && RowTiles * kKeyLoads > 8 ? kKeyLoads / 2 : 0;
     using OwnQueries = Queries<RowTiles, kKeyLoads, kSharedQueryChunks>;
     static constexpr int kRowsAtOnce =
@@ -64,7 +69,7 @@ private:
     using OwnLoader = LoaderOf<kCooperative ? Loading::Cooperative : kStaged ? Loading::Staged : Loading::Direct>;
 
 public:
-    // Steps, then each warp's queries. Both lie where the warps' parts will.
+    // The loader's shared memory, then each warp's part of Q. The partial outputs take the same place afterwards.
     static constexpr int kWorkBytes = OwnLoader::kWorkBytes + Warps * OwnQueries::kBytes;
 
     template <class Finish>
@@ -85,16 +90,16 @@ public:
         SoftmaxRow softmax[RowTiles];
         ProbabilityScale probability_scale[RowTiles];
         Bf16ValueScaler value_scaler;
-        float shared_inverse = 1.f;  // of values that warps share
+        float shared_inverse = 1.f;  // 1 / factor of the values that the warps share (bf16)
 
-        // the warps' pieces are contiguous too, and whole steps
+        // Each group takes a contiguous range of whole steps.
         const int steps = (s.end - s.first + kStepTokens - 1) / kStepTokens,
                   group_steps = (steps + kTokenGroups - 1) / kTokenGroups;
         int steps_left = min(group_steps, steps - token_group * group_steps);
         bool has_invalid_page = false;
         if (steps_left > 0) {
             const int seqlen_k = s.seqlen_k;
-            // tokens that all of the warp's rows see
+            // Tokens that all rows of the warp see: no mask is needed.
             const int full_first = row_info[first_row + 8 * RowTiles - 1].position - p.problem.window_left;
             const int full_end = min(row_info[first_row].position + p.problem.window_right + 1, seqlen_k);
             const bool has_score_mod = options.softcap > 0.f || options.alibi_slopes;
@@ -120,7 +125,7 @@ public:
             }
             for (int token = first; steps_left > 0 && (kCooperative || kStaged || loader.page_valid()); token += kStepTokens) {
                 steps_left--;
-                float value_rescale = 1.f;  // of the factor that values have
+                float value_rescale = 1.f;  // what the factor of shared bf16 values has changed by
                 if constexpr (kCooperative) {
                     value_rescale = loader.next_step(p, s, seqlen_k, steps_left > 0);
                 } else if constexpr (kStaged) {
@@ -178,7 +183,7 @@ public:
                             if (low > 1 || high < 1) x[tile][mt].y = negative_infinity();
                         }
                         if constexpr (kCooperative || kStaged) continue;
-                        // of tokens that do not exist registers hold what was there before
+                        // Past the last token registers hold values of an earlier step: clear them, because 0 * NaN is NaN.
 #pragma unroll
                         for (int h = 0; h < 2; h++)
                             if (token + kTileTokens * tile + Layout::value_token(lane) + Layout::kValueTokens * h >= seqlen_k)
@@ -235,7 +240,7 @@ public:
             has_invalid_page = !loader.page_valid();
             if constexpr (kBf16 && kCooperative) shared_inverse = loader.inverse();
         }
-        if constexpr (kCooperative || kStaged) __syncthreads();  // parts are written where steps were
+        if constexpr (kCooperative || kStaged) __syncthreads();  // partials overwrite the loader's buffers
         if constexpr (kQuantized) finish_values(p, s, lane, probability_scale, o);
         if constexpr (kBf16) rescale_all(lane, o, kCooperative ? shared_inverse : value_scaler.inverse());
 
@@ -273,7 +278,8 @@ public:
     }
 
 private:
-    // Of each row, for zero points: its product with keys of ones.
+    // Computes each row's sum over the columns of Q, which zero points of keys are multiplied by: its product with a key of
+    // ones.
     __device__ __forceinline__ static void sum_queries(const OwnQueries& q, float (&sum)[RowTiles]) {
         float2 x[RowTiles];
         Layout::scores(q, Ones(), x);
@@ -288,7 +294,7 @@ private:
         return m;
     }
 
-    // From products with codes to products with keys.
+    // Turns products with quantized codes into products with keys.
     __device__ __forceinline__ static void scale_scores(const typename Layout::Lane& lane, const typename OwnLoader::Scales& scales,
                                                         float key_scale, const float (&query_sum)[RowTiles],
                                                         float2 (&x)[kStepTiles][RowTiles]) {
@@ -304,7 +310,7 @@ private:
 #pragma unroll
             for (int mt = 0; mt < RowTiles; mt++) {
                 float2& y = x[tile][mt];
-                // e4m3's NaN came as an infinity
+                // e4m3: NaN arrives as infinity; x + 0 * x makes it NaN.
                 if constexpr (kFormat == CacheFormat::E4m3) y = make_float2(fmaf(y.x, 0.f, y.x), fmaf(y.y, 0.f, y.y));
                 if constexpr (kZeroPoints) y = make_float2(fmaf(-zero.x, query_sum[mt], y.x), fmaf(-zero.y, query_sum[mt], y.y));
                 y = make_float2(y.x * scale.x, y.y * scale.y);
@@ -312,7 +318,7 @@ private:
         }
     }
 
-    // From probabilities to what is packed; `moved`: whether references have.
+    // Multiplies probabilities by the tokens' value scales, ready to be packed. `moved`: row maxima have changed in this step.
     __device__ __forceinline__ static void scale_probabilities(const typename Layout::Lane& lane,
                                                                const typename OwnLoader::Scales& scales, bool moved,
                                                                float2 (&p)[kStepTiles][RowTiles], SoftmaxRow (&softmax)[RowTiles],
@@ -354,7 +360,7 @@ private:
             for (int mt = 0; mt < RowTiles; mt++) p[tile][mt] = product[tile][mt];
     }
 
-    // From units to what the other kernels have.
+    // Turns the accumulated output into that of dequantized values: divides by the row's unit, adds zero points.
     __device__ __forceinline__ static void finish_values(const DecodeParams& p, const WorkTile& s,
                                                          const typename Layout::Lane& lane,
                                                          const ProbabilityScale (&probability_scale)[RowTiles],
@@ -370,7 +376,7 @@ private:
                 for (int lane_mask : Layout::kRowLaneMasks) offset[mt] += __shfl_xor_sync(~0u, offset[mt], lane_mask);
             }
         }
-        // e4m3's NaN came as an infinity
+        // e4m3: NaN arrives as infinity.
         if constexpr (kFormat == CacheFormat::E4m3)
             Layout::each_output(lane, o, factor, [](float x, float, bool) { return fmaf(x, 0.f, x); });
         if constexpr (kZeroPoints)
@@ -388,7 +394,7 @@ private:
         Layout::rescale(lane, o, of_rows);
     }
 
-    // What does not exist is zero.
+    // Loads the warp's rows of Q; zeros for rows and columns that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const WorkTile& s, int first_row, OwnQueries& q) {
         const typename Layout::Lane lane;
         const int group = p.problem.nheads / p.problem.nheads_k;
@@ -409,7 +415,7 @@ private:
         }
     }
 
-    // From products to units of log2.
+    // Applies softcap and ALiBi to a lane's two scores of one row: turns products q.k into scores in log2 units.
     __device__ __forceinline__ static void apply_score_mod(const DecodeParams& p, const RowInfo& row, int token, float2& x) {
         if (p.score_options.softcap > 0.f) {
             const Softcap softcap(p.problem, p.score_options);

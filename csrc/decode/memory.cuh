@@ -1,12 +1,13 @@
-// Single instructions of the decode kernels.
+// Inline PTX of the decode loaders: a register hint, and a predicated global load.
 #pragma once
 
 namespace decode {
 
-// Keeps x in its register: the compiler cannot derive it again from thread indices.
+// Keeps x in a register: the compiler cannot recompute it from thread indices.
 __device__ __forceinline__ void keep_in_register(int& x) { asm volatile("" : "+r"(x)); }
 
-// Loads where the lane has more than Column columns; else x stays as it is. Volatile: it is early on purpose.
+// Loads Words words if the lane has more than Column columns, else leaves x as it is. Volatile, because the compiler would move
+// the load down to its first use.
 template <int Column, int Words>
 __device__ __forceinline__ void load_columns(int columns, unsigned* x, const void* from) {
     static_assert(Words == 1 || Words == 2 || Words == 4, "words of a load");

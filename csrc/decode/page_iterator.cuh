@@ -1,27 +1,32 @@
-// The way through a sequence's tokens, page by page. All lanes of a warp together.
+// Iterates over the pages of one sequence of the KV cache, for the decode loaders. All lanes of a warp call it together.
+//
+// The lanes hold the next 32 entries of the block table, one each, so that entering a page costs a shuffle and no load. A dense
+// cache is one page: the sequence's entry.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
 
 namespace decode {
 
+// Position of a step in a sequence's pages.
 class PageIterator {
-    int page_;     // number of the page in the sequence
-    int first_;    // that the lanes' numbers begin with
-    int numbers_;  // that page first_ + lane has in the cache
+    int page_;  // index of the current page in the sequence
+    int first_;  // page index of lane 0's entry
+    int numbers_;  // page number in the cache of page first_ + lane
 
-    // Of tokens that exist alone: behind them the table may hold anything. A dense sequence is one page, its entry.
+    // Loads 32 entries. Entries past the last token may be anything, so they are not read. A dense cache has one page.
     __device__ __forceinline__ void fetch(const DecodeParams& p, const WorkTile& s) {
         first_ = page_;
         const int mine = page_ + (threadIdx.x & 31);
         const bool exists = !p.cache.block_table || mine * static_cast<long long>(p.cache.rows) < s.seqlen_k;
         numbers_ = exists ? page_of(p.cache, s.batch, mine) : -1;
-        // Waits for them here: a scoreboard has many loads, and whoever asks for a number would wait for all that are on their way.
+        // Waits for the entries here. A later wait would also wait for all tile loads in flight, because they share a
+        // scoreboard.
         if constexpr (kStaged) numbers_ = __shfl_sync(~0u, numbers_, threadIdx.x & 31);
     }
 
 public:
-    int row;  // of the page, of the step's first token
+    int row;  // row in the page of the step's first token
 
     __device__ __forceinline__ PageIterator(const DecodeParams& p, const WorkTile& s, int token) {
         const int at = s.k_offset + token;
@@ -29,7 +34,7 @@ public:
         row = at - page_ * p.cache.rows;
         fetch(p, s);
     }
-    // By tokens that no page ends between. Returns whether that is another page: its row 0.
+    // Advances by Tokens, which no page boundary divides. Returns true on entering a new page, at its row 0.
     template <int Tokens = kStepTokens>
     __device__ __forceinline__ bool advance(const DecodeParams& p, const WorkTile& s) {
         row += Tokens;
@@ -39,9 +44,9 @@ public:
         if (page_ - first_ == 32) fetch(p, s);
         return true;
     }
-    // The page's number in the cache.
+    // The current page's number in the cache.
     __device__ __forceinline__ int number() const { return __shfl_sync(~0u, numbers_, page_ - first_); }
-    // That of the next page; no page's where the table was not looked at that far.
+    // The next page's number; -1 if its entry is not loaded.
     __device__ __forceinline__ int next_number() const {
         const int number = __shfl_sync(~0u, numbers_, (page_ - first_ + 1) & 31);
         return page_ - first_ == 31 ? -1 : number;

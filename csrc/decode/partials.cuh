@@ -1,6 +1,9 @@
-// What becomes of a row set's rows: a block's warps find out about parts of its keys, and parts are merged, in a fixed order.
+// Combines partial results of decode row tiles (split-KV, as FlashDecoding), in a fixed order, so the output is deterministic.
 //
-// A part is, for each row, what softmax.cuh's SoftmaxRow has (reference and sum) and the accumulated output that belongs to it.
+// A partial has, for each row, the softmax state (row_max and sum of SoftmaxRow, softmax.cuh) and the unnormalized output. The
+// token groups of a block leave partials in shared memory (SharedPartials). A block that shares its row tile with others writes
+// the combined result to global memory (GlobalPartials). The last block to arrive combines these and writes the output. No
+// block waits for another: a semaphore tells the last one (semaphore.cuh).
 #pragma once
 
 #include "semaphore.cuh"
@@ -9,21 +12,22 @@
 
 namespace decode {
 
-constexpr int kColumns = 8;  // that a thread takes at a time
-// Rows of parts in shared memory: four floats more than columns, so that rows begin in different banks.
+constexpr int kColumns = 8;  // columns that a thread combines at a time
+// Floats between output rows in shared memory: four more than columns, so that rows begin in different banks.
 constexpr int kPartialStride = HEADDIM_V + 4;
 
+// Softmax state of one row: its lazy maximum and the sum of its probabilities, as in SoftmaxRow.
 struct RowState {
     float row_max, sum;
 };
 
-// Parts in shared memory, one for each group of warps that shares tokens.
+// Partials in shared memory, one for each token group. Rows: output rows that are there at a time.
 template <int Partials, int Rows>
 struct SharedPartials {
-    float* output;  // [Parts][Rows][kPartStride]: of so many rows at a time
-    RowState* state;  // [Parts][BLOCK_ROWS]
+    float* output;  // [Partials][Rows][kPartialStride]
+    RowState* state;  // [Partials][BLOCK_ROWS]
 
-    // Where outputs begin with row `first`.
+    // The same partials, with states counted from row `first`, where the outputs begin.
     __device__ __forceinline__ SharedPartials from(int first) const { return {output, state + first}; }
 
     __device__ __forceinline__ RowState state_of(int partial, int row) const { return state[partial * BLOCK_ROWS + row]; }
@@ -32,20 +36,23 @@ struct SharedPartials {
     }
 };
 
-// Parts in global memory: what other blocks wrote, so past the first cache. All outputs, then the states, which each level of the
-// merge has for itself: outputs are merged in place, since whoever writes an element is the one that has read it, but all read
-// states.
+// Partials in global memory, read with ld.cg because other blocks wrote them and L1 is not coherent.
+//
+// The buffer has all outputs, then all states. Outputs are combined in place: only the thread that writes an element reads it.
+// All threads read states, so each level of the combination has its own.
 struct GlobalPartials {
     float* partials;
-    int level, first_block, first, distance;  // part i is of the block first + i * distance
+    int level, first_block, first, distance;  // partial i belongs to block first + i * distance
 
-    // A block has two places: for a row set that began before it, and for one that begins in it.
+    // A block has two slots: one for a row tile that began in an earlier block, one for a row tile that begins in it.
     __device__ __forceinline__ static long long slot(int block, int first_block) { return 2ll * block + (block == first_block); }
     __device__ __forceinline__ static float* output_at(float* partials, long long slot) {
         return partials + slot * (BLOCK_ROWS * HEADDIM_V);
     }
-    // Where four columns of a row are: of eight the first, then the others of all eights, so that a warp writes and reads lines.
+    // Offset of four columns inside a row. The first four of every eight columns come first, then the second four: a warp then
+    // reads and writes whole lines.
     __device__ __forceinline__ static int column_offset(int column) { return (column & 4) * (HEADDIM_V / 8) + column / 8 * 4; }
+    // Softmax states of a slot at one level of the tree.
     __device__ __forceinline__ static float2* states_at(float* partials, int level, long long slot) {
         const long long slots = 2ll * gridDim.x;
         return reinterpret_cast<float2*>(output_at(partials, slots)) + (level * slots + slot) * BLOCK_ROWS;
@@ -61,7 +68,8 @@ struct GlobalPartials {
     }
 };
 
-// Merges parts of all rows and columns that there are. write(row, column, state, output) is told eight columns at a time.
+// Combines `count` partials for rows [0, rows) and all columns. Calls write(row, column, state, output) for every eight
+// columns.
 template <class Partials, class Write>
 __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Partials& partials, int count, int rows,
                                                  Write write) {
@@ -69,7 +77,7 @@ __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Pa
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * chunks; i += THREADS) {
         const int row = i / chunks, column = i % chunks * kColumns;
-        SoftmaxRow joint;  // the reference of no keys at all
+        SoftmaxRow joint;  // begins as the state of a row without keys
 #pragma unroll 1
         for (int partial = 0; partial < count; partial++)
             joint.row_max = fmaxf(joint.row_max, partials.state_of(partial, row).row_max);
@@ -77,7 +85,7 @@ __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Pa
 #pragma unroll 1
         for (int partial = 0; partial < count; partial++) {
             const RowState state = partials.state_of(partial, row);
-            if (state.sum == 0.f) continue;  // no key, and perhaps nothing written
+            if (state.sum == 0.f) continue;  // saw no key; its output may be unwritten
             const float factor = exp2_approx(state.row_max - joint.row_max);
             joint.sum += factor * state.sum;
 #pragma unroll
@@ -93,11 +101,11 @@ __device__ __forceinline__ void combine_partials(const DecodeParams& p, const Pa
     }
 }
 
-// A finished row set: outputs in their type, and lse.
+// Writes a finished row tile: normalized output in its dtype, and softmax_lse. Joins the attention sink, if there is one.
 struct WriteOutput {
     const DecodeParams& p;
     const WorkTile& s;
-    int first;  // row of the set that rows are counted from
+    int first;  // row of the tile that row 0 is
 
     __device__ __forceinline__ void operator()(int row, int column, RowState state, const float (&x)[kColumns]) const {
         const Problem& problem = p.problem;
@@ -123,16 +131,16 @@ struct WriteOutput {
     }
 };
 
-// A part for others to merge.
+// Writes a combined partial to a slot of global memory.
 struct WritePartial {
     float* output;
     float2* states;
 
-    // `first`: row of the set that rows are counted from
+    // `first`: row of the tile that row 0 is.
     __device__ __forceinline__ WritePartial(float* partials, int level, long long slot, int first)
         : output(GlobalPartials::output_at(partials, slot) + first * HEADDIM_V),
           states(GlobalPartials::states_at(partials, level, slot) + first) {}
-    // (the compiler takes a float4 apart where other values have the registers)
+    // As one instruction: the compiler would split a float4 store.
     __device__ __forceinline__ static void store(float* to, const float* x) {
         asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
     }
@@ -143,24 +151,24 @@ struct WritePartial {
     }
 };
 
-// How many parts one block merges. A row set of many is merged by a tree: its blocks in groups of so many, then the groups, each by
-// the block that comes last. Few where parts are large, so that no block has long to read.
+// Partials that one block combines. With more blocks in a row tile the combination is a tree: blocks in groups of kRadix, then
+// the groups, each by its last block. Small where partials are large, so that no block reads for long.
 constexpr int kRadix = BLOCK_ROWS * HEADDIM_V <= 2048 ? 16 : BLOCK_ROWS * HEADDIM_V <= 8192 ? 8 : 4;
 
-// Called by a block that has written its part of a row set. Where it is the last of its group, it merges that, and so on; what is
-// left in the end is written as output. `is_last` is in shared memory.
+// Combines the partials of a row tile's blocks. Each block calls it after it has written its own partial. The last block of a
+// group combines the group, and goes on a level up. The last of all writes the output. `is_last` is in shared memory.
 __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const WorkTile& s, bool& is_last) {
-    int distance = 1;  // between the blocks whose places have what is to be merged
+    int distance = 1;  // between the blocks whose slots hold this level's partials
     int node = blockIdx.x - s.first_block, nodes = s.blocks;
     for (int level = 0;; level++) {
         const int group = node / kRadix, count = min(nodes - group * kRadix, kRadix);
         const int first = s.first_block + group * kRadix * distance;
         const long long slot = GlobalPartials::slot(first, s.first_block);
-        __threadfence();  // what this thread has written comes before the arrival
+        __threadfence();  // this thread's partial is visible before the semaphore counts it
         __syncthreads();
         if (threadIdx.x == 0) {
             is_last = arrive_is_last(p.semaphores + level * 2ll * gridDim.x + slot, p.launch_id, count);
-            __threadfence();  // ... and that before what others have written is read
+            __threadfence();  // other blocks' partials are read after the count
         }
         __syncthreads();
         if (!is_last) return;
@@ -176,8 +184,8 @@ __device__ __forceinline__ void combine_blocks(const DecodeParams& p, const Work
     }
 }
 
-// Rows of packed q that no sequence has are nobody's to compute, and NaN. Where every sequence's are possible, they lie behind the
-// last.
+// Writes NaN to rows of packed q that belong to no sequence. If all cu_seqlens_q are valid, only rows after the last sequence
+// are.
 __device__ __forceinline__ void fill_unowned_rows(const DecodeParams& p, bool all_have_queries) {
     const Problem& problem = p.problem;
     const int end = all_have_queries ? load_length(p.lengths.cu_seqlens_q + problem.batch) : 0;

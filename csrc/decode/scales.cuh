@@ -1,27 +1,30 @@
-// Scales.
+// Scales and zero points of int8 and int4 caches in the decode kernels.
+//
+// StepScales holds those of a step's tokens in a warp's registers. ProbabilityScale applies the scales of values: they multiply
+// the probabilities, because the product P V mixes tokens whose scales differ. Scales of keys multiply the scores directly.
 #pragma once
 
 #include "decode/tile_scheduler.cuh"
 
 namespace decode {
 
-// The scales of a step's tokens, each in a lane: a register has those of kTensors tensors, one after the other.
+// Scales and zero points of a step's tokens, one token and tensor per lane. A register holds kTensorsPerRegister tensors.
 struct StepScales {
-    // in the order of lanes, and then of registers
+    // Number of each tensor: lanes first, then registers.
     static constexpr int kKeyScale = 0, kValueScale = 1, kKeyZeroPoint = 2, kValueZeroPoint = 3;
     static constexpr int kCount = kZeroPoints ? 4 : 2;
     static constexpr int kTensorsPerRegister = kCount * kStepTokens < 32 ? kCount : 32 / kStepTokens,
                          kLanes = kTensorsPerRegister * kStepTokens, kRegisters = kCount / kTensorsPerRegister;
     float own[kRegisters];
 
-    // What a lane has in register i.
+    // The tensor whose value this lane has in register i.
     __device__ __forceinline__ static const CacheScale& lane_scale(const CacheScales& s, int i) {
         const int tensor = (threadIdx.x & 31) / kStepTokens % kTensorsPerRegister;
         if (kTensorsPerRegister == 4) return tensor < 2 ? tensor == 0 ? s.k : s.v : tensor == 2 ? s.k_zero_point : s.v_zero_point;
         if (i == 0) return tensor == 0 ? s.k : s.v;
         return tensor == 0 ? s.k_zero_point : s.v_zero_point;
     }
-    // Of two neighbouring tokens.
+    // The values of two neighboring tokens.
     __device__ __forceinline__ float2 pair(int tensor, int token) const {
         const int first = tensor % kTensorsPerRegister * kStepTokens + token;
         const float x = own[tensor / kTensorsPerRegister];
@@ -31,35 +34,35 @@ struct StepScales {
 
 constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of what is packed (softmax.cuh)
 
-// The scales of values, on their way into probabilities.
+// One row's unit for scaled probabilities.
 //
-// Packed probabilities, which softmax.cuh keeps between 2^-14 and 2^15, have little room for a factor. So a row has a unit, a power
-// of two: what is packed is probability * scale / unit, and accumulated output counts units. Like the softmax's reference it moves
-// lazily: where a product does not fit, and, so that small scales lose no bits, wherever the reference moved. Scales that are
-// negative or not finite make a row's sum NaN.
+// Packed probabilities lie between 2^-14 and 2^15 (softmax.cuh), which leaves no room for a scale. So a row has a unit, a power
+// of two: packed is probability * scale / unit, and the output accumulates in units. The unit moves lazily, like row_max: where
+// a product does not fit, and with row_max, so that small scales lose no bits. A negative or non-finite scale makes the row's
+// sum NaN.
 struct ProbabilityScale {
     float inverse = 1.f;  // 1 / unit
-    float offset = 0.f;  // int4: what zero points add to all columns, in units, times 2^-112 as the probabilities
+    float offset = 0.f;  // int4: what zero points add to every column, in units, times 2^-112 as the probabilities are
 
-    // The largest that may be packed, in probabilities' own scale: bits of 2^(15 - 112). Compared as an integer, so that NaN and
-    // what is negative exceed it.
+    // Largest value that may be packed: the bits of 2^(15 - 112). Compared as integers, so that NaN and negative values exceed
+    // it.
     static constexpr unsigned kLargest = (127u - 97u) << 23;
     __device__ __forceinline__ static bool exceeds(float2 p) {
         return __float_as_uint(p.x) > kLargest || __float_as_uint(p.y) > kLargest;
     }
-    // (adding 0 makes 0 of -0)
+    // Adding 0 turns -0 into 0, whose bits would exceed kLargest.
     __device__ __forceinline__ float2 scaled(float2 p, float2 scale) const {
         return make_float2(fmaf(p.x, scale.x * inverse, 0.f), fmaf(p.y, scale.y * inverse, 0.f));
     }
-    // Of probabilities as they are packed: their rounding is the output's too, and most of both cancels out.
+    // Adds the zero points' part, from packed probabilities: the output has the same rounding, and most of it cancels.
     __device__ __forceinline__ void add_zero_points(unsigned packed, float2 zero) {
         offset = fmaf(-__uint_as_float((packed & 0x7fff) << 13), zero.x, offset);
         offset = fmaf(-__uint_as_float(packed >> 16 << 13), zero.y, offset);
     }
-    // Where `largest` is the row's largest product of a probability (1 is 1) and a scale. Returns the factor for what is
-    // accumulated.
+    // Moves the unit to `largest`, the row's largest probability * scale (without the 2^-112). Returns the factor for the
+    // accumulated output.
     __device__ __forceinline__ float update(float largest) {
-        // between 2^-40 and 2^40: outputs are fp16, whatever is beyond
+        // Between 2^-40 and 2^40: outputs are fp16, so units beyond gain nothing.
         const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -40), 40);
         const float updated = largest > 0.f ? __uint_as_float((127 - exponent) << 23) : inverse;
         const float factor = updated / inverse;

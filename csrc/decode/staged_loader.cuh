@@ -1,39 +1,39 @@
-// Steps of an int4 cache, which are too few bytes for a slow memory. A warp's registers have some on their way all the time, as
-// lines of the cache; in its part of shared memory are those before, where it finds operands and scales. Where these are used up,
-// it lays down what has come and loads as much again.
+// Loads int4 tiles in stages, because direct loads keep too few bytes in flight to hide DRAM latency.
 //
-// Nobody else reads or writes a warp's part, so __syncwarp is all that this needs.
+// Each warp has loads in flight, into registers, for the next kSteps steps (one or two). It computes from the kSteps steps
+// before, which lie in its own part of shared memory. When those are used up, it stores the registers there and loads again.
+// Only this warp reads or writes its part, so __syncwarp is the only synchronization. Scales travel the same way.
 #pragma once
 
 #include "decode/direct_loader.cuh"
 
 namespace decode {
 
-// Scales of a step's tokens in shared memory, the tensors of StepScales one after the other.
+// Scales of a step's tokens in shared memory, one tensor after the other in the order of StepScales.
 struct StagedScales {
     const float* own;
-    // Of two neighbouring tokens.
+    // The values of two neighboring tokens.
     __device__ __forceinline__ float2 pair(int tensor, int token) const {
         return *reinterpret_cast<const float2*>(own + tensor * kStepTokens + token);
     }
 };
 
-// Of warp `group` of the `Groups` that have a set's tokens.
+// `group` is the warp's number among the `Groups` warps that have the same tokens; `set` is the number of these tokens' group.
 template <class Layout, int Groups>
 class StagedLoader {
-    // Steps on their way, of 1280, 2304 and 2176 bytes: of the 16, 12 or 8 warps that registers have room for 41, 28 and 35 KB,
-    // where a DRAM that answers after 3000 clocks wants 20 all the time.
+    // Steps in flight: 1280, 2304 and 2176 bytes a warp at headdims 64, 128 and 256. With 16, 12 or 8 warps an SM this is 41,
+    // 28 and 35 KB in flight; a DRAM latency of 3000 cycles needs 20 KB.
     static constexpr int kSteps = HEADDIM == 128 ? 1 : 2;
     static constexpr int kRowBytes = unit_offset(HEADDIM), kChunkBytes = sizeof(uint4);
-    static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // that have a row; rows of a load
-    static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or its values
-    // Rows as long as all banks together are laid down 32 bytes further each.
+    static constexpr int kLanes = kRowBytes / kChunkBytes, kRows = 32 / kLanes;  // lanes that load one row; rows of one load
+    static constexpr int kLoads = kStepTokens / kRows;  // of a step's keys, or of its values
+    // Bytes between rows. Rows of 128 bytes cover all banks, so they are staged 32 bytes apart.
     static constexpr int kPitch = kRowBytes % 128 == 0 ? kRowBytes + 32 : kRowBytes;
     static constexpr int kValuesAt = kStepTokens * kPitch, kScalesAt = 2 * kValuesAt;
     static constexpr int kStepBytes = kScalesAt + StepScales::kCount * kStepTokens * static_cast<int>(sizeof(float));
     static_assert(!kZeroPoints || (HEADDIM == HEADDIM_V && kStepTokens % kRows == 0 && StepScales::kLanes == 32), "whole loads");
 
-    // What a lane loads: of a row 16 bytes.
+    // Which row and columns a lane loads: 16 bytes of a row.
     struct Lines {
         __device__ __forceinline__ static int key_token() { return threadIdx.x % 32 / kLanes; }
         __device__ __forceinline__ static int value_token() { return key_token(); }
@@ -44,8 +44,8 @@ class StagedLoader {
 
     DirectLoader<Lines> direct_;
     bool page_valid_ = true;
-    char *buffer_, *step_at_;  // the warp's part, and of it the step's
-    int staged_steps_ = 0;  // steps behind that one that lie there
+    char *buffer_, *step_at_;  // the warp's part of shared memory; the current step in it
+    int staged_steps_ = 0;  // steps in shared memory after the current one
     unsigned keys_[kSteps][kLoads][4] = {}, values_[kSteps][kLoads][4] = {};
     StepScales scales_[kSteps];
 
@@ -54,15 +54,15 @@ public:
 
     __device__ __forceinline__ StagedLoader(const DecodeParams& p, const WorkTile& s, int token, void* buffers, int set, int group)
         : direct_(p, s, token), buffer_(static_cast<char*>(buffers) + (set * Groups + group) * kBytes), step_at_(buffer_) {}
-    // The first steps of `left`.
+    // Loads the first steps. `left`: steps of the warp.
     __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& s, int seqlen_k, int left) {
         load(p, s, seqlen_k, left, false);
     }
-    // Goes to the next step, behind which `left` come.
+    // Moves to the next step. `left`: steps after it.
     __device__ __forceinline__ void next_step(const DecodeParams& p, const WorkTile& s, int seqlen_k, int left) {
         step_at_ += kStepBytes;
         if (staged_steps_ == 0) {
-            __syncwarp();  // all have read what lies there
+            __syncwarp();  // all lanes have read what is there
             stage();
             load(p, s, seqlen_k, left + 1 - kSteps, true);
             __syncwarp();
@@ -87,11 +87,11 @@ public:
                 v[tile].token[h].load_shared_row(from + (kTileTokens * tile + Operands::kValueTokens * h) * kPitch);
     }
     __device__ __forceinline__ StagedScales scales() const { return {reinterpret_cast<const float*>(step_at_ + kScalesAt)}; }
-    // False: a table has named a page that there is not. What comes after it is not loaded.
+    // Returns false after a block-table entry outside the cache. Nothing after it is loaded.
     __device__ __forceinline__ bool page_valid() const { return page_valid_; }
 
 private:
-    // The steps behind those that were loaded, of `left`.
+    // Loads the kSteps steps after those loaded before. `left`: steps that remain to be loaded.
     __device__ __forceinline__ void load(const DecodeParams& p, const WorkTile& s, int seqlen_k, int left, bool advances) {
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
@@ -111,7 +111,7 @@ private:
             direct_.load_scales(p, seqlen_k, scales_[step]);
         }
     }
-    // Of as many rows as there are.
+    // Loads as many of the kLoads rows as exist.
     template <int I = 0>
     __device__ __forceinline__ static void load_rows(int rows, unsigned (&x)[kLoads][4], const CacheUnit* from, long long stride) {
         if constexpr (I < kLoads) {
@@ -119,6 +119,7 @@ private:
             load_rows<I + 1>(rows, x, from, stride);
         }
     }
+    // Stores the loaded steps to shared memory.
     __device__ __forceinline__ void stage() {
         const int row = Lines::key_token() * kPitch + threadIdx.x % kLanes * kChunkBytes;
 #pragma unroll

@@ -1,9 +1,10 @@
-// Who computes what: a grid that is as large as the GPU shares any lengths equally, without the host knowing them.
+// Schedules decode tiles on the device. A persistent grid splits all KV tokens evenly across its blocks, so the host needs no
+// sequence lengths and one CUDA graph serves all lengths. This is stream-K over (sequence, KV head, row tile).
 //
-// The rows of a sequence that read one KV head, seqlen_q of each of its query heads, are packed: row r is query r / group of head
-// r % group. Up to BLOCK_ROWS of them are a row set, and its keys are so many units. All row sets in the order of sequences,
-// heads and rows, one after the other, are a line of units, of which every block takes an equal contiguous piece. So it has,
-// between row sets of its own, at most two that it shares: one that began in a block before, and one that goes on in the next.
+// The query rows of a sequence that read one KV head are packed: row r is query r / group of head r % group, where group =
+// nheads / nheads_k. Up to BLOCK_ROWS of them are a row tile. The tokens that a row tile sees are a number of steps
+// (kStepTokens tokens each). All row tiles in the order of sequences, heads and rows form one line of steps. Each block takes
+// an equal contiguous range of it. So a block shares at most two row tiles with other blocks: its first and its last.
 #pragma once
 
 #include "cache.cuh"
@@ -11,36 +12,36 @@
 
 namespace decode {
 
-// What the cache's elements are.
+// Format of the cache's elements.
 constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
-constexpr bool kBf16 = kFormat == CacheFormat::Bf16;  // and queries and outputs too
+constexpr bool kBf16 = kFormat == CacheFormat::Bf16;  // then queries and outputs are bf16 too
 constexpr bool kQuantized = kFormat != CacheFormat::Unquantized && !kBf16;
-// A scale for each token and head, which multiplies a column of scores, and a column of probabilities.
+// int8 and int4 have a scale per token and head. That of K multiplies a column of scores, that of V a column of probabilities.
 constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
 constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
 
-// Tokens of a tile: those of a product.
+// Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
-// Tokens of a unit: those of one step of a warp. It divides every page. An SM needs some 24 KB in flight where memory takes 3000
-// clocks to answer, which is 1.5 to 2 KB of each of its 12 to 16 warps: where a tile has no more, a unit is two.
+// Tokens of a step of a warp: one or two tiles; divides every page. With a memory latency of 3000 cycles an SM needs about 24
+// KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB.
 constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
-// And where warps share steps of few columns, which have to become fp16 first: then instructions are what counts, of which two
-// tiles have in common what is not done for each score.
+// Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and two tiles share
+// the work that is not done once per score.
 constexpr bool kFewColumns = HEADDIM <= 64 && BLOCK_ROWS == 64;
 constexpr int kStepTiles = (kQuantized && kFewBytes) || (kBf16 && kFewColumns) ? 2 : 1;
 constexpr int kStepTokens = kTileTokens * kStepTiles;
-// Units of int4 are still less: a warp has more of them on its way than it computes with (staged_steps.cuh). Not 16 rows at headdim
-// 64, of whose loop the instruction cache has the larger part as it is.
+// int4 steps have still fewer bytes, so a warp keeps more of them in flight than it computes with (staged_loader.cuh). Not for
+// 16 rows at headdim 64: the loop already fills most of the instruction cache.
 constexpr bool kStaged = kZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// A block that had less would cost more than it saves: it takes a merge of partial results longer.
+// Fewest steps of a block. With less, combining the partial results costs more than the block saves.
 constexpr int kMinSteps = 16;
 
-// What a sequence's row sets are.
+// Row tiles of one sequence.
 struct SequenceWork {
-    int row_tiles;    // 0: this kernel has nothing to do with it
-    int steps;       // of each; one where there are no tokens: somebody has to write the rows
-    int first, end;  // tokens that any row sees
+    int row_tiles;  // over all KV heads; 0: another kernel computes this sequence
+    int steps;  // of each row tile; at least 1, because a row tile without tokens still has to be written
+    int first, end;  // range of tokens that any row sees
     bool valid;
 
     __device__ __forceinline__ SequenceWork(const DecodeParams& p, int batch, const CacheSeqlenInfo& sequence) {
@@ -54,31 +55,31 @@ struct SequenceWork {
     }
 };
 
-// A block's next piece of work: tokens [first, end) of a row set.
+// One unit of a block's work: the tokens [first, end) of one row tile.
 struct WorkTile {
     int batch, head_k;
-    int row, rows;           // of the sequence's packed rows: the first, and how many
-    int seqlen_q, seqlen_k;  // of the sequence
-    int q_offset;             // its first row of q
-    int k_offset;             // its first row of the cache
+    int row, rows;  // first packed row of the sequence, number of rows
+    int seqlen_q, seqlen_k;  // lengths of the sequence
+    int q_offset;  // first row of q, from the batch entry's first
+    int k_offset;  // cache row of token 0, from the first row of the entry or of the pages
     int first, end;
-    int first_block, blocks;  // that share the row set
-    bool valid;               // false: its rows are to be NaN
-    bool exists;              // false: the block is done
+    int first_block, blocks;  // blocks that share the row tile
+    bool valid;  // false: the rows are written as NaN
+    bool exists;  // false: the block is done
 };
 
-// In shared memory, so that a block's main loop holds no registers for it.
+// Hands out the block's work tiles. Lives in shared memory, so that the main loop holds no registers for it.
 class TileScheduler {
-    long long position_, end_, total_;  // in units of the line
-    int blocks_;                        // that have a piece
-    int batch_, row_tile_, step_;        // where position_ is
+    long long position_, end_, total_;  // in steps of the line: the block's position, its end; all steps
+    int blocks_;  // blocks that have work
+    int batch_, row_tile_, step_;  // what position_ is in
     long long warp_totals_[THREADS / 32];
 
-    // The block that has this unit.
+    // Returns the block that computes this step.
     __device__ __forceinline__ int block_of(long long step) const { return static_cast<int>(((step + 1) * blocks_ - 1) / total_); }
     __device__ __forceinline__ long long first_step(int block) const { return block * total_ / blocks_; }
 
-    // The first sequence from `batch` on that has row sets. All lanes of a warp together.
+    // Returns the first sequence from `batch` on that has row tiles. All lanes of a warp call it together.
     __device__ __forceinline__ static int next_sequence(const DecodeParams& p, int batch) {
         const int lane = threadIdx.x & 31;
         for (; batch < p.problem.batch; batch += 32) {
@@ -94,7 +95,8 @@ class TileScheduler {
     }
 
 public:
-    // Finds where this block begins. All threads together. Returns whether this thread met no sequence without queries.
+    // Finds the block's first work tile by a prefix sum over the sequences. All threads call it together. Returns false if this
+    // thread met a sequence whose rows of q are unknown (invalid cu_seqlens_q).
     __device__ __forceinline__ bool begin(const DecodeParams& p) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const int each = (p.problem.batch + THREADS - 1) / THREADS;
@@ -107,7 +109,7 @@ public:
             thread_steps += static_cast<long long>(work.row_tiles) * work.steps;
             has_queries &= sequence.has_queries();
         }
-        long long until = thread_steps;  // with this thread's
+        long long until = thread_steps;  // inclusive prefix sum
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const long long before = __shfl_up_sync(~0u, until, distance);
@@ -125,7 +127,7 @@ public:
         if (total == 0) return has_queries;
         const int blocks = static_cast<int>(min(static_cast<long long>(gridDim.x), (total + kMinSteps - 1) / kMinSteps));
         const long long start = blockIdx.x * total / blocks;
-        // of the threads whose sequences have units one is right
+        // Exactly one thread has the sequence in which this block starts.
         if (blockIdx.x < blocks && until - thread_steps <= start && start < until) {
             long long left = start - (until - thread_steps);
             int batch = first;
@@ -149,7 +151,7 @@ public:
         return has_queries;
     }
 
-    // The next segment, and behind it. The block's first warp alone; `segment` is in shared memory.
+    // Writes the next work tile to `tile`, which is in shared memory, and moves past it. Only the block's first warp calls it.
     __device__ __forceinline__ void next(const DecodeParams& p, WorkTile& tile) {
         WorkTile s;
         s.exists = position_ < end_;
@@ -159,7 +161,7 @@ public:
             const int group = p.problem.nheads / p.problem.nheads_k, rows = sequence.seqlen_q() * group;
             const int tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
             const int row_tile = row_tile_, step = step_;
-            const long long begin = position_ - step;  // of the row set
+            const long long begin = position_ - step;  // where the row tile begins on the line
             const int until = static_cast<int>(min(step + (end_ - position_), static_cast<long long>(work.steps)));
             s.batch = batch_;
             s.head_k = row_tile / tiles;
@@ -172,11 +174,11 @@ public:
             s.valid = work.valid;
             s.first_block = block_of(begin);
             s.blocks = block_of(begin + work.steps - 1) - s.first_block + 1;
-            // Of no more parts than are allowed, each is computed by the block that has its end: then others have none of it.
+            // num_splits limits the splits of a row tile: each split goes to the block that has its end.
             const int chunk = p.num_splits > 0 ? (work.steps + p.num_splits - 1) / p.num_splits : 1;
             s.first = min(work.first + step / chunk * chunk * kStepTokens, work.end);
             s.end = until == work.steps ? work.end : min(work.first + until / chunk * chunk * kStepTokens, work.end);
-            if ((threadIdx.x & 31) == 0) tile = s;  // at once: registers are few where a kernel has all of them
+            if ((threadIdx.x & 31) == 0) tile = s;  // early, because kernels that use all registers have none to hold it
             __syncwarp();
             int batch = s.batch, next_row_tile = row_tile, next_step = until;
             if (until == work.steps) {

@@ -4,19 +4,20 @@ use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
 use super::features::{needs, BackwardMode};
-use super::grid::{planned, rows_and_heads, MAX_GRID_Z};
+use super::grid::{planned, rows_and_heads};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::smaller;
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
-use crate::problem::Attention;
+use crate::limits::MAX_GRID_YZ;
+use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
 /// Plan the forward pass of a non-empty problem.
 pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_among(COMPILED, a, d)
+    forward_among(*COMPILED, a, d)
 }
 
 /// The same with other kernels to choose from.
@@ -38,11 +39,11 @@ fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Feature
 fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     // so many batch entries take several launches
-    if a.packed.is_some() || a.batch > MAX_GRID_Z || usual.1 == Reason::Tuned {
+    if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
         return None;
     }
     let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;
-    let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let of = |v: &Variant| (v.family.name, v.features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
     if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
         return None;
@@ -64,5 +65,5 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
+    forward_pass(*COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }

@@ -11,7 +11,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
     let d = *d;
     kernels
         .of(&large.family, large.pass)
-        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(|v| (v.features, v.headdim, v.headdim_v) == (large.features, large.headdim, large.headdim_v))
         .filter(move |v| v.shared_bytes <= d.shared_bytes_per_block && !d.tuning.is_some_and(|t| t.has_failed(v)))
 }
 
@@ -23,7 +23,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 /// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
-/// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
+/// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
     let blocks = |v: &Variant| {
         let (rows, heads) = rows_and_heads(v, a);

@@ -1,10 +1,10 @@
-// How the turing family deals out decode.
+// Decode layout of the turing family: which lane has which rows, tokens and columns of m16n8k8 products. DecodeMainloop
+// (decode/mainloop.cuh) says what each function is.
 //
-// Scores are products of up to 16 rows of Q (operand A) and eight keys (B); which columns a product takes is free as long as both
-// operands agree, so the 16 bytes that a lane loads are four products. The output is transposed, products of 16 columns of V (A)
-// and eight rows of probabilities (B): there scores are, packed, what they are to be, and eight rows cost no more than eight rows.
-// Only V's tokens are to be paired: a lane loads the same columns of two tokens, and a permutation of bytes makes a pair of each
-// column's.
+// Scores: Q is operand A (up to 16 rows), K operand B (eight tokens). The columns of a product are free as long as both
+// operands agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16
+// columns), P is operand B (eight rows). Packed scores are B as they lie, and eight rows are not padded to 16. V needs pairs of
+// tokens: a lane loads the same columns of two tokens, and byte permutations pair them.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -12,6 +12,7 @@
 
 namespace turing {
 
+// RowTiles: tiles of eight rows that a warp has.
 template <int RowTiles>
 struct DecodeLayout {
     static_assert(RowTiles <= 2, "rows of one product");
@@ -19,8 +20,9 @@ struct DecodeLayout {
         __device__ __forceinline__ Lane() : turing::Lane(threadIdx.x & 31) {}
     };
     template <int Loads>
+    // A lane's output, transposed. Loads: loads of values, of 64 columns each.
     struct Output {
-        Accumulator tile[RowTiles][Loads][4];  // of eight columns of a lane two each
+        Accumulator tile[RowTiles][Loads][4];  // of a lane's eight columns, two each
     };
 
     __device__ __forceinline__ static int query_row(const Lane& l) { return l.group; }
@@ -30,8 +32,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    // The places of decode/cooperative_loader.cuh: those of the lanes, with bits of values' exchanged so that eight lanes never
-    // meet in a bank, neither those that write the chunks of one token nor neighbours that read their operands.
+    // Slots of CooperativeLoader: a slot per lane. Bits of value slots are exchanged so that eight lanes never share a bank.
+    // That holds for lanes that store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 4;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }
@@ -70,12 +72,12 @@ struct DecodeLayout {
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
         each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
-    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
+    // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns).
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++) {
-            // rows are n there: 2 * quad and the next, whose scores the lanes of these groups have
+            // Rows are n of the output: 2 * quad and the next. The lanes of these groups have their scores.
             const float of_row[2] = {__shfl_sync(~0u, own[mt], 8 * l.quad), __shfl_sync(~0u, own[mt], 8 * l.quad + 4)};
 #pragma unroll
             for (int j = 0; j < Loads; j++)

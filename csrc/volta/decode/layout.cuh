@@ -1,9 +1,10 @@
-// How the volta family deals out decode: products of eight rows and eight tokens.
+// Decode layout of the volta family: which lane has which rows, tokens and columns of m8n8k4 products. DecodeMainloop
+// (decode/mainloop.cuh) says what each function is.
 //
-// Of the four independent products of an m8n8k4 (volta/mma.cuh) each has a quarter of K's columns: keys are n. The four partial
-// sums of a score are added by exchanges that leave every lane two neighbouring scores of one row, so the softmax is done once.
-// Then each lane fetches the packed probabilities of its row of operand A. Values are k: each of the four products has its own
-// columns of the output.
+// One m8n8k4 is four independent 8x8x4 products, one per quad-pair (volta/mma.cuh). Scores: each quad-pair multiplies a quarter
+// of the columns (k), for eight rows (m) and eight tokens (n). Shuffles add the four partial sums, and leave each lane two
+// neighboring scores of one row, so that the softmax is computed once. Output: each quad-pair has its own columns of V (n);
+// tokens are k. Each lane fetches by shuffles the packed probabilities of its row.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -11,14 +12,17 @@
 
 namespace volta {
 
+// RowTiles: tiles of eight rows that a warp has.
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
     template <int Loads>
+    // A lane's output. Loads: loads of values, of 64 columns each.
     struct Output {
         Accumulator tile[RowTiles][Loads][2];
     };
 
+    // The lane's quad-pair, 0 to 3.
     __device__ __forceinline__ static int quad_pair(const Lane& l) { return (l.lane >> 2) & 3; }
 
     __device__ __forceinline__ static int query_row(const Lane& l) { return l.t ^ ((l.lane & 4) >> 1); }
@@ -28,8 +32,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // The places of decode/cooperative_loader.cuh. Bits of a lane are exchanged so that eight lanes never meet in a bank, neither
-    // those that write the chunks of one token nor neighbours that read their operands.
+    // Slots of CooperativeLoader. Lane bits are exchanged so that eight lanes never share a bank. That holds for lanes that
+    // store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 2;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }
@@ -42,11 +46,12 @@ struct DecodeLayout {
         return value_slot(Lane((token & 3) + 4 * (chunk >> 1) + 16 * (chunk & 1))) + 32 * (token >> 2);
     }
 
-    // after the exchange
+    // Of the two scores, after the sums.
     __device__ __forceinline__ static int score_row(const Lane& l) { return (l.t & 1) + ((l.lane & 4) >> 1) + 4 * l.half; }
     __device__ __forceinline__ static int score_token(const Lane& l) { return (l.t & 2) + ((l.lane & 8) >> 1); }
     static constexpr int kRowLaneMasks[2] = {2, 8};
 
+    // x = Q K^T. Keys with kTwoScales (int4) have columns 4 to 7 of a chunk scaled by 16: they get accumulators of their own.
     template <class Queries, class Keys>
     __device__ __forceinline__ static void scores(const Queries& q, const Keys& keys, float2 (&x)[RowTiles]) {
         Accumulator c[RowTiles], split[RowTiles];
@@ -85,7 +90,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static void rescale(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles]) {
         each_output(l, o, own, [](float x, float factor, bool) { return x * factor; });
     }
-    // f(output, own of its row, whether it is of the later four of a lane's eight columns)
+    // Replaces each output x by f(x, `own` of its row, whether x is among the last four of a lane's eight columns).
     template <int Loads, class F>
     __device__ __forceinline__ static void each_output(const Lane& l, Output<Loads>& o, const float (&own)[RowTiles], F f) {
 #pragma unroll
@@ -105,7 +110,7 @@ struct DecodeLayout {
     __device__ __forceinline__ static void add_values(const Lane& l, Output<Loads>& o, const u32 (&packed)[RowTiles],
                                                       const Values& values) {
         u32 a[RowTiles][4];
-        // the lanes that have a row of operand A, in the order of tokens
+        // Lanes that hold the lane's row of operand A, in token order.
         const int source = (l.lane & 17) | ((l.lane & 2) << 1);
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -134,7 +139,7 @@ struct DecodeLayout {
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int e = 0; e < 8; e += 2) {
-                        const int n = (l.t & 2) + (e & 4);  // 4 and more are the upper half's eight columns
+                        const int n = (l.t & 2) + (e & 4);  // n of element e: 4 to 7 belong to columns 8 to 15
                         f(8 * mt + (l.t & 1) + (e & 2) + 4 * l.half, 64 * j + 16 * quad_pair(l) + 2 * (n & 4) + 4 * i + (n & 3),
                           o.tile[mt][j][i][e], o.tile[mt][j][i][e + 1]);
                     }

@@ -1,3 +1,4 @@
+// Decode kernel for multi-head latent attention (MLA, DeepSeek): a cache of latents, 512 + 64 columns.
 #include "volta/decode/mla.cuh"
 
 using Mainloop = volta::MlaMainloop<THREADS / 32>;

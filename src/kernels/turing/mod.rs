@@ -1,19 +1,25 @@
 //! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
 
-mod append;
 mod backward;
 mod decode;
-mod dequantize;
 mod forward;
 
-pub use append::APPEND;
-pub use backward::BACKWARD;
-pub use decode::DECODE;
-pub use dequantize::DEQUANTIZE;
-pub use forward::{FORWARD, PREFILL};
+use super::shared;
+use super::variants::{table, CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Size, Variant};
 
-use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
+/// Returns the family's tables.
+pub fn tables() -> Vec<&'static [Variant]> {
+    vec![
+        table(forward::forward_rows()),
+        table(backward::backward_rows()),
+        table(forward::prefill_rows()),
+        table([shared::append(TURING, CacheFormat::Unquantized)]),
+        table([shared::dequantize(TURING)]),
+        table(decode::decode_rows()),
+    ]
+}
 
+/// Compute capability 7.5, and through PTX every newer GPU.
 pub const TURING: Family = Family {
     name: "turing",
     sm: 75,

@@ -1,20 +1,28 @@
 //! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
 
-mod append;
 mod backward;
 mod decode;
-mod dequantize;
 mod forward;
-mod merge;
 
-pub use append::APPEND;
-pub use backward::BACKWARD;
-pub use decode::{decode, shared_bytes, DECODE, LATENTS};
-pub use dequantize::DEQUANTIZE;
-pub use forward::{FORWARD, FORWARD_STREAM_K, PREFILL};
-pub use merge::MERGE;
+use super::formats::FORMATS;
+use super::shared;
+use super::variants::{table, CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Size, Variant};
 
-use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
+/// Returns the family's tables.
+pub fn tables() -> Vec<&'static [Variant]> {
+    let append = FORMATS.iter().map(|row| row.format).filter(|&format| format != CacheFormat::Bf16);
+    vec![
+        table(forward::forward_rows()),
+        table(forward::stream_k_rows()),
+        table(backward::backward_rows()),
+        table([shared::merge(VOLTA)]),
+        table(forward::prefill_rows()),
+        table(append.map(|format| shared::append(VOLTA, format))),
+        table([shared::dequantize(VOLTA)]),
+        table(decode::decode_rows()),
+        table(decode::mla_rows()),
+    ]
+}
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {

@@ -1,6 +1,5 @@
 //! Quantized caches by ATen operations: python/volta_fa/kv_cache/formats.py defines what this computes, to the bit.
 
-use super::Call;
 use crate::error::Result;
 use crate::params::CacheFormat;
 use tch::{Kind, Scalar, Tensor};
@@ -13,17 +12,6 @@ pub struct Quantized {
     pub scale: Option<Tensor>,
     /// int4: (..., nheads_k)
     pub zero_point: Option<Tensor>,
-}
-
-/// The largest number that a code stands for before it is scaled; int4: the last code.
-fn largest(format: CacheFormat) -> f64 {
-    match format {
-        CacheFormat::Int8 => 127.0,
-        CacheFormat::Int4 => 15.0,
-        CacheFormat::E5m2 => 57344.0,
-        CacheFormat::E4m3 => 448.0,
-        CacheFormat::Unquantized | CacheFormat::Bf16 => unreachable!("its elements are numbers"),
-    }
 }
 
 /// The type that ATen knows the elements by.
@@ -45,22 +33,6 @@ pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
 }
 
 impl Quantized {
-    /// The caches of a call, k and v, where they are quantized.
-    pub fn caches(call: &Call, format: CacheFormat) -> Result<[Quantized; 2]> {
-        let o = &call.options;
-        let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-        let fp8 = |t: &Option<Tensor>| -> Result<Option<Tensor>> {
-            let Some(t) = t else { return Ok(None) };
-            // (batch, nheads_k): a token between the two
-            Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
-        };
-        let one = |cache: &Tensor, scale: &Option<Tensor>, zero_point: &Option<Tensor>, descale: &Option<Tensor>| -> Result<Quantized> {
-            let scale = if format.has_scales() { own(scale) } else { fp8(descale)? };
-            Ok(Quantized { data: bytes(cache, format)?, scale, zero_point: own(zero_point) })
-        };
-        Ok([one(&call.k_cache, &o.k_scale, &o.k_zero_point, &o.k_descale)?, one(&call.v_cache, &o.v_scale, &o.v_zero_point, &o.v_descale)?])
-    }
-
     /// The numbers, in fp32 (fp64 where that is asked for) and rounded to `kind`.
     pub fn numbers(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
         let exact = if kind == Kind::Double { Kind::Double } else { Kind::Float };
@@ -87,7 +59,7 @@ impl Quantized {
     /// Numbers (..., nheads_k, headdim) in a format; `scale` is fp8's.
     pub fn of(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
         let x = x.f_to_kind(Kind::Float)?;
-        let largest = largest(format);
+        let largest = f64::from(format.info().max_code);
         if !format.has_scales() {
             let scaled = match scale {
                 Some(scale) => x.f_div(&scale.f_unsqueeze(-1)?)?,
@@ -100,7 +72,7 @@ impl Quantized {
         let finite = |t: &Tensor| -> Result<Tensor> { Ok(t.f_abs()?.f_le(f64::from(f32::MAX))?) };
         let wrong = finite(&low)?.f_logical_and(&finite(&high)?)?.f_logical_not()?;
         let divided = |t: Tensor| -> Result<Tensor> { Ok(t.f_div(&Tensor::f_full_like(&t, Scalar::float(largest))?)?) };
-        let is_int4 = format == CacheFormat::Int4;
+        let is_int4 = format.info().has_zero_point;
         let (scale, zero_point) = if is_int4 {
             let spread = divided(high.f_sub(&low)?)?;
             // where all are equal, their magnitude

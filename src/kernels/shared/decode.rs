@@ -1,0 +1,37 @@
+//! What the families' decode kernels have in common: tiles and shared memory. docs/design/decode.md has what was tried.
+//!
+//! `block_rows` are queries of all heads of a KV head, `step` those of one warp. Warps beside each other take the same
+//! tokens for other rows: of two the second finds the bytes in L1, four share what each loads
+//! (csrc/decode/cooperative_loader.cuh). The bytes that an SM has in flight decide the speed, and registers decide these:
+//! one step of a warp is eight tokens, 32 * headdim bytes.
+
+use super::{CacheFormat, Family, Pass, Variant};
+
+/// Shared memory of csrc/decode/block.cuh, bytes: fp32 outputs of warps with other tokens, which the block merges after
+/// its loop, in rows padded by four floats. An SM without room for all of them holds half at a time. Besides these, two
+/// floats of state for each part of a row, two for the row, and the block's position.
+fn shared_bytes(family: &Family, headdim: u32, block_rows: u32, step: u32, threads: u32) -> u32 {
+    let parts = threads / 32 * step / block_rows;
+    let outputs = parts * (headdim + 4) * block_rows * 4;
+    let at_once = if outputs > family.shared_bytes { outputs / 2 } else { outputs };
+    at_once + (parts * 2 + 2) * block_rows * 4 + 256
+}
+
+/// The tile of a decode kernel: headdim, rows of a block and of one warp, threads of a block, blocks that an SM must hold.
+pub type DecodeTile = (u32, [u32; 2], u32, u32);
+
+/// Returns a decode kernel over caches of one format.
+pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: DecodeTile) -> Variant {
+    let (headdim, [block_rows, step], threads, blocks_per_sm) = tile;
+    Variant {
+        cache,
+        headdim,
+        headdim_v: headdim,
+        block_rows,
+        step,
+        threads,
+        shared_bytes: shared_bytes(&family, headdim, block_rows, step, threads),
+        blocks_per_sm,
+        ..Variant::new(family, Pass::Decode, source)
+    }
+}
