@@ -1,14 +1,14 @@
-"""Benchmarks anyone can rerun, from the root of a checkout (`make build` first):
+"""Benchmarks that anyone can rerun from the root of a checkout, after `make build`.
 
-    python -m benchmarks.table      errors, memory and speed against PyTorch's own attention, on this machine
+    python -m benchmarks.table      errors, memory and speed against PyTorch's attention, on this machine
     python -m benchmarks.memory     peak memory against sequence length, on this machine
-    python -m benchmarks.training   loss curves and gradients of a small GPT against PyTorch's own attention
-    python -m benchmarks.volta      the kernels on a simulated V100, against the peers' recorded figures; --gpu: on a Turing card
-    python -m benchmarks.plan       which kernels a shape gets
-    python -m benchmarks.docs DIR   put results of the above into docs/performance.md
+    python -m benchmarks.training   loss curves and gradients of a small GPT against PyTorch's attention
+    python -m benchmarks.volta      the kernels on a simulated V100, beside published kernels; --gpu simulates a Turing card
+    python -m benchmarks.plan       the kernels that the planner selects for a shape
+    python -m benchmarks.docs DIR   put results of the above into docs/reference/figures.md
 
-Each has --help; results go to --json, --plot and --markdown files. In a checkout its own build is measured, else
-the installed package.
+Each command has --help and writes --json, --plot and --markdown files. In a checkout they measure its build, else the
+installed package.
 """
 
 import importlib.util

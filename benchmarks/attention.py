@@ -1,7 +1,7 @@
-"""The attention implementations that are compared, their inputs, and the reference that judges them.
+"""Defines the compared attention implementations, their inputs and the fp64 reference.
 
-Every implementation computes the same attention of the same values. Each gets them contiguous in its own layout,
-prepared outside of what is timed: volta_fa (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim).
+Every implementation computes the same attention of the same values. Each gets contiguous tensors in its own layout,
+prepared outside the timed region: volta_fa (batch, seqlen, nheads, headdim), PyTorch (batch, nheads, seqlen, headdim).
 """
 
 from __future__ import annotations

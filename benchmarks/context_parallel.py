@@ -1,12 +1,13 @@
-"""Attention over a sequence that is sharded over GPUs: time and memory against one GPU, what travels, and whether it hides.
+"""Measures attention over a sequence sharded across GPUs: time, memory and communication against one GPU.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel [--json FILE] [--trace FILE]
     python -m benchmarks.context_parallel --json FILE --plot FILE
 
-Needs a CUDA device for each rank. Causal, fp16, (batch, heads, headdim) = (1, 16, 128). Each line: a whole sequence on one device
-(rank 0 alone), a ring of all ranks and Ulysses, forward and with backward; peak memory beside inputs; communication alone (the
-ring's messages without kernels) and PyTorch's own all-gather of K and V. --trace writes rank 0's profile and says which share of the
-time of NCCL's kernels attention's kernels run beside.
+Each rank needs a CUDA device. Inputs are causal fp16 with (batch, heads, headdim) = (1, 16, 128). Each line has the
+whole sequence on one device (all ranks run it, each on its own), a ring of all ranks, and Ulysses: time of forward and
+of both passes, and peak memory beside the inputs. It also times the ring's messages without kernels and PyTorch's
+all-gather of K and V. --trace writes rank 0's profile and prints the share of NCCL's kernel time during which attention
+kernels run. --plot draws the results in the --json file and measures nothing.
 """
 
 from __future__ import annotations
@@ -171,9 +172,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="a .json.gz file")
     parser.add_argument("--seqlens", type=int, nargs="*", default=SEQLENS)
-    parser.add_argument("--plot", type=Path, help="draw --json's results, which are there, and measure nothing")
+    parser.add_argument("--plot", type=Path, help="draw the results in the --json file, and measure nothing")
     arguments = parser.parse_args()
     if arguments.plot is not None:
+        if arguments.json is None:
+            parser.error("--plot: got no --json, expected the file with the results to draw")
         draw(json.loads(arguments.json.read_text()), arguments.plot)
         return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,15 +1,15 @@
-"""Decode, few queries a sequence over a paged KV cache: bytes of the cache a second, on a simulated V100 or a real GPU.
+"""Measures decoding over a paged KV cache, in bytes of the cache per second, on a simulated V100 or a real GPU.
 
     python -m benchmarks.decode [--all] [--json FILE]        simulated
-    python -m benchmarks.decode --device cuda [--json FILE]  measured, beside a copy kernel and PyTorch's own attention
+    python -m benchmarks.decode --device cuda [--json FILE]  measured, beside a copy kernel and PyTorch's attention
 
-Simulated, one SM's share of the launch is timed by the cycle (tools/volta-sim), with the model's latency of DRAM and with 3000 clocks,
-which stand for a loaded memory. Nothing is measured then: the share is that of the model's DRAM rate. The blocks of one SM are
-simulated, so the merge of partial results, which the last of several SMs' blocks does, is not in these times; nor is the launch.
+The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
+which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times leave out the launch and the
+combination of partial results from other SMs' blocks.
 
-Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), pages in random order. Cases have bars: the shares that they have to
-reach. Measured, these are shares of the copy kernel's rate; PyTorch's attention has the same keys in one dense tensor, without pages and
-lengths.
+Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), with pages in random order. Some cases have a target:
+the share that they must reach. Measured shares are of the copy kernel's rate. PyTorch's attention reads the same keys
+from one dense tensor, without pages or lengths.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Decode over sequence length, batch, page size and rows: bytes of the KV cache a second, as a table, a plot and JSON.
+"""Sweeps decoding over sequence length, batch, page size and query rows, as tables, a plot and JSON.
 
     python -m benchmarks.decode_sweep [--markdown FILE] [--plot FILE] [--json FILE]     simulated: one SM's share of a V100
     python -m benchmarks.decode_sweep --device cuda ...                                 measured
-    python -m benchmarks.docs DIR --page docs/decode-kernels.md                         put DIR/decode_sweep.md there
+    python -m benchmarks.docs DIR                                                       put DIR/decode_sweep.md into the figures
 
-One thing is changed at a time, from 16 sequences of 4096 tokens, a query each, eight query heads a key head, pages of 16. Shares are of the
-simulated DRAM's rate, or of a copy kernel's. What a simulation leaves out, benchmarks/decode.py says. Beside them stands what others have
-published of V100s.
+Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head
+and pages of 16 tokens. Shares are of the simulated DRAM's rate, or of a copy kernel's. benchmarks/decode.py lists what a
+simulation leaves out. The tables also list published rates of other V100 kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Put results into docs/performance.md.
+"""Puts results into docs/reference/figures.md.
 
-For each NAME.md in DIR, as the other commands' --markdown writes them, replace what stands between
-`<!-- begin NAME -->` and `<!-- end NAME -->`, and copy NAME.png to docs/images. Sections without a new result stay.
+For each NAME.md in DIR, as the other commands' --markdown writes them, replaces the text between
+`<!-- begin NAME -->` and `<!-- end NAME -->`, and copies NAME.png to images/ beside the page. Sections without a new
+result stay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from volta_fa.errors import CommandError
 
 from . import report
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.md"
 
 
 def fill(page: str, name: str, section: str) -> str:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks.docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with the results")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/performance.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: docs/reference/figures.md)")
     options = parser.parse_args(arguments)
     sections = sorted(options.folder.glob("*.md"))
     if not sections:

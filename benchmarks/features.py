@@ -1,9 +1,10 @@
-"""What features cost on this machine's GPU: each pass with them, as a share of the plain pass, beside PyTorch's own kernels.
+"""Measures the cost of options on this machine's GPU, as a share of the plain pass, beside PyTorch's kernels.
 
     python -m benchmarks.features [--shapes 1,32,2048,2048,64 4,32,8192,8192,128] [--json FILE]
 
-TFLOP/s of the op, that is of all its kernels, fp16: 4 * B * H * M * N * D operations forward and 10 backward, half for causal. PyTorch's
-are the plain problem's: its memory-efficient kernels and FlashAttention, where it has them. A bias is (1, H, M, N), a mask (B, 1, M, N).
+TFLOP/s are of the whole op in fp16: 4 * B * H * M * N * D operations forward and 10 backward, half for causal. PyTorch's
+figures are for the plain problem: its memory-efficient kernels and FlashAttention, where available. A bias is
+(1, H, M, N), a mask (B, 1, M, N).
 """
 
 from __future__ import annotations

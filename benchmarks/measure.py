@@ -1,4 +1,4 @@
-"""Time and peak memory of a piece of work on a device; its time in the simulator."""
+"""Measures time and peak memory of work on a device, and its time in the simulator."""
 
 from __future__ import annotations
 

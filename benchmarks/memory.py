@@ -1,9 +1,9 @@
-"""Peak memory against sequence length, volta_fa and PyTorch's own attention, on this machine.
+"""Measures peak memory against sequence length, for volta_fa and PyTorch's attention, on this machine.
 
-For each sequence length N (batch 1, square, not causal): the most that PyTorch's allocator held at once beyond the inputs,
-in a forward pass alone (no gradients recorded) and in a forward and backward pass. Outputs and gradients are included,
-as a model holds them too. The allocator is that of the device: on a GPU its peak statistics, on a CPU the
-profiler's record of it. "growth" is the exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
+For each sequence length N (batch 1, square, not causal), reports the most that PyTorch's allocator held beyond the
+inputs, in a forward pass without gradients and in a forward and backward pass. Outputs and gradients count, since a
+model holds them too. A GPU reports the allocator's peak statistics, a CPU the profiler's record. "growth" is the
+exponent of N over the last doubling: 1 is O(N), 2 is O(N^2).
 """
 
 from __future__ import annotations

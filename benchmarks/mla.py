@@ -1,10 +1,10 @@
-"""MLA decode over a paged cache of latents: bytes of the cache a second and TFLOP/s, on a simulated V100.
+"""Measures MLA decoding over a paged cache of latents, in bytes of the cache per second and TFLOP/s, on a simulated V100.
 
     python -m benchmarks.mla [--only WORDS] [--json FILE]
 
-As `benchmarks.decode` simulates it: one SM's share of a launch, without what starting a kernel takes, with the model's latency of DRAM
-and with 3000 clocks. What the other SMs would bring into the second cache counts as there. Latents are fp16 or quantized, in pages of 64
-in random order.
+As in `benchmarks.decode`, the simulation times one SM's share of a launch without the launch itself, at the model's DRAM
+latency and at 3000 cycles. Data that other SMs would bring into L2 counts as present. Latents are fp16 or quantized, in
+pages of 64 tokens in random order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def cases() -> Iterator[Case]:
     yield Case(64, 16, 4096)
     yield Case(128, 16, 4096, tflops_bar=60)
     yield Case(128, 1, 32768, tflops_bar=60)
-    # as many bytes
+    # With 16 heads, twice the tokens in about the same bytes; with 128 heads, the same tokens.
     for kv_dtype in QUANTISED:
         bar = 0.80 if kv_dtype == "fp8_e4m3" else 0.88
         yield Case(16, 8, 65536, kv_dtype=kv_dtype, bar=bar, slow_bar=bar)

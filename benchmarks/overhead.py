@@ -1,9 +1,9 @@
-"""CPU time of a call, against PyTorch's own op: what the host pays before the GPU has anything to do.
+"""Measures the CPU time of a call against PyTorch's op: what the host spends before the GPU starts.
 
     python -m benchmarks.overhead [--json FILE]
 
-Needs a CUDA device. The queue is drained after every few calls, outside the timing: a full queue would make the host
-wait for the kernels, and their time would be measured instead.
+Needs a CUDA device. The benchmark drains the queue after every few calls, outside the timed region. A full queue would
+make the host wait for kernels, and the benchmark would measure them instead.
 """
 
 from __future__ import annotations

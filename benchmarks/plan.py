@@ -1,12 +1,12 @@
-"""Which kernels a shape gets: the plan of src/plan.rs, without running anything.
+"""Prints the kernels that the planner (src/plan) selects for a shape, without running anything.
 
-Shapes are B,H,M,N,D or B,H,M,N,D,causal; without any, those of benchmarks.table are listed. --nheads-k and --headdim-v
-apply to all of them. The device is a V100 unless the options say otherwise; --device cuda asks this machine's GPU.
+Shapes are B,H,M,N,D or B,H,M,N,D,causal. Without any, the command lists those of benchmarks.table. --nheads-k and
+--headdim-v apply to all of them. The device is a V100 unless options say otherwise; --device cuda uses this machine's GPU.
 
     kernel         name, as in `python -m volta_fa info`
     tile           rows of a block x keys or queries of one step of its main loop; queries forward, keys backward
-    grid           blocks of rows, heads, batches
-    waves          blocks over those that the device holds at once: below 1, some SMs have nothing to do
+    grid           row tiles, heads, batches
+    waves          blocks over those that the device holds at once: below 1, some SMs are idle
 """
 
 from __future__ import annotations

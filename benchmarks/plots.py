@@ -1,4 +1,4 @@
-"""What the plots share: no display, one palette, one size of file."""
+"""Defines what all plots share: no display, one palette, one file size."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A chunk of a prompt on the tokens before it: the kernels that read pages beside the plain forward kernel on one dense tensor.
+"""Measures a chunk of a prompt after cached tokens: kernels that read pages, beside the plain kernel on one dense tensor.
 
     python -m benchmarks.prefill [--json FILE]                  simulated, a V100
     python -m benchmarks.prefill --gpu t4 [--json FILE]         simulated, a T4
     python -m benchmarks.prefill --device cuda [--json FILE]    measured
 
-512 causal queries whose sequence, them included, is 16384 tokens long. TFLOP/s count 4 * headdim operations for each pair of a query and a
-key that it sees, in each query head. Pages lie in random order.
+The chunk has 512 causal queries, and its sequence 16384 tokens including them. TFLOP/s count 4 * headdim operations for
+each visible pair of query and key in each query head. Pages are in random order.
 """
 
 from __future__ import annotations

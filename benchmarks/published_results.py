@@ -1,14 +1,14 @@
-"""Recorded speeds of other people's V100 attention kernels. Nothing here is run.
+"""Records simulated speeds of other projects' V100 attention kernels. Nothing here runs them.
 
-Their own machine code (sm_70, compiled with NVRTC 12.9) went through tools/volta-sim, the simulator that also times
-ours; the record is its README's section "Validation", items 1 to 4. `published` is a time on a real card.
+Their machine code (sm_70, compiled with NVRTC 12.9) ran in tools/volta-sim, the simulator that also times ours:
+docs/log/2026-11-22-simulator-validation.md, items 1 to 4. `published` is a time on a real card.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_README = "tools/volta-sim/README.md, Validation"
+_README = "docs/log/2026-11-22-simulator-validation.md"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the commands print and write: facts about the run, tables as text and Markdown, JSON, progress."""
+"""Formats what the commands print and write: facts about the run, tables as text and Markdown, JSON, progress."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cells(row: Sequence[str]) -> str:
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results into a PNG")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/performance.md")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a section for docs/reference/figures.md")
 
 
 def facts(module: str, arguments: Sequence[str], **more: str) -> dict[str, str]:
@@ -137,7 +137,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_markdown(path: Path, header: dict[str, str], grids: Sequence[Grid], plot: Path | None) -> None:
-    """A section for `benchmarks.docs`, which puts plots beside each other into docs/images."""
+    """A section for `benchmarks.docs`, which puts plots beside each other into images/."""
     parts = ["\n".join(f"- {name}: {'`' + value + '`' if name == 'command' else value}" for name, value in header.items())]
     if plot is not None:
         parts.append(f"![{plot.stem}](images/{plot.name})")

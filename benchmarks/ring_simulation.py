@@ -1,14 +1,15 @@
-"""When does ring attention hide what it sends? A discrete simulation of the ring on V100s, from simulated kernel times and published rates.
+"""Simulates ring attention on V100s: when does it hide its messages?
 
     python -m benchmarks.ring_simulation [--plot FILE] [--markdown FILE]
 
-Nothing here is measured on a V100. Each rank computes its steps one after the other; step t + 1's keys and values are asked for as
-step t begins, and travel once the sender and the receiver have asked, and the sender's way out and the receiver's way in are free;
-in the backward pass the gradients of step t's keys leave when it ends. What a step computes and sends is what
-volta_fa.distributed plans: causal, zigzag. Kernels run at one rate, whatever the shape, and nothing else takes time.
+The inputs are simulated kernel rates and published link rates; nothing is measured on a V100. Each rank computes its
+steps in order and requests the keys and values of step t + 1 as step t begins. A message travels once both ranks have
+requested it and both links are free. In the backward pass the gradients of step t's keys leave when the step ends.
+volta_fa.distributed plans what a step computes and sends (causal, zigzag). All kernels run at one rate, and nothing else
+takes time.
 
-Two ways over nodes of eight: a ring of all GPUs, and Ulysses inside a node with a ring of nodes. Both send straight from a key's
-rank to the one that reads it.
+It compares two layouts over nodes of eight GPUs: one ring of all GPUs, and Ulysses inside a node with a ring of nodes.
+Both send directly from a key's rank to the rank that reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NODE = 8
 NVLINK = 25.0
 #: GB/s one way of a GPU to other nodes: four EDR InfiniBand ports of 100 Gbit/s for eight GPUs.
 NETWORK = 4 * 12.5 / NODE
-#: TFLOP/s of the simulated V100 at headdim 128 without a mask, at the longest that docs/performance.md has: 4,096 and 2,048 keys.
+#: TFLOP/s of the simulated V100 at headdim 128 without a mask, at the longest that docs/reference/figures.md has: 4,096 and 2,048 keys.
 FORWARD, BACKWARD = 88.9, 72.0
 
 

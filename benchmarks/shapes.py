@@ -1,4 +1,4 @@
-"""Attention problems, how many operations they are, and the list of `benchmarks.table`."""
+"""Defines attention problems, their operation counts, and the list of `benchmarks.table`."""
 
 from __future__ import annotations
 

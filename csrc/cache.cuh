@@ -1,15 +1,17 @@
-// The sequences of a KV cache: how long they are, and where a token's rows lie. For all kernels that read or write one.
+// Lengths and addresses of the sequences of a KV cache, dense or paged. Used by all kernels that read or write one: decode,
+// paged forward, append and dequantize.
 //
-// Lengths and page numbers come from memory, and nobody has checked them. A sequence whose lengths cannot be is not valid() and has
-// neither queries nor keys; a page number outside the cache is refused by has_page(). Either way the sequence's rows are to be NaN,
-// and nothing outside the tensors is touched.
+// Lengths and page numbers come from GPU memory, unvalidated. A sequence with impossible lengths is not valid(): it has no keys
+// and a NaN output, but keeps its queries, so that kernels write that NaN. (Only if cu_seqlens_q itself is wrong has it no
+// queries.) has_page() tests page numbers. So no kernel touches memory outside the tensors.
 //
-// Tokens of a sequence are counted from its first one, which is at k_offset() of its entry (leftpad).
+// Tokens of a sequence are counted from its first, which is row k_offset() of its entry or of its pages (leftpad_k).
 #pragma once
 
 #include "lengths.cuh"
 #include "volta_fa_params.h"
 
+// Lengths and offsets of one sequence.
 class CacheSeqlenInfo {
     const Problem& problem_;
     const Lengths& lengths_;
@@ -35,23 +37,23 @@ public:
         if (!valid_) k_offset_ = seqlen_k_cache_ = seqlen_knew_ = 0;
         if (!has_queries_) seqlen_q_ = 0;
     }
-    // Whether lengths, and the number of a dense entry, are possible.
+    // Whether the lengths, and the entry number of a dense cache, are possible.
     __device__ __forceinline__ bool valid() const { return valid_; }
-    // Whether its rows of q are known, even where nothing else is right.
+    // Whether cu_seqlens_q gives this sequence possible rows of q, even if it is not valid().
     __device__ __forceinline__ bool has_queries() const { return has_queries_; }
     __device__ __forceinline__ int seqlen_q() const { return seqlen_q_; }
-    // Tokens of the attention: with those that this call appends.
+    // Tokens of the attention, including those that this call appends.
     __device__ __forceinline__ int seqlen_k() const { return seqlen_k_cache_ + seqlen_knew_; }
     // Tokens before this call appends.
     __device__ __forceinline__ int seqlen_k_cache() const { return seqlen_k_cache_; }
-    // What this call appends, and where that begins among packed tokens.
+    // Tokens that this call appends, and where they begin in packed k and v.
     __device__ __forceinline__ int seqlen_knew() const { return seqlen_knew_; }
     __device__ __forceinline__ int knew_offset() const { return knew_offset_; }
-    // The first row of q, from the batch entry's first.
+    // First row of q, from the batch entry's first.
     __device__ __forceinline__ int q_offset() const { return q_offset_; }
-    // Where token 0 lies, from the first row of the sequence's entry or of its pages.
+    // Row of token 0, from the first row of the sequence's entry or pages.
     __device__ __forceinline__ int k_offset() const { return k_offset_; }
-    // Where the entry's row of softmax_lse begins, also from what is known of the sequence elsewhere.
+    // Offset of the sequence's row of softmax_lse. The static form takes q_offset from a caller that has it already.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return lse_row(problem_, lengths_, q_offset_, batch, head);
     }
@@ -60,21 +62,23 @@ public:
         if (lengths.cu_seqlens_q) return static_cast<long long>(head) * lengths.total_q + q_offset;
         return (static_cast<long long>(batch) * problem.nheads + head) * problem.seqlen_q;
     }
-    // The entry of a dense cache.
+    // The sequence's entry in a dense cache.
     __device__ __forceinline__ static int entry(const Cache& cache, int batch) {
         return cache.cache_batch_idx ? load_length(cache.cache_batch_idx + batch) : batch;
     }
 };
 
-// Page i of a sequence, which has one for its tokens cache.rows * i and on; of a dense cache its entry, whatever i.
+// Number in the cache of the sequence's page i, which has tokens from cache.rows * i on. For a dense cache its entry, whatever
+// i.
 __device__ __forceinline__ int page_of(const Cache& cache, int batch, int i) {
     if (!cache.block_table) return CacheSeqlenInfo::entry(cache, batch);
     return load_length(cache.block_table + batch * cache.block_table_stride + i);
 }
+// Whether the cache has a page of this number.
 __device__ __forceinline__ bool has_page(const Cache& cache, int page) {
     return static_cast<unsigned>(page) < static_cast<unsigned>(cache.entries);
 }
-// The row of K or V, of KV head 0, that is row `row` of a page.
+// Address of row `row` of a page of K or V, for KV head 0.
 __device__ __forceinline__ const unsigned short* row_of_page(const Operand& x, int page, int row) {
     return x.ptr + page * x.batch_stride + row * x.row_stride;
 }

@@ -1,7 +1,7 @@
-// Between fp32 and the 16-bit types, in pairs.
+// Conversions between fp32 and pairs of fp16 or bf16 in a 32-bit word.
 #pragma once
 
-// Two floats to packed fp16, rounded to nearest (the XU pipe: not for inner loops).
+// Two floats to packed fp16, rounded to nearest. Uses the slow XU pipe: not for inner loops.
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
@@ -15,10 +15,11 @@ __device__ __forceinline__ float2 to_float2(unsigned packed) {
     return r;
 }
 
-// Two floats to packed bf16, rounded to nearest even by integers: sm_70 has no instruction for it. Rounding upwards carries into
-// the exponent, and from the largest number to infinity. Of some NaN it would make a number, so each becomes the canonical one.
+// Two floats to packed bf16, rounded to nearest even by integer operations: sm_70 has no instruction for it. Rounding up
+// carries into the exponent, and from the largest number to infinity. It would turn some NaN into numbers, so every NaN becomes
+// the canonical one.
 __device__ __forceinline__ unsigned to_bf16x2(float lo, float hi) {
-    const auto rounded = [](float x) {  // its upper half
+    const auto rounded = [](float x) {  // returns bf16 in the upper half
         const unsigned bits = __float_as_uint(x);
         return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fff0000u;
     };

@@ -1,17 +1,17 @@
-// Lengths that lie in memory, whose values nobody has checked.
+// Loads and clamps sequence lengths from GPU memory, which no code has validated. Used by seqlen_info.cuh and cache.cuh.
 #pragma once
 
 #include "volta_fa_params.h"
 
-// Volatile, so that what is loaded again holds no registers in between.
+// Loads one length. Volatile: code that needs it again loads it again, instead of holding a register.
 __device__ __forceinline__ int load_length(const int* p) {
     int x;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 
-// Rows cu[batch] .. cu[batch + 1] of `total`, at most `longest` of them. Returns whether that is what cu says; the call's first
-// sequence begins with row 0.
+// Loads rows cu[batch] to cu[batch + 1] - 1, clamped to `total` rows and to `longest`. Returns whether nothing had to be
+// clamped and, for the call's first sequence, whether it begins with row 0.
 __device__ __forceinline__ bool packed_range(const Lengths& lengths, const int* cu, int batch, int total, int longest, int& first,
                                              int& count) {
     const int begin = load_length(cu + batch), end = load_length(cu + batch + 1);

@@ -1,29 +1,35 @@
-// The random numbers of dropout, and what they decide: src/ops/dropout.rs says which, and why so.
+// Dropout's random numbers (Philox4x32 with 7 rounds) and the decision which probabilities to keep. The counter is (column / 4,
+// row, head, offset): src/ops/dropout.rs defines it, and the CPU backend computes the same numbers. One call decides eight
+// probabilities, four columns of two rows that differ by 4, by 15-bit comparisons in fp16 pairs.
 #pragma once
 
 #include "volta_fa_params.h"
 
+// Rounds of Philox; src/ops/dropout.rs says why seven.
 constexpr int kPhiloxRounds = 7;
-constexpr unsigned kPhiloxKeyIncrements[2] = {0x9E3779B9u, 0xBB67AE85u};  // what a round adds to the key
+constexpr unsigned kPhiloxKeyIncrements[2] = {0x9E3779B9u, 0xBB67AE85u};  // added to the key in each round
 
-// The two products of a round.
+// A 64-bit product, in halves. A round computes two.
 struct PhiloxProduct {
     unsigned low, high;
     __device__ __forceinline__ explicit PhiloxProduct(unsigned long long x)
         : low(static_cast<unsigned>(x)), high(static_cast<unsigned>(x >> 32)) {}
 };
+// The products of words x and z of the counter by Philox's multipliers.
 __device__ __forceinline__ PhiloxProduct philox_product_x(unsigned x) { return PhiloxProduct(0xD2511F53ull * x); }
 __device__ __forceinline__ PhiloxProduct philox_product_z(unsigned z) { return PhiloxProduct(0xCD9E8D57ull * z); }
+// One round on counter c with key (k0, k1).
 __device__ __forceinline__ void philox_round(uint4& c, unsigned k0, unsigned k1) {
     const PhiloxProduct first = philox_product_x(c.x), second = philox_product_z(c.z);
     c = make_uint4(second.high ^ c.y ^ k0, second.low, first.high ^ c.w ^ k1, first.low);
 }
 
+// Generator for one head: seed, head and offset.
 struct Philox {
     unsigned key[2], head, offset;
 
     __device__ __forceinline__ Philox() {}
-    // `head` counts over batch and heads.
+    // `state`: seed and offset in GPU memory. `head` counts over batch and heads.
     __device__ __forceinline__ Philox(const unsigned long long* state, unsigned head_) : head(head_) {
         const unsigned long long seed = __ldg(state);
         key[0] = static_cast<unsigned>(seed);
@@ -31,8 +37,8 @@ struct Philox {
         offset = static_cast<unsigned>(__ldg(state + 1));
     }
 
-    // The numbers of four columns of two rows, `row` and row + 4, where row % 8 < 4; column is a multiple of 4. Word 2 * r + c of
-    // the four has row r and columns c and c + 2.
+    // Returns the numbers of four columns and two rows, `row` and row + 4, where row % 8 < 4 and `column` is a multiple of 4.
+    // Word 2 * r + c holds row r, columns c (lower half) and c + 2 (upper half).
     __device__ __forceinline__ uint4 numbers(int row, int column) const {
         uint4 c = make_uint4(column / 4, row, head, offset);
 #pragma unroll
@@ -41,7 +47,7 @@ struct Philox {
         return c;
     }
 
-    // For a kernel with registers to spare: the keys of all rounds, and the numbers by them.
+    // Keys of all rounds, and the numbers from them, for kernels with registers to spare.
     struct RoundKeys {
         unsigned key[kPhiloxRounds][2];
     };
@@ -59,29 +65,29 @@ struct Philox {
     }
 };
 
-// The verdicts, from the numbers of a call.
+// Decides from random numbers which probabilities are kept.
 struct DropoutRule {
     unsigned threshold, inverted;
 
     __device__ __forceinline__ explicit DropoutRule(const ScoreOptions& o)
         : threshold(o.dropout_threshold), inverted(o.dropout_inverted) {}
 
-    // 0xffff in each half of a word that is not below the threshold. Halves without their signs are ordered as the 15-bit integers
-    // are, and what would be NaN is not below any threshold.
+    // Returns 0xffff in each half that is not below the threshold. Halves without their sign are ordered as 15-bit integers
+    // are. Those that would be NaN are not below any threshold.
     __device__ __forceinline__ unsigned not_below(unsigned numbers) const {
         unsigned halves;
         asm("{.reg .b32 x; abs.f16x2 x, %1; set.geu.u32.f16x2 %0, x, %2;}" : "=r"(halves) : "r"(numbers), "r"(threshold));
         return halves;
     }
-    // The same of those whose probability is kept.
+    // Returns 0xffff in each half whose probability is kept.
     __device__ __forceinline__ unsigned kept_halves(unsigned numbers) const { return not_below(numbers) ^ inverted; }
-    // A bit each, as kept_bit numbers them.
+    // Returns a bit for each of the eight probabilities of a call, numbered by kept_bit.
     __device__ __forceinline__ unsigned kept_bits(const uint4& numbers) const {
         return (kept_halves(numbers.x) & 0x10001) | (kept_halves(numbers.y) & 0x20002) | (kept_halves(numbers.z) & 0x40004) |
                (kept_halves(numbers.w) & 0x80008);
     }
 };
-// Of row `r` (0: the call's first row, 1: the one 4 further) and column `c` of the four.
+// Bit of row r (0: the call's `row`, 1: row + 4) and column c of the four.
 __device__ __forceinline__ constexpr int kept_bit(int r, int c) { return 2 * r + c % 2 + 16 * (c / 2); }
 // The four bits of row 0.
 constexpr unsigned kBitsOfRow = 1u << kept_bit(0, 0) | 1u << kept_bit(0, 1) | 1u << kept_bit(0, 2) | 1u << kept_bit(0, 3);

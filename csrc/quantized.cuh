@@ -1,30 +1,31 @@
-// Quantized KV caches, for the kernels that read or write them: where bytes and scales lie, and what the bytes are in fp16.
-// python/volta_fa/kv_cache/formats.py defines the formats.
+// Quantized KV caches (int8, int4, fp8 e4m3 and e5m2): addresses of bytes and scales, and exact conversion of codes to fp16.
+// Used by the kernels that read or write such caches. python/volta_fa/kv_cache/formats.py defines the formats.
 #pragma once
 
 #include "volta_fa_params.h"
 
-// The first byte of a row of K or V, of KV head `head`, that is row `row` of a page.
+// Address of row `row` of a page of K or V, for KV head `head`.
 __device__ __forceinline__ unsigned char* bytes_of_page(const Operand& x, int page, int row, int head) {
     const long long offset = page * x.batch_stride + row * x.row_stride + head * x.head_stride;
     return reinterpret_cast<unsigned char*>(const_cast<unsigned short*>(x.ptr)) + offset;
 }
-// A scale or zero point of int8 or int4.
+// Address of an int8 or int4 token's scale or zero point.
 __device__ __forceinline__ float* scale_of_page(const CacheScale& x, int page, int row, int head) {
     return x.ptr + page * x.batch_stride + row * x.row_stride + head * x.head_stride;
 }
-// fp8's.
+// fp8's scale of a sequence and head; 1 without scales.
 __device__ __forceinline__ float scale_of_sequence(const CacheScale& x, int batch, int head) {
     return x.ptr ? __ldg(x.ptr + batch * x.batch_stride + head * x.head_stride) : 1.f;
 }
 
-// How eight columns of a row become fp16, exactly. A format has
-//   kBits         of an element
-//   eight(words)  the columns, in pairs: from as many words as they take
-//   arrange(x)    eight columns of fp16 in that order
-//   column(p)     which column is at place p of the order
-//   kScale        what is in registers is so many times what the bytes stand for,
-//   kSplit        and 16 times that at places 4 to 7
+// Converts eight columns of a row to fp16, exactly. The primary template is for 16-bit caches: nothing to do. A format has
+//
+//   kBits           bits of an element
+//   unpack8(words)  eight columns as packed fp16, from the words that hold them; slots may be a permutation of the columns
+//   permute8(x)     puts eight fp16 columns into the same slots
+//   column(p)       the column in slot p
+//   kScale          factor of the unpacked numbers: they are kScale times what the codes stand for
+//   kTwoScales      slots 4 to 7 have 16 times that factor
 template <CacheFormat Format>
 struct Element {
     static constexpr int kBits = 16;
@@ -37,6 +38,7 @@ struct Element {
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
+// What formats of one byte have in common: columns in order.
 struct ByteElement {
     static constexpr int kBits = 8;
     static constexpr float kScale = 1.f;
@@ -45,6 +47,7 @@ struct ByteElement {
     __device__ __forceinline__ static constexpr int column(int p) { return p; }
 };
 
+// Arithmetic on packed fp16.
 __device__ __forceinline__ unsigned half2_sub(unsigned a, unsigned b) {
     unsigned r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -56,7 +59,7 @@ __device__ __forceinline__ unsigned half2_mul(unsigned a, unsigned b) {
     return r;
 }
 
-// A byte below 0x64 is, in fp16, 1024 + the byte. So signed ones are moved up by 128, and what they are then is taken away.
+// The fp16 number 0x64bb is 1024 + bb. So bytes are moved from [-128, 127] to [0, 255], and 1024 + 128 is subtracted.
 template <>
 struct Element<CacheFormat::Int8> : ByteElement {
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -67,7 +70,7 @@ struct Element<CacheFormat::Int8> : ByteElement {
     }
 };
 
-// The upper half of fp16.
+// An e5m2 byte is the upper byte of an fp16 number.
 template <>
 struct Element<CacheFormat::E5m2> : ByteElement {
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -76,15 +79,15 @@ struct Element<CacheFormat::E5m2> : ByteElement {
     }
 };
 
-// Shifted to where fp16 has exponent and mantissa, the bits are 2^-8 times the number: exponents are biased by 7 and by 15. NaN
-// would be 480 of them, and the largest number is 448: by a factor of 2^8 * 144 only that exceeds fp16 and becomes infinite, while
-// all others stay exact, of four bits each. Infinities become NaN where they have been multiplied.
+// e4m3 bits, shifted to fp16's exponent and mantissa, are 2^-8 times the number: the exponent biases are 7 and 15. The NaN code
+// would be 480, where the largest number is 448. The factor 2^8 * 144 makes only NaN exceed fp16 and become infinity. All other
+// numbers stay exact, because they have four significant bits. Later code turns infinity into NaN.
 template <>
 struct Element<CacheFormat::E4m3> : ByteElement {
     static constexpr float kScale = 144.f;
     __device__ __forceinline__ static unsigned pair(unsigned high, unsigned magnitude) {
-        const unsigned factor = 0x78807880;  // 36864
-        // sign and magnitude in the upper byte, less half the magnitude
+        const unsigned factor = 0x78807880;  // 36864 = 2^8 * 144
+        // Sign and magnitude in the upper byte, minus half the magnitude: puts the magnitude one bit lower, next to the sign.
         return half2_mul(high - magnitude * 128u, factor);
     }
     __device__ __forceinline__ static uint4 unpack8(const unsigned* words) {
@@ -96,8 +99,8 @@ struct Element<CacheFormat::E4m3> : ByteElement {
     }
 };
 
-// A nibble at bit 0 of a half is, in fp16, 2^-24 times the code, one at bit 4 2^-20 times: subnormal numbers, which products take
-// exactly. So places 0 to 3 are what bits 0 have, and the others bits 4.
+// A 4-bit code at bit 0 of a half is 2^-24 times the code, at bit 4 2^-20 times: fp16 subnormals, which products take exactly.
+// So slots 0 to 3 have the codes from bits 0, slots 4 to 7 those from bits 4.
 template <>
 struct Element<CacheFormat::Int4> {
     static constexpr int kBits = 4;

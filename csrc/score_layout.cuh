@@ -1,31 +1,30 @@
-// Who holds which score: what the code that no family owns must know of an arithmetic layer.
+// Which lane holds which score of an mma tile: the contract between shared code and a family's mma layout.
 //
-// A family's mma instruction hands each lane of a warp some elements of a tile of scores. Masks, references, ALiBi, bias,
-// dropout (forward/scores.cuh; the backward pass has its own) only ask which query and which key an element is. A family answers
-// with a struct of static functions and constants, a layout, one for each way in which its kernels deal out rows and columns:
+// Each mma instruction gives a lane some elements of a tile of scores. Masks, softmax, ALiBi, bias and dropout
+// (forward/scores.cuh, backward/score_coord.cuh) only need the query and the key of each element. So a family describes each of
+// its tilings by a Layout, a struct of static functions and constants:
 //
-//   using Lane                     made from a lane's number; what the functions below take
-//   using Tile                     float[kElements], a lane's elements of one tile
-//   kTileQueries, kTileKeys        the tile: 16 x 16 for volta, 16 x 8 for turing
-//   kElements                      of one lane; kTileQueries * kTileKeys / 32
-//   first_query(lane)              the lane's lowest query of a tile, and its lowest key
-//   first_key(lane)
-//   query_slot(v), key_slot(v)     element v is query first_query + query_slot(v), key first_key + key_slot(v)
+//   using Lane                     made from a lane number; argument of the functions below
+//   using Tile                     float[kElements]: a lane's elements of one tile
+//   kTileQueries, kTileKeys        size of a tile: forward 16 x 16 for volta, 16 x 8 for turing
+//   kElements                      elements of a lane: kTileQueries * kTileKeys / 32
+//   first_query(lane)              the lane's lowest query in a tile
+//   first_key(lane)                the lane's lowest key in a tile
+//   query_slot(v), key_slot(v)     element v is query first_query + query_slot(v) and key first_key + key_slot(v)
 //
-// A layout of the forward pass also says how a lane's elements make rows, whose softmax they share:
+// A forward Layout also says how elements form rows, which share a softmax:
 //
-//   kRows, row_of(v), row_slot(r)  element v is of the lane's row row_of(v) < kRows, query first_query + row_slot(r)
-//   kKeys                          consecutive keys of each of its rows, from first_key on, which is a multiple of kKeys:
-//                                  2 or 4, so that they lie in one group of four random numbers and one load of the bias
-//   kEitherOrder                   whether the family's grids may have heads first (forward/block.cuh)
-//   kRowLaneMasks                      the lanes that hold a row's other keys: shfl_xor over each of these distances in turn
-//   leads_row(lane)                one of them, true of the lane that writes what a row has once
+//   kRows, row_of(v), row_slot(r)  element v belongs to the lane's row row_of(v) < kRows: query first_query + row_slot(r)
+//   kKeys                          2 or 4: keys of each row are within one aligned group of kKeys, from first_key on, so that they
+//                                  share a group of random numbers and a load of the bias
+//   kEitherOrder                   whether grids may have heads on their first axis (forward/block.cuh)
+//   kRowLaneMasks                  shfl_xor masks that reach the other lanes of a row
+//   leads_row(lane)                true for one lane of each row, which writes the row's lse
 //
-// The rest of an arithmetic layer, operand loads, products and the packing of probabilities into operands, has no common
-// form: kernels are written for it. It lies beside the layout: volta/mma.cuh and volta/forward/layout.cuh.
+// Operand loads, products and packing have no common form: they are in volta/mma.cuh, volta/forward/layout.cuh and so on.
 #pragma once
 
-// Whether the lanes' elements are the tile, each query and key once. For a static_assert beside each layout.
+// Whether the lanes' elements cover the tile, each (query, key) once. For a static_assert after each layout.
 template <class Layout>
 __device__ constexpr bool covers_tile() {
     static_assert(32 * Layout::kElements == Layout::kTileQueries * Layout::kTileKeys, "a warp holds a tile");
@@ -41,7 +40,7 @@ __device__ constexpr bool covers_tile() {
     return true;
 }
 
-// Whether a forward layout's rows agree with its elements, and the row mates with both.
+// Whether a forward layout's rows agree with its elements, and kRowLaneMasks with both. For a static_assert after each layout.
 template <class Layout>
 __device__ constexpr bool has_rows() {
     int distances = 0;

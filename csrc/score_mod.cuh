@@ -1,9 +1,16 @@
-// What general kernels do to scores before the softmax, and to probabilities behind it, for one head of one batch entry:
+// Score modifiers: softcap, ALiBi, bias and dropout switches, for one head of one batch entry. Used by generic kernels of all
+// passes.
 //
-//   x = softmax_scale * q.k    softcap * tanh(x / softcap)    - slope * |i + o - j|    + bias
+// Scores go through these steps in this order, each only if the parameters ask for it (uniform branches for the whole grid):
 //
-// with o = seqlen_k - seqlen_q, in units of log2: the results are ready for exp2. Every step is taken only where the
-// parameters ask for it; these branches are the same for the whole grid.
+//   x = softmax_scale * q.k
+//   x = softcap * tanh(x / softcap)      Softcap
+//   x = x - slope * |i + o - j|          Alibi; query i, key j, o = seqlen_k - seqlen_q
+//   x = x + bias[i, j]                   Bias
+//
+// Results are in log2 units (multiplied by log2(e)), ready for exp2. Callers: Scores (forward/scores.cuh),
+// backward/modifiers.cuh, decode/mainloop.cuh. Kernels of a single feature fold the same formulas into their products
+// (one_feature.cuh, features.cuh).
 #pragma once
 
 #include "half.cuh"
@@ -13,16 +20,16 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Of what general kernels can do, what this one is compiled for: FEATURES is its row's in src/kernels.
+// What this kernel is compiled for: FEATURES comes from its row in src/kernels.
 constexpr bool kHasSoftcap = FEATURES & kFeatureSoftcap;
 constexpr bool kHasAlibi = FEATURES & kFeatureAlibi;
 constexpr bool kHasBias = FEATURES & kFeatureBias;
-constexpr bool kHasFp32Bias = FEATURES & kFeatureFp32Bias;  // beside kHasBias
+constexpr bool kHasFp32Bias = FEATURES & kFeatureFp32Bias;  // in addition to kHasBias
 constexpr bool kHasDropout = FEATURES & kFeatureDropout;
-// Such kernels require what they have one of: they run only what asks for it (plan::holds).
+// A kernel with one feature requires it: the planner runs it only where the problem uses the feature, so no test is needed.
 constexpr bool kOneFeature = kHasSoftcap + kHasAlibi + kHasBias + kHasDropout == 1;
 
-// Whether the problem asks for it.
+// Whether the problem uses a feature.
 __device__ __forceinline__ bool uses_softcap(const ScoreOptions& o) { return kHasSoftcap && (kOneFeature || o.softcap > 0.f); }
 __device__ __forceinline__ bool uses_alibi(const ScoreOptions& o) { return kHasAlibi && (kOneFeature || o.alibi_slopes); }
 __device__ __forceinline__ bool uses_bias(const ScoreOptions& o) { return kHasBias && (kOneFeature || o.bias); }
@@ -35,35 +42,37 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// softcap * tanh(x / softcap), by the logistic function.
 struct Softcap {
-    float to_exponent;  // 2 * softmax_scale / softcap, in units of log2
-    float cap;          // in units of log2
+    float to_exponent;  // 2 * softmax_scale / softcap, in log2 units
+    float cap;  // softcap, in log2 units
 
     __device__ __forceinline__ Softcap(const Problem& p, const ScoreOptions& o)
         : to_exponent(2.f * p.scale_log2 * o.inverse_softcap), cap(o.softcap * kLog2e) {}
 
-    // 1 / (e^2x + 1) where x = softmax_scale * product / softcap: tanh(x) is 1 - 2 * that, absolutely exact to some 2^-23, which
-    // is what a score needs; sm_70 has no tanh instruction.
+    // Returns 1 / (e^2x + 1), where x = softmax_scale * product / softcap: tanh(x) = 1 - 2 * logistic. Its absolute error is
+    // about 2^-23, which is enough for a score. sm_70 has no tanh instruction.
     __device__ __forceinline__ float logistic(float product) const { return logistic(product, to_exponent); }
     __device__ __forceinline__ static float logistic(float product, float to_exponent, float one = 1.f) {
         return reciprocal_approx(exp2_approx(product * to_exponent) + one);
     }
-    // Returns the capped score of this logistic plus (offset - cap).
+    // Returns the capped score, in log2 units, plus (offset - cap).
     __device__ __forceinline__ float score(float logistic, float offset) const { return fmaf(-2.f * cap, logistic, offset); }
-    // The capped score, in units of log2, of a product q.k.
+    // Returns the capped score, in log2 units, of a product q.k.
     __device__ __forceinline__ float operator()(float product) const { return fmaf(-2.f * cap, logistic(product), cap); }
-    // The product that has this logistic; infinite where none has.
+    // Returns the product that has this logistic; infinity if none has.
     __device__ __forceinline__ float product(float logistic) const {
         if (logistic <= 0.f) return positive_infinity();
         return __fdividef(log2_approx(fmaxf(__fdividef(1.f, logistic) - 1.f, 0.f)), to_exponent);
     }
-    // The derivative there, 1 - tanh(x)^2.
+    // Returns the derivative of the capped score there: 1 - tanh(x)^2.
     __device__ __forceinline__ static float derivative(float logistic) { return 4.f * fmaf(-logistic, logistic, logistic); }
 };
 
+// Subtracts slope * |i + o - j|.
 struct Alibi {
-    float slope;  // in units of log2
-    int offset;   // seqlen_k - seqlen_q
+    float slope;  // in log2 units
+    int offset;  // o = seqlen_k - seqlen_q
 
     __device__ __forceinline__ Alibi(const ScoreOptions& o, int batch, int head, int seqlen_q, int seqlen_k)
         : slope(load_slope(o, batch, head) * kLog2e), offset(seqlen_k - seqlen_q) {}
@@ -71,7 +80,7 @@ struct Alibi {
         return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head);
     }
 
-    // i + o - j.
+    // Returns i + o - j.
     __device__ __forceinline__ float distance(int row, int key) const { return static_cast<float>(row + offset - key); }
     __device__ __forceinline__ float operator()(float x, float distance) const { return fmaf(-slope, fabsf(distance), x); }
 };
@@ -87,7 +96,7 @@ struct LoadedBias<4> {
     using Type = uint4;
 };
 
-// The bias of one head. It has a row and a key for all that the longest sequence has.
+// Additive bias of one head: fp16 or fp32, with rows and keys for the longest sequence.
 class Bias {
     const char* base_;
     long long row_bytes_;
@@ -100,11 +109,12 @@ public:
         row_bytes_ = o.bias_row_stride * bytes;
     }
 
-    // The bias of Keys consecutive keys, as it lies in memory.
+    // Type of Keys consecutive bias elements as they lie in memory.
     template <int Keys>
     using Loaded = typename LoadedBias<Keys>::Type;
 
-    // Of a row that exists; key is a multiple of Keys, and keys beyond the last are the last.
+    // Loads the bias of Keys consecutive keys. `row` exists, `key` is a multiple of Keys; keys past the last give the last
+    // group's bias.
     template <int Keys>
     __device__ __forceinline__ Loaded<Keys> load(const ScoreOptions& o, int row, int key) const {
         if constexpr (Keys == 4)
@@ -143,7 +153,7 @@ public:
             x[0] = both.x, x[1] = both.y;
         }
     }
-    // Of each four the first and third, or the second and fourth.
+    // Of every four loaded elements, returns the second and fourth if `second`, else the first and third.
     template <int N>
     __device__ __forceinline__ static void every_second(const ScoreOptions& o, const uint4 (&loaded)[N], bool second,
                                                         float2 (&x)[N]) {
@@ -154,17 +164,17 @@ public:
                 x[i].y = bounded(__uint_as_float(second ? loaded[i].w : loaded[i].z));
             }
         } else {
-            const unsigned selector = second ? 0x7632 : 0x5410;  // halves of two words
+            const unsigned selector = second ? 0x7632 : 0x5410;  // which halves of two words
 #pragma unroll
             for (int i = 0; i < N; i++) x[i] = to_float2(__byte_perm(loaded[i].x, loaded[i].y, selector));
         }
     }
 
 private:
-    // An fp32 bias may be larger than scores may be. (Infinity and NaN stay: they are for the result. Low ones need nothing:
-    // softmax.cuh.)
+    // Clamps an fp32 bias to the softmax's range (softmax.cuh). Infinity and NaN stay: they belong in the result. Low values
+    // need no clamp.
     __device__ __forceinline__ static float bounded(float bias) {
-        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves as much to the score itself
+        constexpr float kLargest = kLargestScore / 2 / kLog2e;  // leaves the other half of the range to the score itself
         return bias > kLargest && bias < positive_infinity() ? kLargest : bias;
     }
 };

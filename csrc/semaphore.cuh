@@ -1,11 +1,12 @@
-// Which of several blocks that write parts of one result comes last, and so joins them.
+// Tells the last of several blocks that write partial results, so that it combines them. Used by the decode and stream-K
+// kernels.
 #pragma once
 
-// One more has arrived in the memory at `semaphores`. Returns whether it is the last of `expected`; then nobody has. (No more than
-// those arrive, but where a simulation lets some of them find the others there.)
+// Increments a semaphore. Returns true for the last of `expected` blocks, which also resets it. (`>=`, because a simulation may
+// start with some blocks counted.)
 //
-// The memory needs no first value: whatever does not begin with the number of this call means that nobody has arrived. So it can be
-// anything that the allocator has for the call's stream, and calls on other streams, or replays of a graph, have none to share.
+// Memory needs no initialization: a value whose upper bits are not this call's `launch_id` counts as zero. So any scratch
+// memory of the call's stream will do, and calls on other streams, or replays of a CUDA graph, share none.
 __device__ __forceinline__ bool arrive_is_last(unsigned long long* semaphores, unsigned long long launch_id, int expected) {
     constexpr int kCountBits = 16;
     unsigned long long seen = *reinterpret_cast<volatile unsigned long long*>(semaphores);

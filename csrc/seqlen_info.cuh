@@ -1,8 +1,9 @@
-// The sequences of one batch entry: where they begin in the tensors, and how long they are.
+// Lengths and offsets of one batch entry for the forward and backward kernels, and what this kernel is compiled for.
 //
-// Plain kernels have one length for all, in their parameters; there this costs nothing. Ragged ones read cu_seqlens and
-// seqused_k, whose values nobody has checked: a sequence that would reach outside the tensors or beyond max_seqlen has no rows and
-// no keys. So no kernel writes what belongs to it, and it keeps the NaN of src/ops/device.rs.
+// SeqlenInfo<false>: one length for all, from the parameters; costs nothing. SeqlenInfo<true>: varlen, from cu_seqlens and
+// seqused_k in GPU memory, unvalidated. An invalid sequence, one that would reach outside the tensors or past max_seqlen, has
+// no rows and no keys. No kernel writes its rows, which src/ops/device.rs fills with NaN. SeqlenInfo<true, true>: the keys are
+// the tokens of a KV cache (paged prefill, cache.cuh). Kernels use the alias BlockSeqlenInfo.
 #pragma once
 
 #include "cache.cuh"
@@ -13,6 +14,7 @@ template <bool Varlen, bool Paged = false>
 class SeqlenInfo;
 
 template <>
+// One length for all sequences.
 class SeqlenInfo<false> {
     const Problem& problem_;
 
@@ -21,18 +23,19 @@ public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int) : problem_(p.problem) {}
     __device__ __forceinline__ int seqlen_q() const { return problem_.seqlen_q; }
     __device__ __forceinline__ int seqlen_k() const { return problem_.seqlen_k; }
-    // Rows of K and V that are there; those from seqlen_k() on do not exist for the attention.
+    // Rows of K and V in the tensor. Attention ignores those from seqlen_k() on, but dk and dv have them (as 0).
     __device__ __forceinline__ int seqlen_k_allocated() const { return problem_.seqlen_k; }
-    // The first row of q and of k, from the batch entry's first.
+    // First row of q and of k, from the batch entry's first.
     __device__ __forceinline__ int q_offset() const { return 0; }
     __device__ __forceinline__ int k_offset() const { return 0; }
-    // Where the entry's row of softmax_lse begins.
+    // Offset of the batch entry's row of softmax_lse.
     __device__ __forceinline__ long long lse_row(int batch, int head) const {
         return (static_cast<long long>(batch) * problem_.nheads + head) * problem_.seqlen_q;
     }
 };
 
 template <>
+// Lengths from memory: packed tensors (cu_seqlens_*), or seqused_k.
 class SeqlenInfo<true> {
     const Problem& problem_;
     const Lengths& lengths_;
@@ -68,7 +71,7 @@ public:
     }
 };
 
-// The keys are the tokens of a KV cache.
+// Lengths of a KV cache, for the paged forward kernels.
 template <>
 class SeqlenInfo<true, true> : public CacheSeqlenInfo {
     bool is_prefill_;
@@ -77,18 +80,19 @@ public:
     __device__ __forceinline__ SeqlenInfo(const FwdParams& p, int batch)
         : CacheSeqlenInfo(p.problem, p.lengths, p.cache, batch),
           is_prefill_(valid() && CacheSeqlenInfo::seqlen_q() * (p.problem.nheads / p.problem.nheads_k) >= p.min_rows) {}
-    // Those of fewer rows a key head are another kernel's.
+    // Zero for sequences with fewer than min_rows rows per KV head: the decode kernel computes these.
     __device__ __forceinline__ int seqlen_q() const { return is_prefill_ ? CacheSeqlenInfo::seqlen_q() : 0; }
 };
 
-// What this kernel is prepared for: FEATURES is its row's in src/kernels, and whoever has one of ragged kernels' has the code of
-// all.
+// Code that this kernel has: FEATURES comes from its row in src/kernels. Sinks and bf16 gradients have no kernels of their own:
+// varlen kernels have the code of all three.
 constexpr bool kGeneric = FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureDropout);
 constexpr bool kVarlen = FEATURES & (kFeatureLengths | kFeatureSinks | kFeatureBf16Gradients);
 constexpr bool kHasSinks = kVarlen, kHasBf16Gradients = kVarlen;
 constexpr bool kPaged = FEATURES & kFeaturePages;
 using BlockSeqlenInfo = SeqlenInfo<kVarlen, kPaged>;
 
+// The mask of a sequence.
 __device__ __forceinline__ Mask mask_of(const Problem& problem, const BlockSeqlenInfo& sequence) {
     if (!kVarlen) return Mask(problem);
     return Mask(problem, sequence.seqlen_q(), sequence.seqlen_k());

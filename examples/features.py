@@ -3,7 +3,7 @@
     python examples/features.py              (in a checkout: PYTHONPATH=python .venv/bin/python examples/features.py)
 
 Sequences of different lengths lie one after the other in one tensor, without padding; `cu_seqlens` says where each begins.
-docs/features.md has the other features, which work in the same call.
+docs/reference/options.md has the other features, which work in the same call.
 """
 
 import torch

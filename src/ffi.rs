@@ -5,9 +5,9 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::launch::driver::Driver;
-use crate::ops::{self, kvcache, kvcache::mla, merge, Call, Gradients, Inputs, Saved};
+use crate::limits::LATENT_HEADDIMS;
+use crate::ops::{self, kvcache, merge, Gradients, Inputs, Saved};
 use crate::options::{KvCacheOptionArgs, MlaOptionArgs, OptionArgs};
-use crate::problem::LATENT_HEADDIMS;
 use std::ffi::{c_char, c_void, CStr, CString};
 use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -90,16 +90,17 @@ unsafe fn required(handle: *mut c_void) -> Tensor {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn call(args: &AttentionArgs) -> Call {
+unsafe fn attention(args: &AttentionArgs) -> Inputs {
     unsafe {
-        let inputs = Inputs {
+        Inputs {
             q: required(args.q),
             k: required(args.k),
             v: required(args.v),
+            appended: None,
             rng_state: tensor(args.rng_state),
             options: args.options.read(|handle| tensor(handle)),
-        };
-        Call { inputs, stream: args.stream }
+            stream: args.stream,
+        }
     }
 }
 
@@ -140,7 +141,7 @@ unsafe fn release_all<const N: usize>(outputs: *mut *mut c_void, results: [Optio
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
-        let (out, softmax_lse) = ops::forward(&call(&*args))?;
+        let (out, softmax_lse) = ops::forward(&attention(&*args))?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -154,7 +155,7 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
 pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
     status("bwd", || unsafe {
         let args = &*args;
-        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&call(&args.attention), &saved(args))?;
+        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&attention(&args.attention), &saved(args))?;
         release_all(outputs, [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks]);
         Ok(())
     })
@@ -166,7 +167,7 @@ pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Status {
-    status("fwd", || unsafe { ops::check_forward(&call(&*args)) })
+    status("fwd", || unsafe { ops::check_forward(&attention(&*args)) })
 }
 
 /// The same for [`volta_fa_bwd`].
@@ -175,7 +176,7 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
-    status("bwd", || unsafe { ops::check_backward(&call(&(*args).attention), &saved(&*args)) })
+    status("bwd", || unsafe { ops::check_backward(&attention(&(*args).attention), &saved(&*args)) })
 }
 
 /// Arguments of `volta_fa::merge_attention_states`.
@@ -260,14 +261,15 @@ pub struct KvCacheArgs {
 ///
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<kvcache::Call> {
+unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<Inputs> {
     let tensor = |handle: *mut c_void| (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle.cast()) });
     let required = |handle| tensor(handle).expect("the schema makes this tensor present");
-    ManuallyDrop::new(kvcache::Call {
+    ManuallyDrop::new(Inputs {
         q: required(args.q),
-        k_cache: required(args.k_cache),
-        v_cache: required(args.v_cache),
+        k: required(args.k_cache),
+        v: required(args.v_cache),
         appended: tensor(args.k).map(|k| [k, required(args.v)]),
+        rng_state: None,
         options: args.options.read(tensor),
         stream: args.stream,
     })
@@ -310,12 +312,15 @@ pub struct MlaArgs {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn latents(args: &MlaArgs) -> mla::MlaCall {
+unsafe fn latents(args: &MlaArgs) -> Inputs {
     unsafe {
-        mla::MlaCall {
+        Inputs {
             q: required(args.q),
-            latent_cache: required(args.latent_cache),
-            options: args.options.read(|handle| tensor(handle)),
+            k: required(args.latent_cache),
+            v: required(args.latent_cache),
+            appended: None,
+            rng_state: None,
+            options: args.options.read(|handle| tensor(handle)).with_latents_as_keys(),
             stream: args.stream,
         }
     }
@@ -328,7 +333,7 @@ unsafe fn latents(args: &MlaArgs) -> mla::MlaCall {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd_mla", || unsafe {
-        let (out, softmax_lse) = mla::forward(latents(&*args))?;
+        let (out, softmax_lse) = kvcache::forward_mla(latents(&*args))?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -340,7 +345,7 @@ pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *m
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status {
-    status("fwd_mla", || unsafe { mla::check(latents(&*args)) })
+    status("fwd_mla", || unsafe { kvcache::check_mla(&latents(&*args)) })
 }
 
 /// Columns of `volta_fa::fwd_mla`'s out.

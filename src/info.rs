@@ -6,9 +6,9 @@ use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, Variant, COMP
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
+use crate::limits::MAX_DECODE_ROWS;
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
-use crate::problem::{Attention, RequestedFeatures, Window};
-use crate::tensor::padded_headdim;
+use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use serde_json::{json, Value};
 
 fn names(needs: FeatureSet) -> Vec<&'static str> {
@@ -189,9 +189,12 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
     }
-    let has_long = plan::decode_rows(a) > plan::MAX_DECODE_ROWS;
+    let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS;
     let decode = |format| {
-        plan::decode(a, format, has_long, limits).ok().map(|decode| {
+        let dtype = if format == CacheFormat::Bf16 { DType::BFloat16 } else { DType::Half };
+        let format = if format == CacheFormat::Bf16 { CacheFormat::Unquantized } else { format };
+        let keys = Keys::Cache(Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format });
+        plan::decode(&Attention { dtype, keys, ..*a }, has_long, limits).ok().map(|decode| {
             let mut value = described(decode.kernel, 1);
             value["partials"] = json!(decode.partials);
             value["semaphores"] = json!(decode.semaphores);
@@ -210,7 +213,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         "decode": decode(CacheFormat::Unquantized),
         "bfloat16": decode(CacheFormat::Bf16),
         "quantized": of_quantized(&decode),
-        "convert": has_long.then(|| plan::convert(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
+        "convert": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
 }
@@ -233,8 +236,12 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
         headdim_v: padded_headdim(positive("headdim_v", args.headdim_v)?),
         softmax_scale: 1.0,
         window: Window { left: None, right: args.is_causal.then_some(0) },
-        packed: None,
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Dense,
         features,
+        appended: Appended::default(),
+        num_splits: 0,
     };
     let limits = limits(args, device)?;
     let on_grid = |kernel: PlannedKernel, batch: i64| {

@@ -27,6 +27,7 @@ pub mod ffi;
 pub mod info;
 pub mod kernels;
 pub mod launch;
+pub mod limits;
 pub mod log;
 pub mod ops;
 pub mod options;

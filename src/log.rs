@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
 use crate::plan::{self, BackwardMode, BackwardPlan, DecodePlan, PlannedKernel};
-use crate::problem::{Attention, CachedAttention, MergedStates};
+use crate::problem::{Attention, CacheLayout, MergedStates, Window};
 use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
@@ -41,10 +41,10 @@ fn kernel(k: &PlannedKernel, batch: i64) -> String {
 
 fn problem(a: &Attention, mode: BackwardMode) -> String {
     let side = |n: Option<i64>| n.map_or("all".into(), |n| n.to_string());
-    let window = match (a.window.left, a.window.right) {
-        (None, None) => String::new(),
-        (None, Some(0)) => ", causal".into(),
-        (left, right) => format!(", window {}:{}", side(left), side(right)),
+    let window = match a.window {
+        Window::FULL => String::new(),
+        Window::CAUSAL => ", causal".into(),
+        Window { left, right } => format!(", window {}:{}", side(left), side(right)),
     };
     let needs: Vec<_> = plan::needs(a, mode).iter().map(Feature::name).collect();
     let needs = if needs.is_empty() { String::new() } else { format!(", with {}", needs.join(", ")) };
@@ -86,10 +86,13 @@ pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
 }
 
 /// The same for few queries a sequence over a KV cache.
-pub fn decode(a: &CachedAttention, planned: &DecodePlan) -> Result<()> {
+pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
     if enabled()? {
-        let CachedAttention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, rows, .. } = a;
-        let cache = if a.max_pages.is_some() { format!("in pages of {rows}") } else { format!("in entries of {rows}") };
+        let Attention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, .. } = a;
+        let cache = a.cache().map_or(String::new(), |cache| match cache.layout {
+            CacheLayout::Pages { .. } => format!("in pages of {}", cache.rows),
+            CacheLayout::Entries => format!("in entries of {}", cache.rows),
+        });
         let splits = if a.num_splits > 0 { format!(", at most {} splits", a.num_splits) } else { String::new() };
         let (v, blocks) = (planned.kernel.variant, planned.kernel.blocks[0]);
         once(format!(
@@ -110,10 +113,11 @@ pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
 }
 
 /// The kernel that appends to one.
-pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result<()> {
+pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
-        let CachedAttention { batch, nheads, nheads_k, headdim, headdim_v, rotary_dim, .. } = a;
-        let rotated = if *rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
+        let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
+        let rotary_dim = a.appended.rotary.dim;
+        let rotated = if rotary_dim > 0 { format!(", rotated in {rotary_dim}") } else { String::new() };
         let what = format!("batch {batch}, {rows} tokens, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{rotated}");
         once(format!("append, {what}: {}", kernel(planned, *batch)));
     }
@@ -121,10 +125,10 @@ pub fn append(a: &CachedAttention, rows: i64, planned: &PlannedKernel) -> Result
 }
 
 /// The kernel that makes numbers of a quantized one.
-pub fn convert(a: &CachedAttention, planned: &PlannedKernel) -> Result<()> {
+pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
-        let CachedAttention { batch, nheads_k, headdim, headdim_v, .. } = a;
-        let format = a.format.name();
+        let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;
+        let format = a.cache_format().name();
         once(format!("convert {format}, batch {batch}, {nheads_k} heads, headdim {headdim} / {headdim_v}: {}", kernel(planned, *batch)));
     }
     Ok(())

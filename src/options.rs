@@ -1,12 +1,12 @@
-//! The keyword options of the ops: one list for `volta_fa::fwd` and `volta_fa::bwd`, one each for `volta_fa::fwd_kvcache` and
-//! `volta_fa::fwd_mla`.
+//! The keyword options of the operators: one list each for `volta_fa::fwd` and `bwd`, `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`,
+//! and one struct with the values of all.
 //!
-//! Each row gives an option's name, kind and default. From the rows of a list come a struct that the ops work with
-//! ([`Options`]), and one in which the shim hands them over ([`OptionArgs`]); and in C++ the schema, the parameters and
-//! arguments of every registration, and what autograd saves (tools/build/options.rs writes `volta_fa_options.h`). What an
-//! option means is in the package's docstring, what it may be in `problem`.
+//! Each row of a list gives an option's name, kind and default. A list becomes the struct in which the shim passes the values
+//! ([`OptionArgs`]) and, in C++, the schema, the parameters and arguments of every registration, and what autograd saves
+//! (tools/build/options.rs writes `volta_fa_options.h`). The library works with [`Options`]. The package's docstring explains each option;
+//! `problem` validates them.
 //!
-//! This file is also a module of build.rs, so it depends on nothing but `std`.
+//! build.rs compiles this file too, so it depends on `std` alone.
 
 use std::ffi::c_void;
 
@@ -136,9 +136,9 @@ scalar_kind!(OptionalFloat, Maybe<f64>, Option<f64>, Maybe::get);
 scalar_kind!(Float, f64, f64, f64::clone);
 scalar_kind!(Bool, bool, bool, bool::clone);
 
-/// A list: its rows, the struct of the C ABI, and the struct of the ops.
+/// Defines the options of an operator: its rows, and the struct of the C ABI.
 macro_rules! options {
-    ($(#[$doc:meta])* $rows:ident, $args:ident, $options:ident { $($name:ident: $kind:ident = $default:expr,)* }) => {
+    ($(#[$doc:meta])* $rows:ident, $args:ident { $($name:ident: $kind:ident = $default:expr,)* }) => {
         $(#[$doc])*
         ///
         /// The rows, in the order of the schema.
@@ -155,37 +155,41 @@ macro_rules! options {
         }
 
         impl $args {
-            /// `tensor` makes a tensor of a handle.
-            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> $options<T> {
-                $options { $($name: kinds::$kind::read(self.$name, &tensor),)* }
+            /// Reads the values; `tensor` converts a handle.
+            pub fn read<T>(&self, tensor: impl Fn(*mut c_void) -> Option<T>) -> Options<T> {
+                Options { $($name: kinds::$kind::read(self.$name, &tensor),)* ..Options::default() }
             }
         }
+    };
+}
 
-        $(#[$doc])*
-        ///
-        /// Their values in a call: with tensors, or with descriptions of them.
+/// The options of all operators: the struct that the library works with.
+macro_rules! all_options {
+    ($($name:ident: $kind:ident = $default:expr,)*) => {
+        /// Option values of a call: with tensors, or with descriptions of them. Options that an operator does not have keep their
+        /// defaults.
         #[derive(Clone, Debug)]
         #[allow(missing_docs)] // the package's docstring has them
-        pub struct $options<T> {
+        pub struct Options<T> {
             $(pub $name: <kinds::$kind as Typed>::Value<T>,)*
         }
 
-        impl<T> Default for $options<T> {
+        impl<T> Default for Options<T> {
             fn default() -> Self {
-                $options { $($name: $default,)* }
+                Options { $($name: $default,)* }
             }
         }
 
-        impl<T> $options<T> {
-            /// The same with something else for each tensor.
+        impl<T> Options<T> {
+            /// Returns the same options with `f` of each tensor.
             ///
             /// # Errors
-            /// The first that `f` has.
-            pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<$options<U>, E> {
-                Ok($options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
+            /// The first error of `f`.
+            pub fn try_map<U, E>(&self, f: impl Fn(&T) -> Result<U, E>) -> Result<Options<U>, E> {
+                Ok(Options { $($name: kinds::$kind::try_map(&self.$name, &f)?,)* })
             }
 
-            /// The tensors that are there, by name.
+            /// Returns the tensors that are given, by name.
             pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &T)> {
                 [$((stringify!($name), kinds::$kind::tensor(&self.$name)),)*].into_iter().filter_map(|(name, t)| Some((name, t?)))
             }
@@ -193,9 +197,45 @@ macro_rules! options {
     };
 }
 
+all_options! {
+    cu_seqlens_q: Tensor = None,
+    cu_seqlens_k: Tensor = None,
+    max_seqlen_q: OptionalInt = None,
+    max_seqlen_k: OptionalInt = None,
+    seqused_k: Tensor = None,
+    cache_seqlens: Tensor = None,
+    cu_seqlens_k_new: Tensor = None,
+    block_table: Tensor = None,
+    cache_batch_idx: Tensor = None,
+    leftpad_k: Tensor = None,
+    k_scale: Tensor = None,
+    v_scale: Tensor = None,
+    k_zero_point: Tensor = None,
+    v_zero_point: Tensor = None,
+    k_descale: Tensor = None,
+    v_descale: Tensor = None,
+    latent_scale: Tensor = None,
+    latent_descale: Tensor = None,
+    rotary_cos: Tensor = None,
+    rotary_sin: Tensor = None,
+    rotary_interleaved: Bool = false,
+    attn_bias: Tensor = None,
+    alibi_slopes: Tensor = None,
+    sinks: Tensor = None,
+    dropout_p: Float = 0.0,
+    softmax_scale: OptionalFloat = None,
+    is_causal: Bool = false,
+    window_left: Int = -1,
+    window_right: Int = -1,
+    softcap: Float = 0.0,
+    num_splits: Int = 0,
+    deterministic: Bool = false,
+    check_lengths: Bool = false,
+}
+
 options! {
     /// The options of `volta_fa::fwd` and `volta_fa::bwd`.
-    OPTIONS, OptionArgs, Options {
+    OPTIONS, OptionArgs {
         cu_seqlens_q: Tensor = None,
         cu_seqlens_k: Tensor = None,
         max_seqlen_q: OptionalInt = None,
@@ -217,7 +257,7 @@ options! {
 
 options! {
     /// The options of `volta_fa::fwd_kvcache`.
-    KVCACHE_OPTIONS, KvCacheOptionArgs, KvCacheOptions {
+    KVCACHE_OPTIONS, KvCacheOptionArgs {
         cache_seqlens: Tensor = None,
         cu_seqlens_q: Tensor = None,
         max_seqlen_q: OptionalInt = None,
@@ -248,7 +288,7 @@ options! {
 
 options! {
     /// The options of `volta_fa::fwd_mla`.
-    MLA_OPTIONS, MlaOptionArgs, MlaOptions {
+    MLA_OPTIONS, MlaOptionArgs {
         cache_seqlens: Tensor = None,
         cu_seqlens_q: Tensor = None,
         max_seqlen_q: OptionalInt = None,
@@ -263,7 +303,8 @@ options! {
     }
 }
 
-/// What [`MLA_OPTIONS`] call a scale of [`KVCACHE_OPTIONS`]; None: latents have none such. Theirs is that of keys and of values.
+/// Returns the name that [`MLA_OPTIONS`] give a scale of [`KVCACHE_OPTIONS`]; None: latents have no such scale. The scale of latents
+/// serves keys and values.
 pub fn scale_of_latents(name: &str) -> Option<&'static str> {
     match name {
         "k_scale" => Some("latent_scale"),
@@ -272,29 +313,15 @@ pub fn scale_of_latents(name: &str) -> Option<&'static str> {
     }
 }
 
-impl<T> KvCacheOptions<T> {
-    /// What a quantized cache has for each token and head, by name: appending writes it with the token.
+impl<T> Options<T> {
+    /// Returns what a quantized cache has for each token and head, by name. An append writes it with the token.
     pub fn token_scales(&self) -> [(&'static str, &Option<T>); 4] {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }
-}
 
-impl<T> From<MlaOptions<T>> for KvCacheOptions<T> {
-    /// The same of a cache of latents, which is a KV cache too: that of keys.
-    fn from(o: MlaOptions<T>) -> Self {
-        KvCacheOptions {
-            cache_seqlens: o.cache_seqlens,
-            cu_seqlens_q: o.cu_seqlens_q,
-            max_seqlen_q: o.max_seqlen_q,
-            block_table: o.block_table,
-            cache_batch_idx: o.cache_batch_idx,
-            k_scale: o.latent_scale,
-            k_descale: o.latent_descale,
-            softmax_scale: o.softmax_scale,
-            is_causal: o.is_causal,
-            num_splits: o.num_splits,
-            check_lengths: o.check_lengths,
-            ..KvCacheOptions::default()
-        }
+    /// Makes the scales of a cache of latents those of a cache of keys.
+    pub fn with_latents_as_keys(mut self) -> Self {
+        (self.k_scale, self.k_descale) = (self.latent_scale.take(), self.latent_descale.take());
+        self
     }
 }

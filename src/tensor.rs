@@ -2,16 +2,15 @@
 
 use crate::error::{Error, Result};
 use crate::launch::MemoryRange;
+use crate::limits::HEADDIM_MULTIPLE;
 use crate::options::UNKNOWN;
 use crate::params::{ElementType, Operand, Output};
-use crate::problem::{DType, Device, Dims, TensorDesc};
+use crate::problem::{padded_headdim, DType, Device, Dims, TensorDesc};
 use crate::shim::{volta_fa_describe, TensorInfo};
 use tch::{Kind, Tensor};
 
 /// Alignment of the kernels' global accesses, bytes.
 const ALIGNMENT: usize = 16;
-/// The same in fp16 elements.
-const ALIGNED_STRIDE: i64 = 8;
 
 /// Of a `c10::ScalarType`.
 fn dtype(scalar_type: i32) -> DType {
@@ -79,16 +78,11 @@ pub fn element_type(t: &Tensor) -> ElementType {
     }
 }
 
-/// headdim as the kernels read it: in 16-byte accesses of fp16.
-pub fn padded_headdim(headdim: i64) -> i64 {
-    (headdim + ALIGNED_STRIDE - 1) / ALIGNED_STRIDE * ALIGNED_STRIDE
-}
-
 /// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 16 bytes, 8 elements in fp16.
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
-    let chunk = if t.kind().elt_size_in_bytes() == 1 { ALIGNMENT as i64 } else { ALIGNED_STRIDE };
+    let chunk = if t.kind().elt_size_in_bytes() == 1 { ALIGNMENT as i64 } else { HEADDIM_MULTIPLE };
     let aligned = t.data_ptr() as usize % ALIGNMENT == 0 && (0..last).all(|i| sizes[i] <= 1 || strides[i] % chunk == 0);
     aligned && sizes[last] % chunk == 0
 }

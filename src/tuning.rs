@@ -1,11 +1,11 @@
 //! Tunings: which kernels serve a card better than the plan's own choice, and which failed on it, as `python -m volta_fa check` finds
-//! out. docs/tuning.md describes the file.
+//! out. docs/reference/tuning-file.md describes the file.
 //!
 //! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
-use crate::problem::{Attention, MergedStates};
+use crate::problem::{Attention, MergedStates, Window};
 use serde::Deserialize;
 use std::fmt;
 
@@ -62,16 +62,16 @@ impl Shape {
             headdim_v: a.headdim_v,
             seqlen_q: a.seqlen_q,
             seqlen_k: a.seqlen_k,
-            rows: a.packed.map_or(a.batch.saturating_mul(a.seqlen_q), |p| p.total_q).saturating_mul(a.nheads),
-            is_causal: match (a.window.left, a.window.right) {
-                (None, Some(0)) => Some(true),
-                (None, None) => Some(false),
+            rows: a.total_q().unwrap_or(a.batch.saturating_mul(a.seqlen_q)).saturating_mul(a.nheads),
+            is_causal: match a.window {
+                Window::CAUSAL => Some(true),
+                Window::FULL => Some(false),
                 _ => None,
             },
             cache: CacheFormat::Unquantized,
             rows_before_keys: {
                 // the device knows how many keys are used
-                let seqlen_k = if a.features.seqused_k { 0 } else { a.seqlen_k };
+                let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
                 (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
             },
         }
@@ -260,7 +260,8 @@ impl Tuning {
     /// # Errors
     /// What is not such a tuning; the message says where.
     pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
-        let text: Text = serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/tuning.md describes it"))?;
+        let text: Text =
+            serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/reference/tuning-file.md describes it"))?;
         if text.format != FORMAT {
             return Err(Error::value("tuning: format", text.format, FORMAT));
         }

@@ -1,7 +1,7 @@
 //! How the CPU backend cuts a problem: everything once, nothing beyond the window, memory linear in the sequence.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
-use volta_fa::problem::{Attention, RequestedFeatures, Window};
+use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
 
 fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Window) -> Attention {
     Attention {
@@ -14,8 +14,12 @@ fn problem(seqlen_q: i64, seqlen_k: i64, nheads: i64, nheads_k: i64, window: Win
         headdim_v: 64,
         softmax_scale: 0.125,
         window,
-        packed: None,
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Dense,
         features: RequestedFeatures::default(),
+        appended: Appended::default(),
+        num_splits: 0,
     }
 }
 

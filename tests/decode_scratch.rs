@@ -6,7 +6,7 @@ use volta_fa::kernels::{image, CacheFormat};
 use volta_fa::launch::bytes_of;
 use volta_fa::params::{DecodeParams, Operand, Output};
 use volta_fa::plan::{self, DecodePlan, DeviceLimits};
-use volta_fa::problem::{Attention, RequestedFeatures, Window};
+use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use volta_sim::{Extent, Launch, Module, Schedule};
 
 const TOKENS: i64 = 3000;
@@ -37,7 +37,7 @@ struct Call {
 impl Call {
     fn new() -> Call {
         let a = attention();
-        let plan = plan::decode(&a, CacheFormat::Unquantized, false, &DeviceLimits::V100).unwrap();
+        let plan = plan::decode(&a, false, &DeviceLimits::V100).unwrap();
         let module = Module::load(&image(plan.kernel.variant).cubin().unwrap()).unwrap();
         Call {
             module,
@@ -99,8 +99,12 @@ fn attention() -> Attention {
         headdim_v: HEADDIM,
         softmax_scale: 0.125,
         window: Window { left: None, right: None },
-        packed: None,
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Cache(Cache { layout: CacheLayout::Entries, entries: 1, rows: TOKENS, format: CacheFormat::Unquantized }),
         features: RequestedFeatures::default(),
+        appended: Appended::default(),
+        num_splits: 0,
     }
 }
 

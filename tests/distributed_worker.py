@@ -369,7 +369,7 @@ def bit_equal(world):
 
 @case(1, 2)
 def compiled(world):
-    """As docs/context-parallel.md says: left out of torch.compile's graphs, of which there is then one before and one after it."""
+    """As docs/guides/context-parallel.md says: left out of torch.compile's graphs, of which there is then one before and one after it."""
     attend = torch.compiler.disable(ring_attention)
     q = shard_sequence(inputs(torch.float64, world.device, nheads_k=4)[0], None)
 

@@ -4,7 +4,9 @@ use volta_fa::error::ErrorKind;
 use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamBlock, Pass, RowKind, Scratch, Variant, COMPILED, VOLTA};
 use volta_fa::params::StreamKSplit;
 use volta_fa::plan::{self, BackwardMode, DeviceLimits, PlannedKernel, Reason};
-use volta_fa::problem::{self, Attention, Backend, DType, Device, MergedStates, Options, Packed, RequestedFeatures, TensorDesc, Window};
+use volta_fa::problem::{
+    self, Appended, Attention, Backend, DType, Device, Keys, MergedStates, Options, Queries, RequestedFeatures, TensorDesc, Window,
+};
 use volta_fa::tuning::{Card, Tuning, MAX_CHOICES};
 
 fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Attention {
@@ -18,17 +20,27 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
         headdim_v,
         softmax_scale: 0.125,
         window: Window { left: None, right: None },
-        packed: None,
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Dense,
         features: RequestedFeatures::default(),
+        appended: Appended::default(),
+        num_splits: 0,
     }
 }
 
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
-/// What a problem asks for, and which needs that is.
-fn wishes() -> [(RequestedFeatures, Option<Packed>, FeatureSet); 14] {
-    let packed = Some(Packed { total_q: 150, total_k: 170 });
+/// The same problem on packed tensors of these rows of queries and keys, if any.
+fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
+    let Some([total_q, total_k]) = packed else { return a };
+    Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
+}
+
+/// What a problem asks for, its packed rows, and which features that is.
+fn wishes() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+    let packed = Some([150, 170]);
     let features = RequestedFeatures::default();
     [
         (features, None, FeatureSet::NONE),
@@ -63,7 +75,7 @@ fn own_device(family: &Family) -> DeviceLimits {
 fn every_headdim_has_kernels_and_padding_is_least() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
         for (features, packed, asked) in wishes() {
-            let a = Attention { features, packed, ..attention(100, 100, headdim, headdim_v) };
+            let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
@@ -95,8 +107,10 @@ fn every_variant_is_chosen_for_some_problem() {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
                 for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
-                    let a =
-                        Attention { nheads, nheads_k: nheads, batch: 1, features, packed, ..attention(seqlen, seqlen, headdim, headdim_v) };
+                    let a = stored(
+                        packed,
+                        Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
+                    );
                     let device = DeviceLimits { only: Some(family), ..own_device(family) };
                     let forward = plan::forward(&a, &device).into_iter();
                     let backward = [DEFAULT, DETERMINISTIC].into_iter().filter_map(|mode| plan::backward(&a, mode, &device).ok());
@@ -305,8 +319,8 @@ fn few_keys_take_one_kernel() {
     assert_eq!(name(&with(200, (100, 64), 128), v100), "volta_bwd_fused_128_small");
     assert_eq!(name(&Attention { nheads_k: 1, ..with(4, (64, 64), 64) }, v100), "volta_bwd_fused_64_small");
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_fused_64");
-    let packed = Some(Packed { total_q: 100, total_k: 100 });
-    assert_eq!(name(&Attention { packed, ..with(3, (60, 60), 64) }, v100), "volta_bwd_varlen_fused_64_small");
+    let packed = Some([100, 100]);
+    assert_eq!(name(&stored(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
     // many rows for few blocks; but these are others' work for a GPU full of them
     assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
@@ -422,7 +436,7 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
             for (features, packed, asked) in wishes() {
-                let a = Attention { features, packed, ..attention(100, 100, headdim, headdim) };
+                let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
                     assert!(v.needs.covers(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
@@ -558,8 +572,8 @@ fn packed_sequences_have_room_in_the_scratch_memory() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
         let total_q = lengths.iter().sum();
         let longest = *lengths.iter().max().unwrap();
-        let packed = Some(Packed { total_q, total_k: 10 });
-        let a = Attention { packed, batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) };
+        let packed = Some([total_q, 10]);
+        let a = stored(packed, Attention { batch: lengths.len() as i64, ..attention(longest, 10, 64, 64) });
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
         let rounding = i64::from(plan.scratch.row_rounding);
         let (mut first_row, mut free) = (0, 0);
@@ -838,7 +852,9 @@ fn problems() -> impl Iterator<Item = Attention> {
     let headdims = (8..=256).step_by(8).map(|d| (d, d)).chain([(192, 128), (40, 200)]);
     let shapes = headdims.flat_map(|(d, v)| [(64, 2), (1000, 16)].map(|(seqlen, nheads)| (d, v, seqlen, nheads)));
     shapes.flat_map(|(d, v, seqlen, nheads)| {
-        wishes().map(|(features, packed, _)| Attention { nheads, nheads_k: nheads, features, packed, ..attention(seqlen, seqlen, d, v) })
+        wishes().map(|(features, packed, _)| {
+            stored(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
+        })
     })
 }
 
@@ -879,7 +895,7 @@ fn choices_are_taken_for_their_class() {
 fn packed_rows_are_counted_as_they_lie() {
     let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
     for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
-        let a = Attention { packed: Some(Packed { total_q, total_k: 9 }), ..attention(125, 5, 64, 64) };
+        let a = stored(Some([total_q, 9]), attention(125, 5, 64, 64));
         assert_eq!(forward_of(&a, &d).1 == Reason::Tuned, expected, "{total_q}");
     }
 }

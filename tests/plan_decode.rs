@@ -1,8 +1,11 @@
 //! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
 
 use volta_fa::kernels::{self, CacheFormat, Pass};
-use volta_fa::plan::{self, DecodePlan, DeviceLimits, MAX_DECODE_ROWS};
-use volta_fa::problem::{Attention, RequestedFeatures, Window};
+use volta_fa::limits::MAX_DECODE_ROWS;
+use volta_fa::plan::{self, DecodePlan, DeviceLimits};
+use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+
+const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
 /// Three sequences of up to 800 tokens.
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
@@ -16,18 +19,31 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
         headdim_v: headdim,
         softmax_scale: 1.0,
         window: Window { left: None, right: Some(0) },
-        packed: None,
+        dtype: DType::Half,
+        queries: Queries::Dense,
+        keys: Keys::Cache(CACHE),
         features: RequestedFeatures::default(),
+        appended: Appended::default(),
+        num_splits: 0,
     }
 }
 
 /// The same of multi-head latent attention.
 fn latents(heads: i64, seqlen_q: i64) -> Attention {
-    Attention { nheads: heads, nheads_k: 1, headdim_v: 512, ..cached(576, 1, seqlen_q) }
+    Attention { nheads: heads, nheads_k: 1, headdim_v: 512, keys: Keys::Latents(CACHE), ..cached(576, 1, seqlen_q) }
 }
 
-fn plan(a: &Attention, others: bool, d: &DeviceLimits) -> DecodePlan {
-    plan::decode(a, CacheFormat::Unquantized, others, d).unwrap()
+/// The same with a cache of another format; `Bf16`: beside bf16 queries.
+fn with_format(a: Attention, format: CacheFormat) -> Attention {
+    if format == CacheFormat::Bf16 {
+        return Attention { dtype: DType::BFloat16, ..a };
+    }
+    let cache = Cache { format, ..CACHE };
+    Attention { keys: if a.has_latents() { Keys::Latents(cache) } else { Keys::Cache(cache) }, ..a }
+}
+
+fn plan(a: &Attention, has_long: bool, d: &DeviceLimits) -> DecodePlan {
+    plan::decode(a, has_long, d).unwrap()
 }
 
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
@@ -39,11 +55,11 @@ fn every_variant_is_chosen_for_some_problem() {
         .map(|v| v.name)
         .collect();
     for d in [DeviceLimits::V100, T4] {
-        unused.retain(|name| *name != plan::convert(800, 2, &d).unwrap().variant.name);
+        unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
         for format in [&[CacheFormat::Unquantized], QUANTISED.as_slice()].concat() {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for heads in [1, 16, 32, 64, 128] {
-                let planned = plan::decode(&latents(heads, 1), format, false, &d);
+                let planned = plan::decode(&with_format(latents(heads, 1), format), false, &d);
                 assert_eq!(planned.is_err(), format == CacheFormat::Int4, "latents are not kept in int4");
                 unused.retain(|name| planned.as_ref().is_ok_and(|p| *name != p.kernel.variant.name) || planned.is_err());
             }
@@ -53,7 +69,7 @@ fn every_variant_is_chosen_for_some_problem() {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
                 for format in QUANTISED.into_iter().chain([CacheFormat::Bf16]) {
-                    unused.retain(|name| *name != plan::decode(&a, format, false, &d).unwrap().kernel.variant.name);
+                    unused.retain(|name| *name != plan::decode(&with_format(a, format), false, &d).unwrap().kernel.variant.name);
                 }
             }
             for softcap in [0.0, 30.0] {
@@ -78,7 +94,7 @@ fn conversion_reaches_as_far_as_a_step_of_keys() {
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
     }
-    let planned = plan::convert(801, 2, &DeviceLimits::V100).unwrap();
+    let planned = plan::dequantize(801, 2, &DeviceLimits::V100).unwrap();
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
@@ -90,13 +106,13 @@ fn a_quantized_cache_has_kernels_of_its_own() {
     for format in QUANTISED {
         for d in [DeviceLimits::V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
-                let v = plan::decode(&cached(128, group, 1), format, false, &d).unwrap().kernel.variant;
+                let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;
                 assert_eq!((v.cache, v.block_rows, v.headdim), (format, rows, 128), "{}", v.name);
             }
         }
         let turing = kernels::COMPILED.families().find(|f| f.name == "turing");
         let none = DeviceLimits { only: turing, ..T4 };
-        let e = plan::decode(&cached(128, 8, 1), format, false, &none).unwrap_err();
+        let e = plan::decode(&with_format(cached(128, 8, 1), format), false, &none).unwrap_err();
         assert!(e.message.contains(format.name()), "{e}");
     }
 }

@@ -149,9 +149,9 @@ fn packed_refused(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut Tens
 fn accepted_packed_problem() {
     let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (3, 7, 9, 6, 3, 64, 32));
-    assert_eq!(a.packed, Some(Packed { total_q: 10, total_k: 20 }));
+    assert_eq!((a.queries, a.keys), (Queries::Packed { total: 10 }, Keys::Packed { total: 20 }));
     assert_eq!((a.query_shape(32), a.lse_shape()), (vec![10, 6, 32], vec![6, 10]));
-    assert!(a.is_ragged() && !a.is_empty());
+    assert!(a.is_varlen() && !a.is_empty());
 }
 
 /// max_seqlen may be any upper limit; grids and masks are made for what there can be. The shape of a bias follows the argument.

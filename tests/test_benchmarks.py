@@ -207,7 +207,7 @@ def test_decode_sweep(tmp_path):
     section = files["markdown"].read_text()
     assert all(f"{p['us']:.1f}, {p['gb_s']:.0f}, {p['share']:.0%}" in section for p in found) and "Published by others" in section
     assert files["plot"].read_bytes().startswith(PNG)
-    page = REPOSITORY / "docs" / "decode-kernels.md"
+    page = docs.PAGE
     assert section in docs.fill(page.read_text(), "decode_sweep", section)
 
 
@@ -239,8 +239,8 @@ def test_docs(tmp_path):
 
 
 def test_the_page_has_every_section():
-    page = (REPOSITORY / "docs" / "performance.md").read_text()
-    for name in ("volta", "t4", "rtx2080ti", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
+    page = (REPOSITORY / "docs" / "reference" / "figures.md").read_text()
+    for name in ("volta", "t4", "rtx2080ti", "decode_sweep", "gpu-table", "gpu-memory", "cpu-table", "cpu-memory"):
         assert page.count(f"<!-- begin {name} -->") == page.count(f"<!-- end {name} -->") == 1
 
 

@@ -141,7 +141,7 @@ def test_context_parallel():
 def test_every_example_is_here_and_in_the_documentation():
     """None is forgotten: each is run by this file, itself or as a module of one that is, and named where the ways in are listed."""
     tests = (REPOSITORY / "tests" / "test_examples.py").read_text()
-    documentation = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    documentation = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
     programs = [path for path in EXAMPLES.glob("*.py") if f'"{path.name}"' in tests]
     for path in EXAMPLES.glob("*.py"):
         assert path in programs or any(f"from {path.stem} import" in program.read_text() for program in programs), path

@@ -459,7 +459,7 @@ PRECISION = [
 @pytest.mark.parametrize("case,of_rounding,of_eager", PRECISION, ids=lambda x: str(x) if isinstance(x, Case) else "")
 @on(*BF16_KERNELS)
 def test_precision_of_bf16(backend, case, of_rounding, of_eager):
-    """Results are about as near as bf16 can be: docs/features.md has the figures that this prints."""
+    """Results are about as near as bf16 can be: docs/design/numerics.md has the figures that this prints."""
     (q, k, v, dout), options = case.problem(backend)
     v /= case.spread
     found = results(backend, q, k, v, dout, **options)

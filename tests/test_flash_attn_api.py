@@ -144,6 +144,24 @@ def test_signatures_are_flash_attns(name):
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
+#: Arguments that are tensors in every call.
+TENSORS = ("q", "k", "v", "kv", "qkv", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "k_cache", "v_cache")
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_none_for_a_tensor_is_an_error_that_names_it(name):
+    parameters = inspect.signature(getattr(volta_fa, name)).parameters.values()
+    arguments = {p.name: 5 for p in parameters if p.default is p.empty}
+    for tensor in arguments.keys() & set(TENSORS):
+        shape = {"kv": (2, 3, 2, 1, 8), "qkv": (2, 3, 3, 1, 8)} if "varlen" not in name else {"kv": (6, 2, 1, 8), "qkv": (6, 3, 1, 8)}
+        arguments[tensor] = torch.zeros(shape.get(tensor, (2, 3, 1, 8)))
+    missing = arguments.keys() & set(TENSORS)
+    assert missing
+    for tensor in missing:
+        with pytest.raises(ValueError, match=f"volta_fa: {tensor}: got None, expected a tensor$"):
+            getattr(volta_fa, name)(**arguments | {tensor: None})
+
+
 # ---- dense -----------------------------------------------------------------------------------------------------
 
 DENSE = {

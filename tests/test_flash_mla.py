@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reference
+from cached import expected
 from conftest import on, within
 from test_mla import draw, latents
 from volta_fa import flash_mla
@@ -31,7 +32,7 @@ def test_against_fp64(backend, causal):
     assert out.shape == (2, 2, 16, 512) and out.dtype == problem.q.dtype
     assert lse.shape == (2, 16, 2) and lse.dtype == torch.float32
     for b in range(2):
-        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
         scores = problem.score_options(b)
         within(backend, "out", out[b : b + 1], ref.out, reference.forward_budget(ref, *inputs, **scores))
         assert reference.max_error(lse[b : b + 1], ref.softmax_lse) <= reference.lse_tolerance(ref, problem.q.dtype)
@@ -88,6 +89,7 @@ WRONG = {
     "sparse": ({"indices": torch.zeros(2, 1, 64)}, NotImplementedError, r"indices: got a tensor of shape \(2, 1, 64\), expected None"),
     "table": ({"block_table": None}, NotImplementedError, "block_table: got None"),
     "lengths": ({"cache_seqlens": None}, NotImplementedError, "cache_seqlens: got None"),
+    "q": ({"q": None}, ValueError, "q: got None, expected a tensor"),
     "heads": ({"k_cache": torch.zeros(4, 64, 2, 576)}, ValueError, "latent_cache: got nheads_k 2"),
     "headdim": ({"k_cache": torch.zeros(4, 64, 1, 512)}, ValueError, "latent_cache: got headdim 512"),
 }

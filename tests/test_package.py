@@ -103,12 +103,15 @@ def test_links_on_the_site():
     spec = importlib.util.spec_from_file_location("hook", REPOSITORY / "tools/docs/hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    readme = "[a](docs/features.md#bf16), [`b`](src/plan.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
-    site = "[a](features.md#bf16), `b`, [c](simulator.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    readme = (
+        "[a](docs/guides/sdpa.md#layers), [`b`](src/plan.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    )
+    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
     assert hook.site_links(readme, "index.md") == site
-    page = "[a](../README.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\n[f](../build.rs)"
-    site = "[a](index.md#use) ![b](images/call.svg) [c](#d) [nowhere](../src/nowhere.rs)\n```\n[e](../build.rs)\n```\nf"
-    assert hook.site_links(page, "sdpa.md") == site
+    code = "\n```\n[e](../build.rs)\n```\n"
+    page = f"[a](../../README.md#use) ![b](../images/call.svg) [c](#d) [nowhere](../../src/nowhere.rs){code}[f](../../build.rs)"
+    site = f"[a](../index.md#use) ![b](../images/call.svg) [c](#d) [nowhere](../../src/nowhere.rs){code}f"
+    assert hook.site_links(page, "guides/sdpa.md") == site
     assert all((REPOSITORY / path).exists() for path in hook.ELSEWHERE)
 
 

@@ -1,4 +1,4 @@
-"""The simulation of docs/context-parallel.md: its limits, and a case by hand."""
+"""The simulation of docs/log/2026-11-22-context-parallel.md: its limits, and a case by hand."""
 
 import dataclasses
 

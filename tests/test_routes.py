@@ -642,7 +642,7 @@ CPP = REPOSITORY / "examples" / "cpp"
 
 
 def build(source, target):
-    """A plain g++ line against libtorch, as docs/routes.md shows it."""
+    """A plain g++ line against libtorch, as docs/guides/integrations.md shows it."""
     from torch.utils.cpp_extension import include_paths
 
     torch_lib = os.path.join(os.path.dirname(torch.__file__), "lib")

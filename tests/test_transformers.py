@@ -495,7 +495,7 @@ def test_continuous_batching(name, pages, monkeypatch):
 
 def test_continuous_batching_of_others(monkeypatch):
     """Refused by name, before anything is generated, where transformers' own cache is wrong."""
-    monkeypatch.setattr(volta_fa.integrations.transformers, "_VERSION", (5, 13))
+    monkeypatch.setattr(volta_fa.integrations.transformers.releases, "VERSION", (5, 13))
     with pytest.raises(NotImplementedError, match="generate_batch: got transformers .*, expected 5.17 or later"):
         make(*CAUSAL["llama"](transformers), "volta_fa").get_correct_attn_implementation("paged|volta_fa")
 
@@ -843,20 +843,20 @@ def test_a_class_in_a_program_with_other_attention():
 
 @pytest.mark.parametrize("version", [(4, 56), (6, 0)])
 def test_other_versions_of_transformers(version, monkeypatch):
-    monkeypatch.setattr(volta_fa.integrations.transformers, "_VERSION", version)
+    monkeypatch.setattr(volta_fa.integrations.transformers.releases, "VERSION", version)
     if version < (4, 57):
         with pytest.raises(ImportError, match="needs transformers 4.57 or 5.x"):
-            volta_fa.integrations.transformers._register()
+            volta_fa.integrations.transformers.register()
     else:
         monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", None)
         with pytest.warns(UserWarning, match="tested with transformers 4.57 and 5.x"):
-            volta_fa.integrations.transformers._register()
+            volta_fa.integrations.transformers.register()
 
 
 def test_headdim_above_256_is_refused():
     config = transformers.LlamaConfig(**GROUPED, head_dim=260)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="volta_fa")
-    with pytest.raises(NotImplementedError, match="headdim: LlamaAttention has 260, expected at most 256"):
+    with pytest.raises(NotImplementedError, match="headdim: got 260 in LlamaAttention, expected at most 256"):
         run(model, input_ids=tokens())
 
 
@@ -882,7 +882,7 @@ def call(attention_mask=None, batch=2, seqlen=6, **kwargs):
 
 @pytest.mark.parametrize("name", ["head_mask", "indices", "block_indices", "sinks", "cache"])
 def test_arguments_that_nothing_can_do_are_refused(name):
-    with pytest.raises(NotImplementedError, match=f"{name}: SimpleNamespace uses"):
+    with pytest.raises(NotImplementedError, match=f"{name}: got .* in SimpleNamespace, expected (None|the cache)"):
         call(**{name: torch.ones(1)})
     call(**{name: None})
 
@@ -891,7 +891,7 @@ def test_head_masks_are_refused():
     """In transformers 4.57 ViT and its relatives hand them over as masks."""
     _, ours = models("vit")
     pixels = torch.randn(BATCH, 3, 32, 32)
-    with pytest.raises(NotImplementedError, match="head_mask: ViT.*Attention uses a factor for each head"):
+    with pytest.raises(NotImplementedError, match="head_mask: got a factor for each head in ViT.*Attention, expected None"):
         run(ours, pixel_values=pixels, head_mask=torch.tensor([1.0, 0.0, 1.0, 0.5]))
 
 
@@ -902,10 +902,10 @@ def test_packed_sequences_with_a_mask_are_refused():
     call(MaskRule((2, 1, 6, 6), "cpu", 3, 0), **sequences)
     padded = MaskRule((2, 1, 6, 6), "cpu", -1, 0, leftpad_k=torch.tensor([1, 0], dtype=torch.int32))
     for mask in (torch.ones(2, 1, 6, 6, dtype=torch.bool), torch.zeros(2, 1, 6, 6), padded):
-        with pytest.raises(NotImplementedError, match="attention_mask: SimpleNamespace got .*, and cu_seq_lens_q: expected one of them"):
+        with pytest.raises(NotImplementedError, match="attention_mask: got .* in SimpleNamespace, and cu_seq_lens_q, expected one of them"):
             call(mask, **sequences)
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=3))
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: SimpleNamespace attends in chunks"):
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: got it in SimpleNamespace, which attends in chunks"):
         volta_fa.transformers.attention(module, *torch.randn(3, 2, 2, 6, 8), None, **sequences)
 
 

@@ -320,14 +320,14 @@ def test_nothing_else_reads_it():
     cache, states = filled()
     k, v = cache.update(states[0], states[1], 0)
     for f in (lambda: k + 1, lambda: k[:, :, :4], lambda: torch.cat((v, v)), lambda: v.float().sum()):
-        with pytest.raises(NotImplementedError, match="past_key_values: the keys or values of a QuantizedCache were given to"):
+        with pytest.raises(NotImplementedError, match="past_key_values: got a QuantizedCache whose keys or values are given to"):
             f()
     assert k.detach() is k and "QuantizedStates" in repr(k)
     eager, ours = models("llama")
     cache = QuantizedCache(ours.config)
     with torch.no_grad():
         eager(tokens(), past_key_values=cache)
-        with pytest.raises(NotImplementedError, match="expected a model with that one"):
+        with pytest.raises(NotImplementedError, match="expected a model with attn_implementation='volta_fa'"):
             eager(tokens(), past_key_values=cache)
 
 
@@ -338,7 +338,7 @@ def test_masks_that_are_refused():
         cache = QuantizedCache(ours.config)
         with torch.no_grad():
             ours(tokens(), past_key_values=cache)
-            with pytest.raises(NotImplementedError, match="attention_mask: LlamaAttention got one that is more than"):
+            with pytest.raises(NotImplementedError, match="attention_mask: got one that is more than .* in LlamaAttention"):
                 ours(tokens(seqlen=3), attention_mask=mask, past_key_values=cache)
     cache, states = filled()
     k, v = cache.update(states[0], states[1], 0)

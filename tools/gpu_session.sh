@@ -1,5 +1,5 @@
 #!/bin/sh
-# The benchmarks of docs/performance.md that need a GPU, in one command of at most seven minutes:
+# The benchmarks of docs/reference/figures.md that need a GPU, in one command of at most seven minutes:
 #
 #     tools/gpu_session.sh OUT [PYTHON]
 #

@@ -1,4 +1,4 @@
-"""What `python -m volta_fa check` compares a V100 with: the simulated figures of docs/performance.md, as data in the package.
+"""What `python -m volta_fa check` compares a V100 with: the simulated figures of docs/reference/figures.md, as data in the package.
 
     python tools/predictions.py            writes python/volta_fa/check/predictions.json
     python tools/predictions.py --check    exits non-zero where that file says something else
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGE = REPOSITORY / "docs/performance.md"
+PAGE = REPOSITORY / "docs/reference/figures.md"
 PREDICTIONS = REPOSITORY / "python/volta_fa/check/predictions.json"
 # plain shapes of one batch entry, at powers of two
 CASE = re.compile(r"D=(?P<headdim>\d+) N=(?P<seqlen>\d+) H=(?P<nheads>\d+)(?P<causal> causal)?")

@@ -2,7 +2,7 @@
 
     python tools/torch_matrix.py WHEEL                              # every release of tools/torch_releases.py
     python tools/torch_matrix.py WHEEL --releases 2.10.0 2.15.0
-    python tools/torch_matrix.py WHEEL --docs                       # and put the table into docs/install.md
+    python tools/torch_matrix.py WHEEL --docs                       # and put the table into docs/reference/compatibility.md
 
 The checks are those of tools/torch_matrix_checks.py. Prints a table, and leaves a JSON and a Markdown file in --output. Environments
 come from uv, whose cache they are links into, and are removed as soon as their release is done: about 12 GB are needed at a time.
@@ -34,7 +34,7 @@ import torch_releases
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = Path(__file__).with_name("torch_matrix_checks.py")
-DOCS = ROOT / "docs" / "install.md"
+DOCS = ROOT / "docs" / "reference" / "compatibility.md"
 MARKS = ("<!-- the matrix: tools/torch_matrix.py --docs -->", "<!-- end of the matrix -->")
 _REQUIREMENTS = ROOT / "tools" / "requirements"
 #: The oldest release that volta_fa.transformers supports and what it needs, for a folder of its own; and the newest.
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--python", help="version or path, for uv (default: of each release another, where uv finds it)")
     parser.add_argument("--output", type=Path, default=ROOT / "target" / "torch-matrix", help="folder of environments, logs and results")
     parser.add_argument("--keep", action="store_true", help="leave the environments and uv's cache")
-    parser.add_argument("--docs", action="store_true", help="put the table of all releases into docs/install.md")
+    parser.add_argument("--docs", action="store_true", help="put the table of all releases into docs/reference/compatibility.md")
     options = parser.parse_args(arguments)
     if not options.wheel.exists():
         parser.error(f"{options.wheel} does not exist: `make matrix` builds one")

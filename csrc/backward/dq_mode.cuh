@@ -1,10 +1,12 @@
-// What a main kernel of the backward pass does with dq.
+// What a main kernel of the backward pass (single_role.cuh, warp_specialized.cuh) does with dq. Template parameter of these
+// kernels.
 #pragma once
 
+// What becomes of dq.
 enum class DqMode {
-    kSeparate,  // another kernel computes them
-    kAtomicAdd,     // to their accumulator, by atomics
-    // Stored, since the block has all keys of its heads. Then it is the whole backward pass: it makes the statistics of its rows
-    // before it begins with a head, and walks over all rows of queries, since those that see no key have a gradient too, 0.
+    kSeparate,  // leaves dq to a second kernel (dq.cuh): deterministic, no atomics
+    kAtomicAdd,  // adds dq to the fp32 accumulator by atomics; preprocess clears it, postprocess converts it
+    // Stores dq itself, because the block has all keys of its heads: the fused kernel, the whole backward pass in one launch.
+    // It computes the row statistics too, and visits all query rows, because rows that see no key get a dq of 0.
     kStore,
 };

@@ -1,13 +1,15 @@
-// In which type dq, dk and dv leave the kernels: fp16, or bf16 where the problem's tensors are bf16 (src/ops/bf16.rs).
+// Output dtype of dq, dk and dv: fp16, or bf16 if the problem's tensors are bf16 (src/ops/bf16.rs). Used where gradients leave
+// a kernel: products and postprocess.
 #pragma once
 
 #include "half.cuh"
 #include "seqlen_info.cuh"
 #include "volta_fa_params.h"
 
-// Whether it is bf16; plain kernels know fp16 only.
+// Whether gradients are bf16. Plain kernels have only the fp16 code.
 __device__ __forceinline__ bool gradients_are_bf16(const BwdParams& p) { return kHasBf16Gradients && p.gradients_are_bf16; }
 
+// Packs two fp32 gradients in the output dtype.
 template <bool BF16>
 __device__ __forceinline__ unsigned to_gradient2(float lo, float hi) {
     return BF16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);

@@ -1,10 +1,11 @@
-// Single instructions on memory, and values that stay in registers, beyond those of tile.cuh.
+// Inline PTX of the backward kernels: values that must stay in registers, and loads and atomics on global memory (see also
+// tile.cuh).
 #pragma once
 
 #include "tile.cuh"
 
-// Two shared addresses in one register, opaque to the compiler: it would otherwise recompute each from
-// threadIdx wherever it runs short of registers. Addresses are even and below 2^17.
+// Two shared addresses in one register, opaque to the compiler, which would otherwise recompute each from threadIdx when
+// registers are short. Addresses are even and below 2^17.
 class AddressPair {
     unsigned packed_;
 
@@ -16,13 +17,14 @@ public:
     __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
 };
 
-// Keeps a pointer that the compiler would otherwise compute again and again. (See pinned() of an int.)
+// Keeps a pointer in registers; see keep_in_register(int) in tile.cuh.
 __device__ __forceinline__ float* keep_in_register(float* x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
     return x;
 }
 
-// These say that the address is global, which the compiler cannot see behind pinned().
+// Loads and atomics that name the global address space, which the compiler cannot infer after keep_in_register(). load_global4
+// uses L1, _constant the read-only path, _l2 only L2.
 __device__ __forceinline__ float4 load_global4(const float* p) {
     float4 r;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
@@ -33,7 +35,6 @@ __device__ __forceinline__ float4 load_global4_constant(const float* p) {
     asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));
     return r;
 }
-// From L2.
 __device__ __forceinline__ float4 load_global4_l2(const float* p) {
     float4 r;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));

@@ -1,14 +1,16 @@
-// What general kernels do to scores, probabilities and their gradients (score_modifier.cuh), for any layout (score_place.cuh).
+// Softcap, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used by the
+// generic kernels of both families: from S = Q K^T to the exponent of P, and from dP to dS.
 //
-// They take a warp's tiles of scores in a rolled loop, for the instruction cache. Registers cannot be indexed: the
-// loop works on the first tile, and the others move down by one (next_tile). What only some problems ask for is derived
-// again at every step, so that it holds no registers in between.
+// Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed,
+// so the loop works on the first tile, and next_tile moves the others down by one. Parameters of features are loaded again in
+// every step, so that they hold no registers in between.
 #pragma once
 
 #include "backward/memory.cuh"
 #include "backward/score_coord.cuh"
 #include "score_mod.cuh"
 
+// Moves all tiles but the first down by one.
 template <int M, int N, int E>
 __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 #pragma unroll
@@ -19,16 +21,16 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// From q.k - lse / scale to the capped score minus lse, in units of log2. `statistic` is the -lse / scale that an element
-// began with, slope softcap's derivative there.
+// Returns the capped score minus lse, in log2 units, of s = q.k - lse / scale. `statistic` is the -lse / scale that the
+// accumulator started with. Sets `slope` to softcap's derivative there.
 __device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const Softcap& softcap, float& slope) {
-    // Rows without probabilities have -inf, and s is that too.
+    // Rows without probabilities have a statistic of -inf, and so is s.
     const float logistic = softcap.logistic(s - fmaxf(statistic, kLowest));
     slope = Softcap::derivative(logistic);
     return fmaf(-2.f * softcap.cap, logistic, fmaf(statistic, p.problem.scale_log2, softcap.cap));
 }
 
-// ALiBi and bias, to scores in units of log2. Queries from query_end on do not exist, or see none of the keys.
+// Adds the bias to scores in log2 units. Queries from query_end on do not exist, or see none of the keys.
 template <class Layout>
 __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdParams& p, int batch, int head, int query_end,
                                          const ScoreCoord<Layout>& coord) {
@@ -59,6 +61,7 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
     }
 }
 template <class Layout>
+// Adds ALiBi and bias, each only if the problem has it.
 __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
                                                    const ScoreCoord<Layout>& coord) {
     const ScoreOptions& options = p.score_options;
@@ -66,7 +69,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
     if (uses_alibi(options)) {
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
         const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
-        // one conversion, by the XU pipe, for all elements
+        // One int-to-float conversion (slow XU pipe) for all elements.
         const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
         for (int v = 0; v < Layout::kElements; v++)
@@ -75,7 +78,7 @@ __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, con
     if (uses_bias(options)) add_bias(s, p, batch, head, query_end, coord);
 }
 
-// Adds the gradient of a tile's scores to that of the bias.
+// Adds the gradient of a tile's scores to dbias, by atomics.
 template <class Layout>
 __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& ds, const BwdParams& p, int head,
                                                   const ScoreCoord<Layout>& coord) {
@@ -92,33 +95,37 @@ __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& d
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// The gradient of a probability behind dropout, from dP - delta: it is delta's part alone where the probability was dropped.
+// Returns dP - delta after dropout. For a dropped probability that is -delta alone.
 __device__ __forceinline__ float dropped_gradient(float dp, float neg_delta, bool is_dropped, float dropout_scale) {
     return is_dropped ? neg_delta : fmaf(dp - neg_delta, dropout_scale, neg_delta);
 }
 
-// 0xffff where `signs` has the sign bit of a half. (prmt copies signs where the selector says 8 and more; __byte_perm does not.)
+// Returns 0xffff in each half whose sign bit is set in `signs`. prmt copies signs for selectors of 8 and more; __byte_perm does
+// not.
 __device__ __forceinline__ unsigned sign_masks(unsigned signs) {
     unsigned halves;
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));
     return halves;
 }
 
+// The random number generator of one head.
 __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Of two calls, one of this lane's and one of another's, that have rows 4 apart, what is of the lane's own rows: those with or
-// without the bit of 4. The lane's call was for its row number `mine_is`, 0 or 1; the result is as kept_bits of these two rows.
+// Combines the bits of two Philox calls for rows that differ by 4: this lane's call and its partner's. From both it keeps those
+// of this lane's rows, with or without bit 2 of the row (`has_bit_of_4`). The lane's call was for its row number mine_is, 0 or
+// 1. The result has the bits of these two rows, numbered by kept_bit.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     return mine_is ? others | mine << kept_bit(1, 0) : mine | others << kept_bit(1, 0);
 }
 
-// Which of a tile's probabilities dropout keeps, where a lane has all of its four keys of two queries: bit
-// kept_bit(row_of(v), key_slot(v)) of element v. The lane kQueryMate beside it has the queries with which these share their calls,
-// and each draws for one of two. All lanes of the warp together. (Where a lane has two keys of four, sharing is the family's.)
+// Returns which probabilities of a tile dropout keeps, for layouts where a lane has four keys of two queries: bit
+// kept_bit(row_of(v), key_slot(v)) for element v. The partner lane (XOR kQueryPartnerMask) has the queries that share Philox
+// calls with these, so each lane draws for one of its two. All lanes of the warp call it together. (Families have their own
+// function for layouts with two keys of four.)
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "see above");

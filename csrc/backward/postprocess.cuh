@@ -1,18 +1,18 @@
-// Backward, last kernel: dq = scale * dq_accum in fp16 or bf16, into the caller's strides. Where there are several accumulators,
-// their sum in a fixed order.
+// Last kernel of the backward pass with atomics: dq = scale * dq_accum, from fp32 to fp16 or bf16, into the caller's strides.
+// Several accumulators (dq_accum_splits) are summed in a fixed order, so the result is deterministic.
 //
-// The factor is the positive scale: where softmax_scale is negative, the keys that the accumulator was
-// computed with carry the sign (Problem::sign_flip).
+// The factor is the positive scale: where softmax_scale is negative, the keys of the accumulator carry the sign
+// (Problem::sign_flip).
 //
-// The same for every family but for RowStats (scratch.cuh) and DqAccumulator, the order of the accumulator: where a row and a
-// column of it lie, how eight neighbouring columns are loaded, and, since that decides how well it reads, which of kThreads threads
-// begins with which row and which eight columns.
+// A family passes RowStats (scratch.cuh) and DqAccumulator, the order of its accumulator: offsets of rows and columns, the load
+// of eight neighboring columns, and which row and columns each thread begins with, so that loads are coalesced.
 #pragma once
 
 #include "backward/gradient_type.cuh"
 #include "backward/scratch.cuh"
 #include "tile.cuh"
 
+// The kernel. A block converts BlockRows rows of one head.
 template <class RowStats, class DqAccumulator, int BlockRows, int Threads>
 struct BackwardPostprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;

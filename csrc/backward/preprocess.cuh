@@ -1,9 +1,10 @@
-// Backward, first kernel: the row statistics and a zeroed dq accumulator. Bound by memory: reads dout and out once, writes the
-// accumulator.
+// First kernel of the backward pass: writes the row statistics (row_statistics.cuh) and clears the dq accumulator. Bound by
+// memory: reads dout and out once, writes the accumulator.
 #pragma once
 
 #include "backward/row_statistics.cuh"
 
+// The kernel. A block has BlockRows rows of one head.
 template <class RowStats, int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
@@ -18,7 +19,7 @@ struct BackwardPreprocess {
         const int all_rows = statistics.all_rows;
         if (kVarlen && block_row >= all_rows) return;
 
-        // All lanes of a warp stay in the loop together, for the shuffles.
+        // All lanes of a warp stay in the loop, because statistics.write() shuffles.
         for (int r = threadIdx.x / kLanesPerStatistic; r < kBlockRows; r += kRowsAtOnce) {
             const int row = block_row + r;
             float delta = 0.f;
@@ -30,7 +31,7 @@ struct BackwardPreprocess {
             statistics.write(row, delta);
         }
 
-        // The block's rows of an accumulator are contiguous, in whatever order it has inside.
+        // The block's rows are contiguous in each accumulator, whatever the order inside.
         const int rows = min(kBlockRows, all_rows - block_row);
         float* accum = p.dq_accum + (statistics.first_row + block_row) * p.headdim_rounded;
         for (int sum = 0; sum < p.dq_accum_splits; sum++, accum += p.dq_accum_split_stride)

@@ -1,7 +1,9 @@
-// The row statistics: -lse/scale, and -delta = -rowsum(dout * out). Eight lanes a row, 16 bytes a lane.
+// Row statistics of the backward pass: -lse / scale and -delta, where delta = rowsum(dout * out) (FlashAttention-2). Main
+// kernels begin their products with these, so that S - lse and dP - delta cost nothing. Written by preprocess, or by the fused
+// kernel itself. Eight lanes compute one row, 16 bytes each.
 //
-// The same for every family but for RowStats, their layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the
-// first of a row's kCopies, which lie kCopyDistance apart.
+// A family's RowStats is their memory layout: kRowFloats, kRowRounding, kLseAt, kDeltaAt, and offset(row) of the first of
+// kCopies copies, which are kCopyDistance floats apart.
 #pragma once
 
 #include "backward/scratch.cuh"
@@ -9,7 +11,7 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 
-// Sum of the products of eight pairs of fp16.
+// Dot product of eight pairs of fp16.
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     const unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     float sum = 0.f;
@@ -22,17 +24,18 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
+// Lanes that compute one row's delta.
 constexpr int kLanesPerStatistic = 8;
 
-// Of the rows of one head of one sequence.
+// Computes and writes the statistics of one head of one sequence.
 template <class RowStats>
 struct RowStatistics {
     static_assert(RowStats::kCopies <= kLanesPerStatistic, "each copy has a lane");
     const BwdParams& p;
     const BlockSeqlenInfo& sequence;
     const int lane = threadIdx.x % kLanesPerStatistic;
-    const int all_rows;          // those that round the sequence up too
-    const long long first_row;   // in the scratch memory
+    const int all_rows;  // seqlen_q, rounded up to kRowRounding
+    const long long first_row;  // in the scratch memory (scratch.cuh)
     const unsigned short *const dout, *const out;
     const float* const lse;
     float* const stats;
@@ -44,30 +47,30 @@ struct RowStatistics {
           out(rows_of(p.out, batch, head, sequence.q_offset())), lse(p.softmax_lse + sequence.lse_row(batch, head)),
           stats(p.row_stats + first_row * RowStats::kRowFloats), inverse_scale(1.f / p.problem.scale) {}
 
-    // A row's delta is the sum of these over the lane's columns, of which it takes eight at once, and over the lanes.
+    // A row's delta is the sum of part_of_delta over the lane's columns (eight at a time) and over the eight lanes.
     __device__ __forceinline__ int first_column() const { return lane * kChunk; }
     __device__ __forceinline__ float part_of_delta(int row, int column) const {
         return dot(load_global(dout + row * p.dout.row_stride + column), load_global(out + row * p.out.row_stride + column));
     }
-    // By all lanes of a warp together, with their parts.
+    // Sums delta over the eight lanes and writes a row's statistics. All lanes of a warp call it together.
     __device__ __forceinline__ void write(int row, float delta) const {
 #pragma unroll
         for (int i = 1; i < kLanesPerStatistic; i *= 2) delta += __shfl_xor_sync(~0u, delta, i);
         if (row < all_rows && lane < RowStats::kCopies) {
             float* s = stats + RowStats::offset(row) + lane * RowStats::kCopyDistance;
             const float row_lse = row < sequence.seqlen_q() ? lse[row] : positive_infinity();
-            // lse = +inf says that the row sees no key: whatever delta is (0), its P is 0.
+            // lse = +inf marks a row that sees no key: its P is 0, and delta does not matter.
             s[RowStats::kLseAt] = -row_lse * inverse_scale;
             s[RowStats::kDeltaAt] = -delta;
         }
     }
 };
 
-// The statistics of all rows of a head, for this block alone, behind the next __syncthreads().
+// Writes the statistics of all rows of a head, for the fused kernels. This block reads them after the next __syncthreads().
 template <class RowStats, int Headdim, int Threads>
 __device__ __forceinline__ void write_row_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence, int head) {
     constexpr int kRowsAtOnce = Threads / kLanesPerStatistic;
-    // so many rows' loads are in flight: 64 rows are one round of 128 threads up to headdim 64
+    // Rows whose loads are in flight at once. Up to headdim 64, 128 threads do 64 rows in one iteration.
     constexpr int kRows = Headdim <= 64 ? 4 : 2;
     const RowStatistics<RowStats> statistics(p, sequence, head, blockIdx.z);
 #pragma unroll 1

@@ -1,15 +1,15 @@
-// Where a lane's scores lie in the sequence, and the mask on them.
+// Query and key index of each of a lane's scores in the backward pass, and the mask on them.
 //
-// A family says who holds which score by a layout (score_layout.cuh), which in the backward pass also has:
+// A family's Layout (score_layout.cuh) has these members more for the backward pass:
 //
-//   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v): the family says in which order the terms are added,
-//                                  because ptxas' schedule hangs on it
-//   kKeyRows                       rows of the product are keys: S^T, a warp's scores s[m][n] have the tiles of keys in m
-//   kRows, row_of(v), row_slot(r)  element v is of the lane's query number row_of(v) < kRows, first_query + row_slot(r)
-//   kKeys, kKeyStride              of each of them it has so many keys, so far apart, in one group of four (from a multiple of 4):
-//                                  all 4, or 2, of which the first is number 0 or 1 of the group and the other two further
-//   element(r, j)                  the element of its query number r and key number j
-//   kQueryMate                     where kKeys is 4: the lane whose queries are 4 before or behind is so far away (XOR)
+//   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
+//                                  because ptxas's schedule depends on it
+//   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
+//   kRows, row_of(v), row_slot(r)  element v belongs to the lane's query row_of(v) < kRows: first_query + row_slot(r)
+//   kKeys, kKeyStride              keys of each query, and their distance, in an aligned group of four: all 4,
+//                                  or 2 of which the first is 0 or 1 and the second two further
+//   element(r, j)                  the element of query r and key j of the lane
+//   kQueryPartnerMask              where kKeys is 4: XOR mask to the lane whose queries are 4 before or after
 #pragma once
 
 #include "score_layout.cuh"
@@ -17,7 +17,7 @@
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
-// Whether a layout's rows, keys and elements agree. For a static_assert beside each layout.
+// Whether a layout's rows, keys and elements agree. For a static_assert after each layout.
 template <class Layout>
 __device__ constexpr bool has_rows_and_keys() {
     static_assert(Layout::kRows * Layout::kKeys == Layout::kElements && Layout::kKeys * Layout::kKeyStride == 4,
@@ -37,21 +37,21 @@ class ScoreCoord {
     int query_, key_;  // of element 0
 
 public:
-    // `query` and `key` are the tile's first.
+    // `query` and `key`: first of the tile.
     __device__ __forceinline__ ScoreCoord(const typename Layout::Lane& lane, int query, int key) {
-        // rows of the product first: schedules hang on the order
+        // Rows of the product first: ptxas's schedule depends on the order.
         if (Layout::kKeyRows) key_ = key + Layout::first_key(lane);
         query_ = query + Layout::first_query(lane);
         if (!Layout::kKeyRows) key_ = key + Layout::first_key(lane);
     }
     __device__ __forceinline__ int query(int v) const { return Layout::query(query_, v); }
     __device__ __forceinline__ int key(int v) const { return Layout::key(key_, v); }
-    // What query - key is more than that of element 0.
+    // Returns query - key of element v, minus that of element 0.
     __device__ __forceinline__ static constexpr int query_minus_key(int v) { return Layout::query_slot(v) - Layout::key_slot(v); }
 };
 
-// Sets what the mask hides to -inf. Only for tiles at an edge: the caller branches, all lanes alike. `query` and `key` are the
-// first of the warp's scores.
+// Sets masked scores of a warp to -inf. Only for tiles at an edge; the caller's branch is uniform in the warp. `query` and
+// `key`: first of the warp's scores.
 template <class Layout, int M, int N>
 __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], const BwdParams& p, const typename Layout::Lane& lane,
                                            int query, int key) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], con
                 if (!mask.visible(i, j)) s[m][n][v] = negative_infinity();
             }
 }
-// The same of one tile.
+// Sets masked scores of one tile to -inf.
 template <class Layout>
 __device__ __forceinline__ void mask_tile(typename Layout::Tile& s, const Mask& mask, const ScoreCoord<Layout>& coord) {
 #pragma unroll

@@ -1,15 +1,16 @@
-// fp16 rows between global and shared memory: a block's own rows, the tiles of each step, and gradients on their way out.
+// Tiles of the backward kernels: the block's own rows and the rows of each step from global to shared memory, and gradients
+// back. Used by the main and dq kernels of volta; turing uses clear_shared.
 //
-// The same for every family. A kernel's shape S says how much and where to: kRows rows that the block owns, steps of kStep,
-// rows of kChunks chunks (kRowBytes), swizzled (tile.cuh), kThreads threads, and the shared addresses of the block's own tiles
-// kOwnS and kOwnDp and of kStepTile bytes for each of two step tiles, one behind the other.
+// A kernel's Shape S gives the sizes: the block owns kRows rows and visits the other rows in steps of kStep; rows have kChunks
+// chunks (kRowBytes), swizzled (tile.cuh); kThreads threads. Shared offsets: kOwnS and kOwnDp of the own tiles, and two
+// adjacent step tiles of kStepTile bytes. "s" is the operand of S = Q K^T, "dp" that of dP = dO V^T.
 #pragma once
 
 #include "tile.cuh"
 #include "volta_fa_params.h"
 
-// The block's own rows of both operands, once, padded with zeros in both directions. Of `rows` rows those
-// from first_row are the block's; the sequence begins at row `origin` of the tensors.
+// Loads the block's own rows of both operands, once, padded with zeros in rows and columns. Of `rows` rows those from first_row
+// on are the block's. The sequence begins at row `origin` of the tensors.
 template <class S>
 __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, const Operand& dp, int head, unsigned shared,
                                          int origin, int first_row, int rows) {
@@ -30,23 +31,23 @@ __device__ __forceinline__ void load_own(const BwdParams& p, const Operand& s, c
     }
 }
 
-// Zeros for `Bytes` bytes of shared memory, by all threads of the block.
+// Clears `Bytes` bytes of shared memory, by all threads of the block.
 template <int Bytes, int Threads>
 __device__ __forceinline__ void clear_shared(unsigned address) {
 #pragma unroll 1
     for (int i = threadIdx.x * kChunkBytes; i < Bytes; i += Threads * kChunkBytes) store_shared(address + i, zero_chunk());
 }
 
-// The walk over the tiles of one head: Q and dO, or K and V, from global memory, early into registers. A
-// thread takes one chunk of every kRowsAtOnce-th row of both.
+// Loads the step tiles of one head (Q and dO, or K and V) into registers early, and stores them to shared memory when the last
+// tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
 //
-// Other than TileLoader it pads only rows with zeros. Columns beyond headdim meet the zeros of the block's
-// own rows in S and dP, and in the gradients are columns that nobody stores, so there a thread reads the last
-// column that exists once more; and no thread keeps two chunks of one row, whose existence it would have to
-// remember.
+// Unlike TileLoader it pads only rows with zeros. Columns past headdim meet zeros of the block's own rows in S and dP, and
+// produce only gradient columns that are not stored. So a thread there reads the last existing column again. No thread has two
+// chunks of a row, whose existence would take a register.
 template <class S>
 class StepTiles {
-    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
+    // lanes that share a row
+    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
@@ -58,7 +59,7 @@ class StepTiles {
     static __device__ __forceinline__ int chunk() { return threadIdx.x % kLanes; }
 
 public:
-    // Shared address, relative to the tile, where this thread's first chunk goes.
+    // Shared offset, in a tile, of this thread's first chunk.
     static __device__ __forceinline__ unsigned offset() { return swizzled<S::kChunks>(row(), chunk()); }
 
     __device__ __forceinline__ StepTiles(const BwdParams& p, const Operand& s, const Operand& dp, int head, int first_row) {
@@ -76,7 +77,7 @@ public:
                 tile_dp_[i] = load_global(dp_ + i * kRowsAtOnce * dp.row_stride);
             }
         } else {
-            __syncwarp();  // keeps the compiler from turning the branch into predicates that every tile pays for
+            __syncwarp();  // keeps the compiler from turning the branch into predicates, which every tile would pay for
 #pragma unroll
             for (int i = 0; i < kLoads; i++) {
                 tile_s_[i] = tile_dp_[i] = zero_chunk();
@@ -89,7 +90,7 @@ public:
         s_ += S::kStep * s.row_stride;
         dp_ += S::kStep * dp.row_stride;
     }
-    // `to` is the address of the first tile plus offset().
+    // Stores both tiles. `to`: address of the first tile, plus offset().
     __device__ __forceinline__ void store(unsigned to) const {
 #pragma unroll
         for (int i = 0; i < kLoads; i++)
@@ -101,7 +102,7 @@ public:
     }
 };
 
-// The block's rows of a gradient from shared memory to the output, whole chunks of the rows and columns that exist.
+// Copies the block's rows of a gradient from shared memory to the output: whole chunks of the rows and columns that exist.
 template <class S>
 __device__ __forceinline__ void shared_to_output(const Output& out, int head, unsigned tile, int origin, int first_row,
                                                  int all_rows, int headdim) {

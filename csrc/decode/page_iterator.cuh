@@ -8,6 +8,7 @@
 
 namespace decode {
 
+// Position of a step in a sequence's pages.
 class PageIterator {
     int page_;  // index of the current page in the sequence
     int first_;  // page index of lane 0's entry

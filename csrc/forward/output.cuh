@@ -1,10 +1,11 @@
-// What becomes of the output and of a row's softmax state, for any layout (score_layout.cuh).
+// Epilogue of the forward kernels: rescales the output, adds the attention sink, writes a row's lse, for any Layout
+// (score_layout.cuh).
 #pragma once
 
 #include "forward/scores.cuh"
 
-// Multiplies rows of the output, for Scores::move_references. A lane has the rows of an output tile that it has of a tile of
-// scores.
+// Returns a function that multiplies rows of the output, for Scores::update_row_max. A lane has the same rows of output tiles
+// as of tiles of scores.
 template <class Layout, int RowTiles, int OutputTiles>
 __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTiles][OutputTiles]) {
     return [&o](int mt, int r, float factor) {
@@ -17,12 +18,13 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
 }
 
 template <class Layout>
+// Sums x over the lanes of a row.
 __device__ __forceinline__ float row_sum(float x) {
     for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
     return x;
 }
 
-// Joins the sink to a finished row's sum. Returns the factor for its output.
+// Adds an attention sink (a logit more in the softmax) to a finished row's sum. Returns the factor for its output.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
@@ -37,8 +39,8 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
     return factor;
 }
 
-// Ends row r of row tile mt of a warp whose first row is `row`: writes the row's lse, if there is such a row, and returns what
-// its output is to be multiplied by. The row's mates call this together.
+// Finishes row r of row tile mt, of a warp whose first row is `row`: writes its lse if the row exists, and returns the factor
+// for its output. All lanes of the row call it together.
 template <class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,

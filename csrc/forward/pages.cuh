@@ -1,16 +1,17 @@
-// K and V of a KV cache as a forward kernel takes them: step by step along the tokens of a sequence, through its pages.
+// K and V of the paged forward (prefill) kernels: tiles of a KV cache along a sequence's tokens, through the block table.
 //
-// Steps begin at multiples of 16 tokens, and so do pages: so the 16 tokens from there on have one page, whose number is loaded a
-// step before it is needed. The numbers are checked before the first step: has_pages().
+// Steps begin at multiples of 16 tokens, and so do pages. So each group of 16 tokens lies in one page. Its number is loaded one
+// step before it is needed. has_pages() checks all page numbers before the first step. KvTiles has the same interface with and
+// without pages: tiles of K and V in turn.
 #pragma once
 
 #include "seqlen_info.cuh"
 
-// Tokens that have one page.
+// tokens of a group: all in one page
 constexpr int kPageGroup = 16;
 
-// Whether the cache has the pages of all tokens that some row of the sequence sees. (What a window has left behind may be gone.)
-// The whole block asks.
+// Whether the cache has the pages of all tokens that some row of the sequence sees. (Pages that a window has left may be gone.)
+// All threads of the block call it together.
 __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CacheSeqlenInfo& sequence, const Mask& mask) {
     bool has = true;
     const int first = mask.key_first(0), end = sequence.seqlen_k();
@@ -21,7 +22,7 @@ __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const C
     return __syncthreads_and(has);
 }
 
-// Without a branch, which would part the products of a step.
+// Loads a page number if `has`. Without a branch, which would separate the products of a step.
 __device__ __forceinline__ void load_page_if(bool has, int& page, const int* from) {
     asm volatile(
         "{.reg .pred has;\n"
@@ -31,19 +32,21 @@ __device__ __forceinline__ void load_page_if(bool has, int& page, const int* fro
         : "l"(from), "r"(static_cast<int>(has)));
 }
 
-// Where the walk is: at the Groups groups of tokens from the first that a thread takes of a step of Step tokens. InBranch is for
-// kernels that have no register left: ptxas then mixes less.
+// Position in a sequence's pages, of the Groups groups of tokens that a thread loads in a step of Step tokens. InBranch: loads
+// page numbers in a branch. For kernels without a free register: ptxas then interleaves less.
 template <int Step, int Groups, bool InBranch = false>
 class PageIterator {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "see above");
-    int index_;  // of the first group's page in the sequence's row of the block table
-    int row_;    // of the first group in that page
+    int index_;  // block-table column of the first group's page
+    int row_;  // row of the first group in that page
+    // page number of each group
     int page_[Groups];
 
+    // Moves on to the next page at the end of a page.
     __device__ __forceinline__ static void wrap_row(const Cache& cache, int& row, int& index) {
         if (row >= cache.rows) row -= cache.rows, index++;
     }
-    // Where group g is.
+    // Row in its page of group g; sets `index`, the page's block-table column.
     __device__ __forceinline__ int row_of(const Cache& cache, int g, int& index) const {
         int row = row_;
         index = index_;
@@ -56,7 +59,7 @@ class PageIterator {
     }
 
 public:
-    // `token`, a multiple of 16, is the first group's first.
+    // `token`: first of the first group, a multiple of 16. `end`: end of the sequence.
     __device__ __forceinline__ PageIterator(const Cache& cache, int batch, int k_offset, int token, int end) {
         index_ = (k_offset + token) / cache.rows;
         row_ = k_offset + token - index_ * cache.rows;
@@ -64,7 +67,7 @@ public:
         for (int g = 0; g < Groups; g++) page_[g] = cache.block_table ? 0 : CacheSeqlenInfo::entry(cache, batch);
         look_up(cache, token, end);
     }
-    // The pages of the groups, of which the first begins with `token`. Tokens from `end` on have none.
+    // Loads the groups' page numbers, where the first group begins with `token`. Tokens from `end` on have no page.
     __device__ __forceinline__ void look_up(const Cache& cache, int token, int end) {
 #pragma unroll
         for (int g = 0; g < Groups; g++) {
@@ -78,25 +81,25 @@ public:
                 page_[g] = __ldg(sequence + index);
         }
     }
-    // To the next step, in which the first group begins with `token`.
+    // Advances to the next step, where the first group begins with `token`.
     __device__ __forceinline__ void advance(const Cache& cache, int token, int end) {
         row_ += Step;
 #pragma unroll
         for (int i = 0; i < Step; i += kPageGroup) wrap_row(cache, row_, index_);
         look_up(cache, token, end);
     }
-    // The element that is `rows` rows behind that of group g which lies at `column` in row 0 of page 0.
+    // Address of an element `rows` rows after the first of group g. `column`: the element's address in row 0 of page 0.
     __device__ __forceinline__ const unsigned short* address(const Cache& cache, const Operand& x, const unsigned short* column,
                                                              int g, int rows) const {
         int index;
         const unsigned short* row = rows_after(column, row_of(cache, g, index) + rows, x.row_stride);
-        // of a number of 32 bits and one of 64: two multiply-adds
+        // 32-bit by 64-bit product: two multiply-adds.
         const unsigned long long bytes = static_cast<unsigned>(2 * page_[g]) * static_cast<unsigned long long>(x.batch_stride);
         return reinterpret_cast<const unsigned short*>(reinterpret_cast<unsigned long long>(row) + bytes);
     }
 };
 
-// What kernels without pages have instead, and never ask.
+// Stands in for PageIterator in kernels without pages, which never use it.
 struct NoPages {
     __device__ __forceinline__ NoPages(const Cache&, int, int, int, int) {}
     __device__ __forceinline__ void advance(const Cache&, int, int) {}
@@ -105,6 +108,7 @@ struct NoPages {
         return column;
     }
 };
+// PageIterator if Paged, else NoPages.
 template <bool Paged, int Step, int Groups, bool InBranch>
 struct PageIteratorIf {
     using Type = NoPages;
@@ -122,14 +126,14 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
     using Pages = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
 
-    // Rows of a tile before the group of the thread's first.
+    // Rows of a tile before the thread's first group.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
 
-    // The tokens before `last`. (`next` stays in row 0 of page 0.)
+    // Streams the tokens before `last`. `next` stays in row 0 of page 0.
     __device__ __forceinline__ PagedTileStream(int thread, const Operand& x, int head, int columns, int last)
         : Stream(thread, x.ptr + head * x.head_stride, x.row_stride, columns, -first_group(thread), last) {}
 
-    // Loads the tile at which the walk is, whose first row is number `row`.
+    // Loads the tile at the iterator's position, whose first row is number `row`.
     template <int Passes, int ChunksPerRow>
     __device__ __forceinline__ void load(uint4 (&data)[Passes][ChunksPerRow], const Cache& cache, const Operand& x,
                                          const Pages& pages, int row) const {
@@ -144,14 +148,14 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     }
 };
 
-// The tiles of K and of V of a block, which take turns: each of K before that of V.
+// Tiles of K and V of a block, in turn: each tile of K before that of V.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads>
 struct KvTiles {
     TileStream<Chunks, Rows, Threads> k;
     TileStream<ChunksV, Rows, Threads> v;
     unsigned k_stride, v_stride;
 
-    // The keys `first` to `last` - 1 of a sequence whose key 0 is row k_offset of its entry.
+    // Keys `first` to last - 1 of a sequence whose key 0 is row k_offset of its batch entry.
     template <class Block>
     __device__ __forceinline__ KvTiles(int thread, const FwdParams& p, const Block& block, int k_offset, int first, int last)
         : k(thread, rows_of(p.k, block.batch, block.head_k, k_offset), p.k.row_stride, p.problem.headdim, first, last),

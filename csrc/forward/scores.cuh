@@ -1,8 +1,8 @@
-// A warp's scores between the two products of the forward pass: modifiers, mask, references, dropout. For any layout
-// (score_layout.cuh).
+// A warp's scores between the two products of the forward pass: softcap, ALiBi, bias, mask, row maxima and dropout, for any
+// Layout (score_layout.cuh). Used by the forward kernels of both families.
 //
-// What only some problems or some tiles ask for is derived again, from parameters and special registers, where it is used:
-// registers are short, and it then holds none in between.
+// What only some problems or tiles need is read again from parameters and special registers where it is used (remat_*):
+// registers are short, and it holds none in between.
 #pragma once
 
 #include "forward/block.cuh"
@@ -15,18 +15,18 @@
 
 __device__ __forceinline__ int remat_lane() { return remat_thread_index() & 31; }
 
-// The softmax state of a warp's rows: RowTiles tiles.
+// Softmax state of a warp's rows: RowTiles tiles.
 template <class Layout, int RowTiles>
 struct SoftmaxRows {
     SoftmaxRow row[RowTiles][Layout::kRows];
 };
 
-// The scores of RowTiles x KeyTiles tiles. Functions that are told a row and a key mean the first of all of these.
+// Scores of RowTiles x KeyTiles tiles. Arguments `row` and `key` are the first of them.
 template <class Layout, int RowTiles, int KeyTiles>
 struct Scores {
     typename Layout::Tile tile[RowTiles][KeyTiles];
 
-    // f(element, row tile, key tile, number of the element) for each.
+    // Calls f(element, row tile, key tile, element number) for each.
     template <class F>
     __device__ __forceinline__ void each(F f) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct Scores {
         each([](float& x, int, int, int) { x = 0.f; });
     }
 
-    // Sets the scores of pairs outside the mask to -inf.
+    // Sets masked scores to -inf.
     __device__ __forceinline__ void apply_mask(const Mask& mask, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
 #pragma unroll
@@ -61,7 +61,7 @@ struct Scores {
             }
     }
 
-    // Largest of a lane's scores in one of its rows.
+    // Returns the largest of a lane's scores in one of its rows.
     __device__ __forceinline__ float lane_maximum(int mt, int r) const {
         float m[KeyTiles];
 #pragma unroll
@@ -72,7 +72,7 @@ struct Scores {
         return m[0];
     }
 
-    // Whether any row of the warp has a score above its limit, or, with `or_if`, anyway. Warp-uniform.
+    // Whether any row of the warp has a score above its limit, or or_if is true. Uniform in the warp.
     __device__ __forceinline__ bool needs_rescale(const SoftmaxRows<Layout, RowTiles>& softmax, bool or_if = false) const {
         bool exceeds = or_if;
 #pragma unroll
@@ -82,8 +82,8 @@ struct Scores {
         return __any_sync(~0u, exceeds);
     }
 
-    // Moves references to the maxima of these scores. rescale(row tile, row, factor) is told what to multiply everything by
-    // that was made of probabilities of a row.
+    // Moves row maxima to those of these scores. Calls rescale(row tile, row, factor) for what was computed from the row's
+    // probabilities.
     template <RescaledRows Rows, class Rescale>
     __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, float scale_log2,
                                                    float inverse_scale_log2, Rescale rescale) const {
@@ -91,7 +91,7 @@ struct Scores {
             return row.template update_row_max<Rows>(m, scale_log2, inverse_scale_log2);
         });
     }
-    // move(row, its maximum) moves one, and returns the factor.
+    // The same, with move(row state, maximum of the scores), which returns the factor.
     template <class Rescale, class Move>
     __device__ __forceinline__ void update_row_max(SoftmaxRows<Layout, RowTiles>& softmax, Rescale rescale, Move move) const {
 #pragma unroll
@@ -105,7 +105,7 @@ struct Scores {
             }
     }
 
-    // From products q.k to units of log2 (score_modifier.cuh). The bias is not added here: ScoreBias.
+    // Turns products q.k into scores in log2 units (score_mod.cuh). Without the bias: see ScoreBias.
     __device__ __forceinline__ void apply_score_mod(const FwdParams& p, const Mask& mask, int row, int key) {
         const ScoreOptions& options = p.score_options;
         const typename Layout::Lane lane(remat_lane());
@@ -128,7 +128,7 @@ struct Scores {
     }
 
 private:
-    // Of the lane's elements of one tile, in pairs.
+    // Maximum of the lane's elements of one tile in row r, in pairs.
     __device__ __forceinline__ static float maximum_of_row(const typename Layout::Tile& x, int r) {
         float m = 0.f;
         bool any = false;
@@ -144,17 +144,17 @@ private:
     }
 };
 
-// The bias of such scores, which may be loaded before they are there.
+// Bias of a warp's scores. It can be loaded before the scores are computed.
 template <class Layout, int RowTiles, int KeyTiles>
 struct ScoreBias {
     Bias::Loaded<Layout::kKeys> loaded[RowTiles][KeyTiles][Layout::kRows];
 
-    // Where it lies: for all tiles of the block.
+    // The bias of the block's head.
     __device__ __forceinline__ static Bias source(const FwdParams& p) {
         return Bias(p.problem, p.score_options, remat_block_batch(), remat_head<Layout::kEitherOrder>(p.problem));
     }
 
-    // key is a multiple of 4.
+    // `key` is a multiple of 4.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) { load(p, source(p), row, key); }
     __device__ __forceinline__ void load(const FwdParams& p, const Bias& bias, int row, int key) {
         const typename Layout::Lane lane(remat_lane());
@@ -169,7 +169,7 @@ struct ScoreBias {
                                                                  key + Layout::kTileKeys * nt + Layout::first_key(lane));
                 }
     }
-    // To scores in units of log2, or in others, of which `factor` make one of the bias.
+    // Adds the bias to scores in log2 units, or in other units: `factor` is the size of 1 in them.
     __device__ __forceinline__ void add_to(Scores<Layout, RowTiles, KeyTiles>& s, const ScoreOptions& options,
                                            float factor = kLog2e) const {
 #pragma unroll
@@ -187,10 +187,10 @@ struct ScoreBias {
     }
 };
 
-// Which probabilities of RowTiles tiles, one of keys, dropout keeps.
+// Which probabilities of RowTiles row tiles and one key tile dropout keeps.
 template <class Layout, int RowTiles>
 struct DropoutBits {
-    unsigned bits = ~0u;  // of row tile mt the kept_bits of a call (philox.cuh), kBitsOfTile further each
+    unsigned bits = ~0u;  // kept_bits of a call (philox.cuh) for each row tile, kBitsOfTile further each
     static constexpr int kBitsOfTile = 4;
     static_assert(RowTiles * kBitsOfTile <= 16, "one word, whose halves have two of four columns each");
     static_assert(!kHasDropout || (Layout::kRows == 2 && Layout::row_slot(1) == 4), "a lane's rows share a call");
@@ -200,7 +200,7 @@ struct DropoutBits {
                                                      remat_head<Layout::kEitherOrder>(p.problem));
     }
 
-    // `row` and `key` are the tile's first, multiples of 8 and of 4.
+    // Draws the numbers. `row` and `key`: first of the tile, multiples of 8 and of 4.
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key) { draw(p, numbers_of(p), row, key); }
     __device__ __forceinline__ void draw(const FwdParams& p, const Philox& philox, int row, int key) {
         const DropoutRule rule(p.score_options);
@@ -209,11 +209,12 @@ struct DropoutBits {
         key += Layout::first_key(lane);
         bits = 0;
         static_assert(Layout::kKeys == 4, "a lane has all columns of a call");
-        // Rolled, for the instruction cache.
+        // Rolled, to fit the instruction cache.
 #pragma unroll 1
         for (int mt = 0; mt < RowTiles; mt++)
             bits |= rule.kept_bits(philox.numbers(row + Layout::kTileQueries * mt, key)) << (kBitsOfTile * mt);
     }
+    // Whether element v of row tile mt is kept.
     __device__ __forceinline__ bool operator()(int mt, int v) const {
         return bits >> (kBitsOfTile * mt + kept_bit(Layout::row_of(v), Layout::key_slot(v))) & 1;
     }

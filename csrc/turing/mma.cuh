@@ -1,12 +1,12 @@
-// The products of the turing family: mma.sync.m16n8k8, ldmatrix, and who holds what.
+// Tensor-core products of the turing family: mma.sync.m16n8k8, ldmatrix and their lane layouts.
 //
-// With g = lane / 4, t = lane % 4 and v the element a lane holds (of an operand: pairs of fp16, h the register):
+// With g = lane / 4, t = lane % 4 and v the element of a lane (in operands: of a pair of fp16; h: the register):
 //
 //   A row-major   m = g + 8*h                             k = 2*t + v
 //   B             k = 2*t + v                             n = g
 //   C, fp32       m = g + 8*(v>>1)                        n = 2*t + (v&1)
 //
-// So a tile of C, packed, is an operand A of a product over its columns: no lane needs what another has.
+// So a packed tile of C is operand A of a product over its columns, without any exchange between lanes.
 #pragma once
 
 namespace turing {
@@ -14,23 +14,24 @@ namespace turing {
 using u32 = unsigned;
 using Accumulator = float[4];
 
+// A lane's indices in the layouts above.
 struct Lane {
-    int lane;   // 0..31
+    int lane;  // 0 to 31
     int group;  // g
-    int quad;   // t
+    int quad;  // t
 
     __device__ __forceinline__ constexpr explicit Lane(int lane_) : lane(lane_), group(lane >> 2), quad(lane & 3) {}
 };
 
-// c += a * b. Not volatile: the products of one warp may be reordered freely.
+// c += a * b. Not volatile: a warp's products may be reordered freely.
 __device__ __forceinline__ void mma(Accumulator& c, const u32 (&a)[2], u32 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// Four 8x8 matrices from shared memory: lane i has the address of row i % 8 of matrix i / 8 and gets, of matrix m in r[m], two
-// elements of row g; transposed, of column g.
+// Loads four 8x8 matrices from shared memory (ldmatrix). Lane i has the address of row i % 8 of matrix i / 8. It gets, in r[m],
+// two elements of row g of matrix m; transposed, of column g.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

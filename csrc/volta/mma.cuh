@@ -1,8 +1,8 @@
-// The products of the volta family: mma.sync.m8n8k4 and who holds what.
+// Tensor-core products of the volta family: mma.sync.m8n8k4 and its lane layouts.
 //
-// One m8n8k4 is four independent 8x8x4 products, one for each quad-pair of a warp. Quad-pair q is the
-// lanes 4q..4q+3 and 16+4q..16+4q+3; inside it a lane is known by t = lane%4 + 4*(lane>=16), 0..7.
-// With v the element a lane holds (0..3 of an operand, 0..7 of the accumulator):
+// One m8n8k4 is four independent 8x8x4 products, one per quad-pair of a warp. Quad-pair q is lanes 4q to 4q+3 and 16+4q to
+// 16+4q+3. Inside it a lane is number t = lane%4 + 4*(lane>=16), 0 to 7. With v the element of a lane (0 to 3 of an operand, 0
+// to 7 of the accumulator):
 //
 //   A row-major   m = t                                   k = v
 //   A col-major   k = t%4                                 m = 4*(t/4) + v
@@ -10,10 +10,9 @@
 //   B row-major   k = t%4                                 n = 4*(t/4) + v
 //   C, fp32       m = (t&1) + (v&2) + 4*(t>>2)            n = (v&1) + (t&2) + (v&4)
 //
-// The kernels arrange the four quad-pairs as 2x2: a warp's tile of C is 16x16, quad-pair (qm, qn) owns
-// eight of its rows and eight of its columns. Each B fragment is then shared by the two quad-pairs of
-// a column and each A fragment by the two of a row, so a 16-byte shared load feeds twice the products
-// of the 4x1 arrangement. Which eight rows and columns is the kernel's choice.
+// Most kernels arrange the four quad-pairs as 2x2: a warp's tile of C is 16x16, and quad-pair (qm, qn) has eight of its rows
+// and eight of its columns. The two quad-pairs of a column then share each B fragment, and the two of a row each A fragment, so
+// a 16-byte shared load feeds twice the products of a 4x1 arrangement. The kernel chooses which eight rows and columns.
 #pragma once
 
 namespace volta {
@@ -21,12 +20,12 @@ namespace volta {
 using u32 = unsigned;
 using Accumulator = float[8];
 
-// A lane's place in the 2x2 arrangement.
+// A lane's coordinates in the 2x2 arrangement.
 struct Lane {
-    int lane;    // 0..31
-    int quad;    // t % 4
-    int half;    // t / 4: 0 for lanes 0..15, 1 for 16..31
-    int t;       // 0..7 inside the quad-pair
+    int lane;  // 0 to 31
+    int quad;  // t % 4
+    int half;  // t / 4: 0 for lanes 0 to 15, 1 for lanes 16 to 31
+    int t;  // 0 to 7 in the quad-pair
     int qm, qn;  // row and column of the quad-pair in the 2x2 arrangement
 
     __device__ __forceinline__ Lane() : Lane(threadIdx.x & 31) {}
@@ -34,8 +33,8 @@ struct Lane {
         : lane(lane_), quad(lane & 3), half(lane >> 4), t(quad + 4 * half), qm((lane >> 2) & 1), qn((lane >> 3) & 1) {}
 };
 
-// c += a * b. One operand register pair is four consecutive fp16 of the layouts above. Not volatile:
-// the products of one warp may be reordered freely.
+// c += a * b. A register pair of an operand is four consecutive fp16 of the layouts above. Not volatile: a warp's products may
+// be reordered freely.
 #define VOLTA_MMA(NAME, A_LAYOUT, B_LAYOUT)                                                                  \
     __device__ __forceinline__ void NAME(Accumulator& c, u32 a0, u32 a1, u32 b0, u32 b1) {                   \
         asm("mma.sync.aligned.m8n8k4." #A_LAYOUT "." #B_LAYOUT                                               \

@@ -1,9 +1,9 @@
-// volta_fa from C++, linked against libtorch only; docs/routes.md has the g++ line.
+// volta_fa from C++, linked against libtorch only; docs/guides/integrations.md has the g++ line.
 //
 //   attention /path/to/volta_fa/torch-2.11/libvolta_fa.so [module.pt]
 //
 // The library is opened at run time: that registers the operators, and nothing else is needed. The environment variable
-// VOLTA_FA_ENABLE_SDPA sends calls of scaled_dot_product_attention to them, those in the module too; docs/sdpa.md has its
+// VOLTA_FA_ENABLE_SDPA sends calls of scaled_dot_product_attention to them, those in the module too; docs/guides/sdpa.md has its
 // values.
 
 #include <dlfcn.h>

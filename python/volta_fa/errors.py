@@ -1,5 +1,28 @@
-"""Errors for the person at the command line."""
+"""The errors that this package raises: one format for arguments, one type for the command line."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def bad_argument(name: str, got: object, expected: object, *, op: str = "", error: type[Exception] = ValueError) -> Exception:
+    """Returns the error `volta_fa: name: got X, expected Y`, for the caller to raise.
+
+    Args:
+        name: the argument, as the user writes it.
+        got, expected: the value and the allowed ones, in words. `expected` may end with a reason or remedy after a colon.
+        op: the public function, if several take such an argument: the message begins with `volta_fa.op`.
+        error: ValueError for wrong arguments, NotImplementedError for what volta_fa lacks.
+    """
+    return error(f"{'.'.join(('volta_fa', op)) if op else 'volta_fa'}: {name}: got {got}, expected {expected}")
+
+
+def require_tensors(**tensors: Tensor | None) -> None:
+    """Raises ValueError for the first argument that is None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise bad_argument(name, "None", "a tensor")
 
 
 class CommandError(Exception):
-    """A command cannot do what was asked; the message is one line for the user."""
+    """A command cannot do what was asked. The message is one line for the user."""

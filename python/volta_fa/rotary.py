@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import bad_argument, require_tensors
+
 __all__ = [
     "RotaryEmbedding",
     "apply_rotary",
@@ -63,22 +65,23 @@ def _rows(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Tensor]:
     """The row of the tables for every token, broadcast over heads."""
+    require_tensors(x=x, cos=cos, sin=sin)
     rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
     if x.dim() != rank:
-        raise ValueError(f"volta_fa: x: got shape {tuple(x.shape)}, expected {layout}")
+        raise bad_argument("x", f"shape {tuple(x.shape)}", layout)
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"volta_fa: cos: got shape {tuple(cos.shape)}, expected (seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
+        raise bad_argument("cos", f"shape {tuple(cos.shape)}", f"(seqlen, rotary_dim / 2) with rotary_dim <= {x.shape[-1]}")
     if sin.shape != cos.shape:
-        raise ValueError(f"volta_fa: sin: got shape {tuple(sin.shape)}, expected cos' shape {tuple(cos.shape)}")
+        raise bad_argument("sin", f"shape {tuple(sin.shape)}", f"cos' shape {tuple(cos.shape)}")
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.shape != (batch,):
-        raise ValueError(f"volta_fa: seqlen_offsets: got shape {tuple(seqlen_offsets.shape)}, expected ({batch},)")
+        raise bad_argument("seqlen_offsets", f"shape {tuple(seqlen_offsets.shape)}", f"({batch},)")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
     if longest is None:
-        raise ValueError("volta_fa: max_seqlen: got None, expected the longest sequence's length: cu_seqlens is given")
+        raise bad_argument("max_seqlen", None, "the longest sequence's length: cu_seqlens is given")
     needed = longest if isinstance(seqlen_offsets, Tensor) else longest + seqlen_offsets
     if cos.shape[0] < needed:
-        raise ValueError(f"volta_fa: cos: got {cos.shape[0]} positions, expected at least {needed}")
+        raise bad_argument("cos", f"{cos.shape[0]} positions", f"at least {needed}")
 
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -165,9 +168,10 @@ def apply_rotary_emb_qkv_(
         end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         q, k = (slice(None), slice(None), slice(num_heads_q)), (slice(None), slice(None), slice(num_heads_q, end))
     else:
-        raise ValueError(
-            f"volta_fa: qkv: got shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}, expected "
-            "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)"
+        raise bad_argument(
+            "qkv",
+            f"shape {tuple(qkv.shape)} with num_heads_q={num_heads_q}",
+            "(batch, seqlen, 3, nheads, headdim), or (batch, seqlen, num_heads_q + 2 nheads_k, headdim)",
         )
     parts = [(q, cos, sin), (k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
     return _Rotate.apply(qkv, parts, True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
@@ -177,7 +181,7 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     """Rotate k inside of kv, (batch, seqlen, 2, nheads_k, headdim), in place, and return kv. Raises ValueError for
     shapes that do not fit."""
     if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"volta_fa: kv: got shape {tuple(kv.shape)}, expected (batch, seqlen, 2, nheads_k, headdim)")
+        raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
     return _Rotate.apply(kv, [(k, cos, sin)], True, {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets})
 
@@ -264,7 +268,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
         if cos is None or sin is None:
-            raise ValueError("volta_fa: max_seqlen: got None, expected the number of positions: seqlen_offset is a tensor")
+            raise bad_argument("max_seqlen", None, "the number of positions: seqlen_offset is a tensor")
         options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, num_heads_q=num_heads_q, **options)

@@ -9,8 +9,8 @@ pub use tables::variants::{
 pub use tables::volta::VOLTA;
 
 use crate::error::{Error, Result};
+use crate::limits::MAX_HEADDIM;
 use crate::params::{AppendParams, BwdParams, DecodeParams, DequantizeParams, FwdParams, FwdStreamKParams, MergeParams};
-use crate::problem::MAX_HEADDIM;
 use std::cmp::Reverse;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.

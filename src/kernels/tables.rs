@@ -2,6 +2,8 @@
 //! A new family is a folder like `volta`, and here its `mod` and its tables.
 
 // with their paths, since this file is a module of build.rs too
+#[path = "shared/mod.rs"]
+mod shared;
 #[path = "turing/mod.rs"]
 pub mod turing;
 #[path = "variants.rs"]
@@ -14,16 +16,13 @@ pub const TABLES: &[&[variants::Variant]] = &[
     volta::FORWARD,
     volta::FORWARD_STREAM_K,
     volta::BACKWARD,
-    volta::MERGE,
+    volta::SHARED,
     volta::PREFILL,
-    volta::APPEND,
-    volta::DEQUANTIZE,
     volta::DECODE,
     volta::LATENTS,
     turing::FORWARD,
     turing::BACKWARD,
     turing::PREFILL,
-    turing::APPEND,
-    turing::DEQUANTIZE,
+    turing::SHARED,
     turing::DECODE,
 ];

@@ -84,14 +84,6 @@ pub trait Launcher {
     fn launch(&self, launch: &KernelLaunch) -> Result<()>;
 }
 
-/// What a launcher is to be told of an op's memory: nothing, where it does not look.
-pub fn memory(launcher: &dyn Launcher, ranges: impl FnOnce() -> Vec<MemoryRange>) -> Vec<MemoryRange> {
-    match launcher.looks_at_memory() {
-        true => ranges(),
-        false => Vec::new(),
-    }
-}
-
 /// View a parameter block as the bytes that travel to the kernel.
 pub fn bytes_of<T: Copy>(block: &T) -> &[u8] {
     // SAFETY: parameter blocks are `#[repr(C)]` values of `crate::params`; the kernel reads no padding.

@@ -8,7 +8,8 @@
 //! Gradients are sums over rows, of which there may be so many that fp16 could hold them for no scale that leaves their terms
 //! precise; bf16 holds whatever fp32 does.
 
-use super::{device, Gradients, Inputs, Saved};
+use super::device;
+use super::inputs::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::launch::Launcher;
 use crate::plan::BackwardMode;
@@ -111,12 +112,12 @@ fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) ->
 }
 
 fn of_v(inputs: &Inputs, shared: Shared, a: &Attention) -> Result<Exponents> {
-    let rows = a.packed.map_or(a.seqlen_k, |p| p.total_k);
+    let rows = a.total_k().unwrap_or(a.seqlen_k);
     Exponents::new(&inputs.v, &unused_rows(&inputs.options.cu_seqlens_k, inputs.options.seqused_k.as_ref(), rows)?, shared, a)
 }
 
 fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Result<Exponents> {
-    let rows = a.packed.map_or(a.seqlen_q, |p| p.total_q);
+    let rows = a.total_q().unwrap_or(a.seqlen_q);
     Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
@@ -127,7 +128,7 @@ pub(super) fn saturated(t: &Tensor) -> Result<Tensor> {
 
 /// fp16 of a bf16 bias would lose range, so it travels as fp32; sinks too.
 fn converted(inputs: &Inputs, v: Tensor) -> Result<Inputs> {
-    Ok(Inputs { q: saturated(&inputs.q)?, k: saturated(&inputs.k)?, v, ..inputs.shallow_clone() })
+    Ok(Inputs { q: saturated(&inputs.q)?, k: saturated(&inputs.k)?, v, ..inputs.share() })
 }
 
 /// (out, softmax_lse).

@@ -1,55 +1,41 @@
 //! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
-use super::parameters::{self, broadcast_strides, lengths, score_options};
-use super::{stream_k, Gradients, Inputs, Saved};
+use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
+use super::inputs::{Gradients, Inputs, Saved};
+use super::launches::{memory_ranges, run};
+use super::stream_k;
 use crate::error::Result;
 use crate::kernels::Scratch;
-use crate::launch::{bytes_of, memory, KernelLaunch, Launcher, MemoryRange};
+use crate::launch::{bytes_of, Launcher};
 use crate::log;
-use crate::params::{BwdParams, FwdParams};
-use crate::plan::{self, BackwardMode, PlannedKernel};
+use crate::params::{BwdParams, FwdParams, Lengths};
+use crate::plan::{self, BackwardMode};
 use crate::problem::{Attention, Window};
-use crate::tensor::{self, memory_range, operand, output, padded_headdim, readable, without_padding};
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::OnceLock;
+use crate::tensor::{self, memory_range, operand, output, readable, without_padding};
 use tch::{Kind, Tensor};
-
-/// The problem as the kernels see it: headdims in whole groups of 8.
-fn padded(a: &Attention) -> Attention {
-    Attention { headdim: padded_headdim(a.headdim), headdim_v: padded_headdim(a.headdim_v), ..*a }
-}
 
 /// (out, softmax_lse).
 pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
-    let a = &padded(given);
+    let a = &given.padded();
     let planned = plan::forward(a, &launcher.limits()?)?;
     log::forward(a, &planned)?;
-    let inputs = &parameters::readable(inputs, a)?;
-    let Inputs { q, k, v, .. } = inputs;
+    let converted = blocks::readable(inputs, a)?;
+    let inputs = converted.as_ref().unwrap_or(inputs);
+    let q = &inputs.q;
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
     let shares = planned.shares.map(|shares| stream_k::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
-    let ranges = memory(launcher, || {
-        let own = [memory_range("out", &out, true), memory_range("softmax_lse", &softmax_lse, true)];
-        own.into_iter().chain(shares.iter().flat_map(stream_k::Launch::ranges)).chain(parameters::ranges(inputs)).collect()
-    });
+    let scratch = shares.as_ref().map(stream_k::Launch::scratch);
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch)];
+    let ranges = memory_ranges(inputs, a, launcher, written);
     launcher.begin(&ranges);
-    fill_ragged(a, [&out, &softmax_lse])?;
+    fill_varlen(a, [&out, &softmax_lse])?;
     for (first, batches) in plan::batch_chunks(a.batch) {
-        let forward = FwdParams {
-            q: operand(q, first),
-            k: operand(k, first),
-            v: operand(v, first),
-            out: output(&out, first),
-            softmax_lse: lse_at(&softmax_lse, a, first),
-            problem: plan::problem_block(a, batches),
-            lengths: lengths(inputs, a, first, 0),
-            score_options: score_options(inputs, a, first),
-            cache: parameters::NO_CACHE,
-            min_rows: 0,
-        };
+        let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
+        let softmax_lse = lse_at(&softmax_lse, a, first);
+        let out = output(&out, first);
+        let forward = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows: 0 };
         match &shares {
             None => run(launcher, &planned, batches, bytes_of(&forward), &ranges)?,
             Some(shares) => run(launcher, &planned, batches, bytes_of(&shares.params(forward, launcher)?), &ranges)?,
@@ -59,11 +45,12 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
 }
 
 pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
-    let a = &padded(given);
+    let a = &given.padded();
     let plan = plan::backward(a, mode, &launcher.limits()?)?;
     log::backward(a, mode, &plan)?;
     let (given_bias, given_sinks) = (&inputs.options.attn_bias, &inputs.options.sinks);
-    let inputs = &parameters::readable(inputs, a)?;
+    let converted = blocks::readable(inputs, a)?;
+    let inputs = converted.as_ref().unwrap_or(inputs);
     let Inputs { q, k, v, .. } = inputs;
     let (dout, out) = (readable(&saved.dout)?, readable(&saved.out)?);
     let softmax_lse = saved.softmax_lse.f_contiguous()?;
@@ -73,7 +60,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     // The scratch memory, O(seqlen): statistics of each row, and sums of dq in fp32.
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
     // Launches of one stream run in order, so the chunks of a huge batch share it.
-    let entries = a.packed.map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
+    let entries = a.total_q().map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
@@ -83,35 +70,28 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
         bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
     };
-    let mut ranges = vec![
-        memory_range("dout", &dout, false),
-        memory_range("out", &out, false),
-        memory_range("softmax_lse", &softmax_lse, false),
-        memory_range("dq", &dq, true),
-        memory_range("dk", &dk, true),
-        memory_range("dv", &dv, true),
-        memory_range("row_stats", &row_stats, true),
-        memory_range("dq_accum", &dq_accum, true),
-    ];
-    ranges.extend(parameters::ranges(inputs));
-    let dbias_range = dbias.as_ref().map(|t| memory_range("dattn_bias", t, true));
-    ranges.extend(dbias_range.filter(|_| stores_dbias));
+    let stored_dbias = dbias.as_ref().filter(|_| stores_dbias);
+    let gradients = [("dq", Some(&dq)), ("dk", Some(&dk)), ("dv", Some(&dv)), ("dattn_bias", stored_dbias)];
+    let mut ranges = memory_ranges(inputs, a, launcher, gradients);
+    ranges.extend([("row_stats", &row_stats), ("dq_accum", &dq_accum)].map(|(name, t)| memory_range(name, t, true)));
+    ranges.extend([("dout", &dout), ("out", &out), ("softmax_lse", &softmax_lse)].map(|(name, t)| memory_range(name, t, false)));
     launcher.begin(&ranges);
-    fill_ragged(a, [&dq, &dk, &dv])?;
-    // after begin, which fills what is writable with NaN: this one has to begin with zeros
-    ranges.extend(dbias_range.filter(|_| !stores_dbias));
-    if let Some(dbias) = dbias.as_ref().filter(|_| stores_dbias && !every_score_is_met(a)) {
+    fill_varlen(a, [&dq, &dk, &dv])?;
+    // after begin, which fills writable memory with NaN: a sum starts from zeros
+    ranges.extend(dbias.as_ref().filter(|_| !stores_dbias).map(|t| memory_range("dattn_bias", t, true)));
+    if let Some(dbias) = stored_dbias.filter(|_| a.window != Window::FULL) {
         let _ = dbias.shallow_clone().f_zero_()?;
     }
     let sinks = inputs.options.sinks.as_ref();
     let mut dsinks = sinks.map(Tensor::f_zeros_like).transpose()?;
     let [dbias_batch, dbias_head, dbias_row, dbias_key] = dbias.as_ref().map_or([0; 4], broadcast_strides);
     for (first, batches) in plan::batch_chunks(a.batch) {
+        let Blocks { q, k, v, problem, lengths, score_options, .. } = Blocks::new(inputs, a, (first, batches));
         let mut params = BwdParams {
             dout: operand(&dout, first),
-            q: operand(q, first),
-            k: operand(k, first),
-            v: operand(v, first),
+            q,
+            k,
+            v,
             out: operand(&out, first),
             dq: output(&dq, first),
             dk: output(&dk, first),
@@ -124,11 +104,11 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             first_key_block: 0,
             seqlen_q_rounded: rows as i32,
             headdim_rounded: columns as i32,
-            problem: plan::problem_block(a, batches),
+            problem,
             signed_scale: a.softmax_scale as f32,
             gradients_are_bf16: mode.bf16_gradients as i32,
-            lengths: lengths(inputs, a, first, rows),
-            score_options: score_options(inputs, a, first),
+            lengths: Lengths { scratch_rows: rows as i32, ..lengths },
+            score_options,
             dbias: dbias.as_ref().map_or(std::ptr::null_mut(), |t| match stores_dbias {
                 true => (t.data_ptr() as *mut u16).wrapping_offset((first * dbias_batch) as isize).cast(),
                 false => at(t, first * dbias_batch),
@@ -170,10 +150,9 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     })
 }
 
-/// Lengths in memory may be wrong and nobody may have looked. Rows that belong to no sequence, and those of a sequence whose lengths
-/// cannot be (csrc/seqlen_info.cuh), are written by no kernel: they have to be NaN then, and not what the memory held.
-fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
-    if a.is_ragged() {
+/// Fills varlen outputs with NaN, because kernels skip rows outside every valid sequence (csrc/seqlen_info.cuh).
+fn fill_varlen<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<()> {
+    if a.is_varlen() {
         for t in outputs {
             let _ = t.shallow_clone().f_fill_(f64::NAN)?;
         }
@@ -184,12 +163,7 @@ fn fill_ragged<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
 /// Whether each element of the bias, and of its fp16 gradient, belongs to one score, of which two neighbours are stored together. (Where
 /// lengths are in memory, one of them may be beyond the end.)
 fn has_scores_of_its_own(bias: &Tensor, a: &Attention) -> bool {
-    !a.is_ragged() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
-}
-
-/// Whether no mask keeps a block from any row.
-fn every_score_is_met(a: &Attention) -> bool {
-    a.window == Window { left: None, right: None }
+    !a.is_varlen() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
 }
 
 /// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where
@@ -216,29 +190,4 @@ fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scra
     let products = p.f_mul(&minus_delta)?.f_masked_fill(&p.f_eq(0.0)?, 0.0)?;
     let _ = sums.f_add_(&products.f_sum_dim_intlist([0_i64, 2, 3].as_slice(), false, Kind::Float)?)?;
     Ok(())
-}
-
-pub(super) fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], ranges: &[MemoryRange]) -> Result<()> {
-    launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
-}
-
-/// 48 bits that no other call of this process has had, and that what memory holds by chance has not either: by them a call's blocks
-/// know what another of them wrote into memory that nobody has set to zero (csrc/semaphore.cuh).
-pub(super) fn launch_id() -> u64 {
-    static FIRST: OnceLock<u64> = OnceLock::new();
-    static CALLS: AtomicU64 = AtomicU64::new(0);
-    let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
-    // an odd factor: different calls have different numbers, which differ in half of their bits
-    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
-    first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
-}
-
-/// Pointer to an element of an fp32 tensor.
-pub(super) fn at(t: &Tensor, element: i64) -> *mut f32 {
-    (t.data_ptr() as *mut f32).wrapping_offset(element as isize)
-}
-
-/// softmax_lse of a launch's first batch entry; packed kernels find their sequence themselves.
-fn lse_at(softmax_lse: &Tensor, a: &Attention, first: i64) -> *mut f32 {
-    at(softmax_lse, if a.packed.is_some() { 0 } else { first * a.nheads * a.seqlen_q })
 }

@@ -4,13 +4,15 @@
 //! A softmax over disjoint sets together is the mean of the softmaxes over each, weighted by their sums of exponentials, whose
 //! logarithms are their softmax_lse. So a shared prefix, a cache in pieces or a ring of devices needs no part's scores again.
 
-use super::{device, Target};
+use super::blocks::at;
+use super::inputs::Target;
+use super::launches::run;
 use crate::error::Result;
 use crate::launch::{bytes_of, Launcher, MemoryRange};
 use crate::log;
 use crate::params::MergeParams;
 use crate::plan::{self, PlannedKernel};
-use crate::problem::{self, Backend, MergedStates};
+use crate::problem::{self, padded_headdim, Backend, MergedStates};
 use crate::tensor::{self, describe, memory_range, operand, output, readable, without_padding};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
@@ -68,7 +70,7 @@ pub fn merge_in_place(states: &States) -> Result<()> {
 fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     let headdim = *out.size().last().unwrap_or(&0);
     // what is not readable as it is comes back as a copy
-    let in_place = tensor::padded_headdim(headdim) == headdim && readable(out)?.data_ptr() == out.data_ptr();
+    let in_place = padded_headdim(headdim) == headdim && readable(out)?.data_ptr() == out.data_ptr();
     let (sizes, strides) = (lse.size(), lse.stride());
     let rows = sizes.len() - 1;
     let rows_lie_together = sizes[rows] <= 1 || strides[rows] == 1;
@@ -140,7 +142,7 @@ fn launch(
     let heads = lse.dim() - 2;
     let lse_stride = if m.nheads > 1 || m.batch > 1 { lse.stride()[heads] } else { m.seqlen_q };
     for (first, batches) in plan::batch_chunks(m.batch) {
-        let of_first = |t: &Tensor, stride: i64| device::at(t, first * m.nheads * stride);
+        let of_first = |t: &Tensor, stride: i64| at(t, first * m.nheads * stride);
         let params = MergeParams {
             out_a: operand(a, first),
             out_b: operand(b, first),
@@ -151,11 +153,11 @@ fn launch(
             lse_stride,
             nheads: m.nheads as i32,
             seqlen_q: m.seqlen_q as i32,
-            headdim_v: tensor::padded_headdim(m.headdim_v) as i32,
+            headdim_v: padded_headdim(m.headdim_v) as i32,
             element: tensor::element_type(out),
             part: tensor::element_type(b),
         };
-        device::run(launcher, planned, batches, bytes_of(&params), ranges)?;
+        run(launcher, planned, batches, bytes_of(&params), ranges)?;
     }
     Ok(())
 }

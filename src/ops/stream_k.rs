@@ -1,11 +1,13 @@
 //! Launches of grids of equal shares: their scratch memory, and who has what.
 
-use super::device::{at, launch_id};
+use super::blocks::at;
+use super::launches::launch_id;
 use crate::error::Result;
-use crate::launch::{Launcher, MemoryRange};
+use crate::launch::Launcher;
+use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdParams, FwdStreamKParams, StreamKParams, StreamKSplit};
-use crate::plan::{PlannedKernel, StreamKPlan, StreamKSchedule, MAX_PIECES};
-use crate::tensor::{self, memory_range};
+use crate::plan::{PlannedKernel, StreamKPlan, StreamKSchedule};
+use crate::tensor;
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -38,13 +40,14 @@ impl Launch {
         Ok(Launch { dealt, planned, scratch, partials })
     }
 
-    pub fn ranges(&self) -> [MemoryRange; 1] {
-        [memory_range("scratch", &self.scratch, true)]
+    /// Returns the scratch memory.
+    pub fn scratch(&self) -> &Tensor {
+        &self.scratch
     }
 
     /// The parameter block.
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdStreamKParams> {
-        let mut pieces = [StreamKSplit::default(); MAX_PIECES];
+        let mut pieces = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
         pieces[..self.dealt.pieces.len()].copy_from_slice(&self.dealt.pieces);
         let semaphores: *mut u64 = at(&self.scratch, self.partials).cast();
         let launch_id = launch_id();

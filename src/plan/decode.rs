@@ -8,14 +8,11 @@ use super::choose::{choose, holds};
 use super::device::DeviceLimits;
 use super::kernel::{PlannedKernel, Reason};
 use crate::error::Result;
-use crate::kernels::{CacheFormat, FeatureSet, Kernels, Pass, COMPILED};
-use crate::problem::{Attention, MAX_HEADDIM};
+use crate::kernels::{CacheFormat, FeatureSet, Pass, COMPILED};
+use crate::limits::MAX_DECODE_ROWS;
+use crate::problem::{Attention, DType};
 use crate::tuning::Shape;
 use std::cell::Cell;
-
-/// Rows (queries of all heads of a key head) from which on the forward kernels' tiles serve a sequence better, which share
-/// loads of keys by more rows than a decode kernel has.
-pub const MAX_ROWS: i64 = 64;
 
 /// A decode kernel and its scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,31 +27,34 @@ pub struct DecodePlan {
     pub semaphores: i64,
 }
 
-/// Rows of the longest sequence.
-pub fn rows(a: &Attention) -> i64 {
-    a.seqlen_q * (a.nheads / a.nheads_k.max(1))
+/// Plans decoding of a problem with headdims as kernels read them. `has_long`: another kernel computes sequences of more than
+/// [`MAX_DECODE_ROWS`] rows.
+pub fn decode(a: &Attention, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    thread_local!(static LAST: PlanCache<(Shape, Pass, i64, bool), DecodePlan> = const { Cell::new(None) });
+    let shape = Shape { cache: kernel_format(a), ..Shape::of(a) };
+    let pass = if a.has_latents() { Pass::DecodeMla } else { Pass::Decode };
+    let rows = a.rows_per_kv_head();
+    cached_plan(&LAST, (shape, pass, rows, has_long), d, || decode_shape(&shape, pass, rows, has_long, d))
 }
 
-/// Plan for a call that is not empty. `others`: whether another kernel takes sequences of many rows.
-pub fn decode(a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    thread_local!(static LAST: PlanCache<(Shape, i64, bool), DecodePlan> = const { Cell::new(None) });
-    let shape = Shape { cache, ..Shape::of(a) };
-    cached_plan(&LAST, (shape, rows(a), others), d, || decode_among(COMPILED, a, cache, others, d))
+/// Returns the format that a kernel reads: its table names fp16 `Unquantized`, and bf16 has kernels of its own.
+fn kernel_format(a: &Attention) -> CacheFormat {
+    match (a.dtype, a.cache_format()) {
+        (DType::BFloat16, CacheFormat::Unquantized) => CacheFormat::Bf16,
+        (_, format) => format,
+    }
 }
 
-/// The same with other kernels to choose from.
-pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    let shape = Shape { cache, ..Shape::of(a) };
-    // no decode kernel but those of latents has such a headdim
-    let pass = if a.headdim > MAX_HEADDIM { Pass::DecodeMla } else { Pass::Decode };
-    let [(chosen, reason)] = choose(kernels, [pass], &shape, FeatureSet::NONE, d)?;
+fn decode_shape(shape: &Shape, pass: Pass, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
+    let kernels = COMPILED;
+    let [(chosen, reason)] = choose(kernels, [pass], shape, FeatureSet::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.
     const MIXED_ROWS: i64 = 32;
-    let wanted = if others { rows(a).min(MIXED_ROWS) } else { rows(a) };
+    let wanted = if has_long { rows.min(MIXED_ROWS) } else { rows };
     let fits = |v: &&'static crate::kernels::Variant| {
         (v.headdim, v.headdim_v) == (chosen.headdim, chosen.headdim_v)
-            && holds(v, &shape, FeatureSet::NONE, d)
+            && holds(v, shape, FeatureSet::NONE, d)
             && !d.tuning.is_some_and(|t| t.has_failed(v))
     };
     let badness = |rows: u32| (i64::from(rows) < wanted, if i64::from(rows) < wanted { -i64::from(rows) } else { i64::from(rows) });
@@ -69,7 +69,7 @@ pub fn decode_among(kernels: Kernels, a: &Attention, cache: CacheFormat, others:
     let rows_of_place = i64::from(variant.block_rows);
     Ok(DecodePlan {
         kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, shares: None },
-        max_rows: if others { MAX_ROWS } else { i64::MAX },
+        max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: places * rows_of_place * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: places * levels,
     })

@@ -16,7 +16,7 @@ pub struct BackwardMode {
 pub fn needs(a: &Attention, mode: BackwardMode) -> FeatureSet {
     let f = &a.features;
     FeatureSet::all_where(|need| match need {
-        Feature::Lengths => a.is_ragged(),
+        Feature::Lengths => a.is_varlen(),
         Feature::Sinks => f.sinks,
         Feature::Bf16Gradients => mode.bf16_gradients,
         Feature::Softcap => f.softcap > 0.0,

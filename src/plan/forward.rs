@@ -4,13 +4,14 @@ use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
 use super::features::{needs, BackwardMode};
-use super::grid::{planned, rows_and_heads, MAX_GRID_Z};
+use super::grid::{planned, rows_and_heads};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::smaller;
 use super::stream_k::StreamKPlan;
 use crate::error::Result;
 use crate::kernels::{self, FeatureSet, Kernels, Pass, Variant, COMPILED};
-use crate::problem::Attention;
+use crate::limits::MAX_GRID_YZ;
+use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
@@ -38,7 +39,7 @@ fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Feature
 fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     // so many batch entries take several launches
-    if a.packed.is_some() || a.batch > MAX_GRID_Z || usual.1 == Reason::Tuned {
+    if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
         return None;
     }
     let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;

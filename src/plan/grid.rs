@@ -2,10 +2,8 @@
 
 use super::kernel::{PlannedKernel, Reason};
 use crate::kernels::{RowKind, Scratch, Variant};
+use crate::limits::MAX_GRID_YZ;
 use crate::problem::Attention;
-
-/// The largest grid in y and z that CUDA allows.
-pub(super) const MAX_GRID_Z: i64 = 65535;
 
 pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
     (rows as u64).next_multiple_of(u64::from(multiple)) as i64
@@ -33,7 +31,7 @@ pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, 
     // Blocks start in the order of the grid, and a long one that starts late is a tail. So, where the last rows see the most keys, and the
     // first keys the most rows, these come first of all heads. (All heads' K and V are then read at once, which costs 5% where they exceed
     // an H200's cache.)
-    let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_Z);
+    let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     if variant.family.either_order.contains(&variant.pass) && a.window.right.is_some() && fits {
         planned.blocks.reverse();
     }
@@ -50,5 +48,5 @@ pub(super) fn scratch(variant: &Variant) -> Scratch {
 
 /// (first batch, batches) of each launch: the batch lies on the grid's z axis.
 pub fn batch_chunks(batch: i64) -> impl Iterator<Item = (i64, i64)> {
-    (0..batch).step_by(MAX_GRID_Z as usize).map(move |first| (first, MAX_GRID_Z.min(batch - first)))
+    (0..batch).step_by(MAX_GRID_YZ as usize).map(move |first| (first, MAX_GRID_YZ.min(batch - first)))
 }

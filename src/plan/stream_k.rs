@@ -5,6 +5,7 @@
 //! place gets an equal share of them. Which block of the grid is which, decides nothing but when it starts: GPUs start blocks in the order
 //! of the grid, each in the first free place, so a place takes the blocks that the plan has in mind for it, or as good ones.
 
+use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdStreamKParams, StreamKSplit};
 use std::cmp::Reverse;
 
@@ -17,8 +18,6 @@ const JOIN_KEYS: u32 = 30;
 const ALONE: (u64, u64) = (4, 5);
 /// The most pieces of a block of rows: one block reads the results of all.
 const MAX_SPLITS_PER_TILE: u32 = 16;
-/// The most pieces of a launch ([`crate::params::StreamKParams`]).
-pub const MAX_PIECES: usize = 440;
 const _: () = assert!(size_of::<FwdStreamKParams>() <= 4096, "what a kernel's parameters can have");
 /// What such a grid has to gain, since no estimate is exact: 1 / 25.
 const WORTH_IT: (u64, u64) = (24, 25);
@@ -138,7 +137,7 @@ impl StreamKPlan {
             let longest = line.iter().map(|share| keys_of(share.len(), share.iter().map(Piece::steps).sum())).max()?;
             (longest, *self.pieces_of_rows(&line).iter().max()?, line.iter().map(Vec::len).sum::<usize>() as u32)
         };
-        if pieces as usize > MAX_PIECES || most > MAX_SPLITS_PER_TILE {
+        if pieces as usize > MAX_STREAM_K_SPLITS || most > MAX_SPLITS_PER_TILE {
             return None;
         }
         let rounds = u64::from(self.data_parallel_tiles / self.places);

@@ -27,7 +27,7 @@ pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) ->
 }
 
 /// Plan the kernel that makes numbers of a quantized KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
-pub fn convert(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
+pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, nheads_k))
 }

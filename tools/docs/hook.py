@@ -1,14 +1,19 @@
-"""What the documentation site has besides docs/: pages that live elsewhere in the repository, and links between all of them.
+"""Adds to the documentation site the pages that live elsewhere in the repository, and generated pages.
 
-A page's links are written for whoever reads the file in the repository. On the site, a link to another page leads there, and
-of a link to any other file of the repository its text remains, since the site has no sources. A link to what does not
-exist stays as it is, for mkdocs to complain about.
+Links in a page are relative to its file in the repository. On the site, a link to another page leads there. A link to any
+other file of the repository becomes plain text, since the site has no sources. A link to a missing file stays, so that
+mkdocs reports it.
+
+Generated pages: `reference/kernels.md` from `volta_fa::_info`, and `log/index.md` from the headings in docs/log.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "tools/volta-sim/README.md": "simulator.md",
+    "tools/volta-sim/README.md": "design/simulator.md",
 }
 _CODE = re.compile(r"^( *)(```+).*?^\1\2|(?<!`)`[^`\n]+`(?!`)", re.M | re.S)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
@@ -31,7 +36,55 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(REPOSITORY / path).read_text(encoding="utf-8")))
+    for name, content in {"log/index.md": log_index(), "reference/kernels.md": kernels_page(library_info())}.items():
+        files.append(File.generated(config, name, content=content))
     return files
+
+
+def log_index() -> str:
+    """Returns the page that lists the records of docs/log, newest first."""
+    lines = []
+    for path in sorted((REPOSITORY / "docs/log").glob("2*.md"), reverse=True):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        lines.append(f"- {path.name[:10]}: [{title}]({path.name})")
+    head = "# Log\n\nDated records of experiments and test runs. Nobody edits a record later: figures and names are those of its date."
+    return head + "\n\n" + "\n".join(lines) + "\n"
+
+
+def library_info() -> dict[str, Any]:
+    """Returns what the built library publishes, or nothing if it is not built."""
+    code = "import torch, volta_fa; print(torch.ops.volta_fa._info())"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "python")}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return dict(json.loads(ran.stdout)) if ran.returncode == 0 else {}
+
+
+def kernels_page(info: dict[str, Any]) -> str:
+    """Returns the page of kernels: one table for each family and pass."""
+    page = ["# Kernels", ""]
+    if not info:
+        return "\n".join([*page, "The library is not built. Run `make build`, then `make docs`.", ""])
+    page.append("`volta_fa::_info` of this build lists these kernels. `python -m volta_fa info` prints the same on your machine.")
+    page.append("Registers are per thread, as ptxas reports them. Shared memory is per block.")
+    page.append("[Architecture](../design/architecture.md#feature-sets) explains features.")
+    features, required = ("features", "required_features") if "features" in info["variants"][0] else ("needs", "requires")
+    for family in info["families"]:
+        page += ["", f"## {family['name'].capitalize()}, sm_{family['sm']}"]
+        for kernel_pass in info["passes"]:
+            rows = [v for v in info["variants"] if v["family"] == family["name"] and v["pass"] == kernel_pass["name"]]
+            if not rows:
+                continue
+            page += ["", f"### {family['name'].capitalize()}: {kernel_pass['name']}", ""]
+            page += [
+                "| kernel | headdim | threads | registers | shared, KB | features | required |",
+                "| --- | --- | --- | --- | --- | --- | --- |",
+            ]
+            for v in rows:
+                headdim = str(v["headdim"]) if v["headdim"] == v["headdim_v"] else f"{v['headdim']} / {v['headdim_v']}"
+                cells = (v["name"], headdim, v["threads"], v["registers"], f"{v['shared_bytes'] / 1024:.1f}")
+                sets = (", ".join(v[key]) for key in (features, required))
+                page.append("| " + " | ".join(map(str, (*cells, *sets))) + " |")
+    return "\n".join([*page, ""])
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

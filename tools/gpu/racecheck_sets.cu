@@ -3,7 +3,7 @@
 //   nvcc -arch=sm_90 -o /tmp/sets tools/gpu/racecheck_sets.cu && compute-sanitizer --tool racecheck /tmp/sets 5 3
 //
 // There is no race: what the sets share they write and read across __syncthreads(). Decode kernels of 64 rows
-// (csrc/decode/mainloop.cuh) are built so. docs/validation.md has what it said.
+// (csrc/decode/mainloop.cuh) are built so. docs/log/2026-11-21-h200-validation.md has what it said.
 #include <cstdio>
 #include <cstdlib>
 

@@ -1,3 +1,4 @@
+// dq of the backward pass without atomics.
 #include "turing/backward/dq.cuh"
 
 using Kernel = turing::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS>;

@@ -1,10 +1,10 @@
-// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without its dQ product. A block
-// owns queries and walks over the keys that they see:
+// dQ kernel of the turing backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
+// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T      P = exp(scale * S - lse)      dP = dO V^T      dS = P * (dP - delta)      dQ += dS K
 //
-// so S and dP are computed twice, and dQ is a sum in a fixed order. Q, dO and dQ of a warp's queries are in registers, and dS
-// is operand A as the scores lie: shared memory has two tiles of K and of V alone.
+// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. A warp has Q, dO and dQ of its queries in
+// registers. dS is operand A as the scores lie in registers, so shared memory has only two tiles of K and of V.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -14,6 +14,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
     using S = Shape<Headdim, 0, Step, Threads, 2, 0>;
@@ -21,19 +22,19 @@ struct BackwardDq {
     static constexpr int kWarpRows = BlockRows / S::kWarps, kRowTiles = kWarpRows / 16, kColumnTiles = S::kStep / 8;
     static_assert(kWarpRows % 16 == 0, "whole tiles");
     static constexpr int kPairs = S::kChunks / 2;
-    // ptxas would load as many operands ahead as there are registers, and spill others for it.
+    // Pairs of chunks between __syncwarp(): ptxas would load operands ahead into all registers, and spill others for them.
     static constexpr int kPairsAtOnce = Headdim > 128 ? 2 : kPairs;
     using Layout = QueriesLayout;
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
     using LaneRows = float[kRowTiles][Layout::kRows];
 
-    // The last queries see the most keys of a causal problem: they begin first.
+    // Under a causal mask the last queries see the most keys, so they start first.
     static __device__ __forceinline__ int block_row() { return (gridDim.x - 1 - remat_block_index()) * BlockRows; }
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_thread() / 32 * kWarpRows; }
 
-    // General kernels: dS from S and dP, in a rolled loop, as in split.cuh. `row` and `key` are the warp's first; lse, in units of
-    // log2, and -delta are of the lane's rows.
+    // Generic kernels: computes dS from S and dP, in a rolled loop over tiles as in warp_specialized.cuh. `row` and `key`:
+    // first of the warp. neg_lse (log2 units) and neg_delta are those of the lane's rows.
     static __device__ __forceinline__ void generic_score_gradients(PackedScores& ds, Scores& s, Scores& dp, const BwdParams& p,
                                                                    int row, int key, const LaneRows& neg_lse,
                                                                    const LaneRows& neg_delta, bool masked) {
@@ -54,7 +55,7 @@ struct BackwardDq {
                 for (int v = 0; v < 4; v++) {
                     const float logistic = softcap.logistic(x[v]);
                     x[v] = softcap.score(logistic, softcap.cap + of_row(neg_lse, v));
-                    // of dP - delta: where probabilities are dropped, softcap is off
+                    // Applied to dP - delta. No problem has both softcap and dropout.
                     dx[v] = (dx[v] + of_row(neg_delta, v)) * Softcap::derivative(logistic);
                 }
             } else {
@@ -95,7 +96,7 @@ struct BackwardDq {
         load_own_fragments(dout, p.dout, rows_of(p.dout, blockIdx.z, blockIdx.y, sequence.q_offset()), remat_warp_row(),
                            sequence.seqlen_q(), p.problem.headdim_v, 0, query_of_lane);
 
-        // Rows beyond the arrays are as those beyond seqlen_q.
+        // Rows past the arrays are like rows past seqlen_q.
         LaneRows neg_lse, neg_delta;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -119,7 +120,7 @@ struct BackwardDq {
 
 #pragma unroll 1
         for (int key = range.first; key < range.end; key += S::kStep) {
-            __syncthreads();  // this step's tiles are there, and the other slot is free
+            __syncthreads();  // this step's tiles are stored, the other slot is free
             tiles.store(shared + S::slot(key + S::kStep) * S::kSlotBytes);
             const u32 tile = shared + S::slot(key) * S::kSlotBytes;
             Scores s, dp;
@@ -156,11 +157,11 @@ struct BackwardDq {
                                 return exp2_approx(fmaf(s[n][m][v], p.problem.scale_log2, neg_lse[m][r])) *
                                        (dp[n][m][v] + neg_delta[m][r]);
                             };
-                            // fp32 to the end: dP - delta may be far beyond fp16 where P is small
+                            // fp32 until here: dP - delta may be far beyond fp16 where P is small.
                             ds[n][m][r] = to_half2(gradient(2 * r), gradient(2 * r + 1));
                         }
             }
-            // The tile after the next is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the tile after the next are in flight from here on. Past the last key nothing is loaded.
             tiles.load(p, p.k, p.v, key_head, first_key + key + 2 * S::kStep, seqlen_k - key - 2 * S::kStep);
             {
                 const u32 step = keys_by_rows<S>(tile, remat_thread() % 32);

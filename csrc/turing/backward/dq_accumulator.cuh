@@ -1,14 +1,17 @@
-// The order of dq's fp32 accumulator: that of the products' accumulators, so that a warp adds to whole lines of 128 bytes.
+// Element order of dq's fp32 accumulator on turing. It is the order of the mma accumulators, so that the atomics of a warp
+// cover whole 128-byte lines. Postprocess reads it in the same order.
 //
-// 16 rows by 8 columns, a tile of C (turing/mma.cuh), are 128 floats, [element v][lane]; the tiles of 16 rows follow one another.
+// A tile of 16 rows by 8 columns, one accumulator C (turing/mma.cuh), is 128 floats: [element v][lane]. Tiles of 16 rows are
+// contiguous.
 #pragma once
 
 namespace turing {
 
+// Order of the elements; argument of BackwardPostprocess.
 struct DqAccumulator {
     static constexpr int kTileFloats = 128, kElementFloats = 32;
 
-    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first.
+    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         return row / 16 * 16 * headdim + row / 8 % 2 * (2 * kElementFloats) + row % 8 * 4;
@@ -16,13 +19,13 @@ struct DqAccumulator {
     static __device__ __forceinline__ int column(int column, int) {
         return column / 8 * kTileFloats + column % 2 * kElementFloats + column % 8 / 2;
     }
-    // The eight elements from one whose column is a multiple of 8.
+    // Loads eight neighboring columns, from the element of the first, whose column is a multiple of 8.
     static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const float4 even = *reinterpret_cast<const float4*>(from), odd = *reinterpret_cast<const float4*>(from + kElementFloats);
         a = make_float4(even.x, odd.x, even.y, odd.y), b = make_float4(even.z, odd.z, even.w, odd.w);
     }
 
-    // Who converts what (finish.cuh).
+    // Work of postprocess: eight lanes a row.
     static constexpr int kLanesPerRow = 8;
     static __device__ __forceinline__ int row_of(int thread) { return thread / kLanesPerRow; }
     static __device__ __forceinline__ int chunk_of(int thread) { return thread % kLanesPerRow; }

@@ -1,4 +1,5 @@
-// dQ += dS K, the product that all warps of a main kernel share: added to the accumulator in global memory by atomics, or stored.
+// dQ += dS K in the main kernels of turing: the product that all warps of a block share. The result is added to the fp32
+// accumulator by atomics, or stored as dq (fused kernel).
 #pragma once
 
 #include "turing/backward/dq_accumulator.cuh"
@@ -6,24 +7,24 @@
 
 namespace turing {
 
-// dQ of a step is kStep queries x headdim: a warp computes kPairs tiles of 16 queries x 16 columns, over the keys of the block or,
-// where that divides the columns evenly, over half of them.
+// dQ of a step is kStep queries x headdim. A warp computes kPairs pairs of column tiles (16 queries x 16 columns each), over
+// all keys of the block. Where pairs do not divide evenly among warps but half pairs would, over half of the keys.
 template <class S>
 struct DqProduct {
     static constexpr int kAllPairs = S::kChunks / 2;
-    static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // that share 16 queries
+    static constexpr int kTileWarps = S::kWarps / (S::kStep / 16);  // warps that share 16 queries
     static constexpr int kKeyParts = kAllPairs % kTileWarps != 0 && 2 * kAllPairs % kTileWarps == 0 ? 2 : 1;
-    static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // the pairs of a warp are that far apart
+    static constexpr int kColumnWarps = kTileWarps / kKeyParts;  // distance between the pairs of a warp
     static constexpr int kPairs = (kAllPairs + kColumnWarps - 1) / kColumnWarps;
     static constexpr int kKeys = S::kRows / kKeyParts;
 
     static __device__ __forceinline__ u32 query_tile(u32 warp) { return warp / kTileWarps; }
     static __device__ __forceinline__ u32 first_key(u32 warp) { return warp % kTileWarps / kColumnWarps * kKeys; }
     static __device__ __forceinline__ u32 pair(u32 warp) { return warp % kColumnWarps; }
-    // Where there are fewer pairs than warps, the last warps have none.
+    // With fewer pairs than warps, the last warps have none.
     static __device__ __forceinline__ bool has_pair(u32 warp) { return kAllPairs >= kColumnWarps || pair(warp) < u32(kAllPairs); }
 
-    // dS^T, transposed on the way: matrices 0 and 1 are the queries of the first eight keys.
+    // dS^T, transposed by the load: matrices 0 and 1 are the queries of the first eight keys.
     static __device__ __forceinline__ u32 a_operand(u32 scores, u32 lane, u32 warp) {
         return scores +
                score_offset<S::kScoreChunks>(first_key(warp) + lane % 8 + lane / 16 * 8, 2 * query_tile(warp) + lane / 8 % 2);
@@ -31,14 +32,14 @@ struct DqProduct {
     static __device__ __forceinline__ u32 b_operand(u32 keys, u32 lane, u32 warp) {
         return by_rows<S>(keys, lane, 2 * (has_pair(warp) ? pair(warp) : 0)) + first_key(warp) * S::kRowBytes;
     }
-    // Where the lane's first element goes, from the first of the step's rows.
+    // Offset of the lane's first element, from the first of the step's rows.
     static __device__ __forceinline__ u32 output_offset(u32 lane, u32 warp) {
         if (kOneCallPerLane) lane = 4 * KeysLayout<2>::query_of_row(lane / 4) + lane % 4;
         return query_tile(warp) * 16 * S::kHeaddim + 2 * pair(warp) * DqAccumulator::kTileFloats + lane;
     }
 
-    // Pair number j of the warp. (Several pairs together would save loads of dS, for registers that the kernels with several pairs
-    // do not have.)
+    // Computes pair j of the warp. (Several pairs at once would save loads of dS, but kernels with several pairs have no
+    // registers for it.)
     static __device__ __forceinline__ void multiply(Accumulator (&c)[1][2], u32 a_address, u32 b_address, int j) {
         clear(c);
         b_address = pair_after<S>(b_address, kColumnWarps * j);
@@ -57,6 +58,7 @@ struct DqProduct {
         }
     }
 
+    // Adds pair j to the accumulator by atomics.
     static __device__ __forceinline__ void add(const Accumulator (&c)[1][2], float* accum, int j) {
         accum += 2 * kColumnWarps * j * DqAccumulator::kTileFloats;
 #pragma unroll
@@ -66,12 +68,12 @@ struct DqProduct {
                 add_global(accum + i * DqAccumulator::kTileFloats + v * DqAccumulator::kElementFloats, c[0][i][v]);
     }
 
-    // As dq of the step from this row on; the sequence has so many rows.
+    // Stores pair j as dq of the step's rows, from `row` on; the sequence has `rows` rows.
     static __device__ __forceinline__ void store(const Accumulator (&c)[1][2], const BwdParams& p, int head, int row, int rows,
                                                  u32 warp, int j) {
         static_assert(kKeyParts == 1, "a warp has the sums over all keys");
         const int batch = remat_block_batch();
-        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);  // again: it takes no registers in the loop
+        const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);  // again: it holds no registers in the loop
         const auto row_of_lane = [](const Lane& lane, int, int h) {
             return (kOneCallPerLane ? KeysLayout<2>::query_of_row(lane.group) : lane.group) + 8 * h;
         };

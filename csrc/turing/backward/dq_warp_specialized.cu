@@ -1,3 +1,4 @@
+// dq of the backward pass without atomics, for large headdims.
 #include "turing/backward/dq_warp_specialized.cuh"
 
 using Kernel = turing::BackwardDqWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS>;

@@ -1,6 +1,8 @@
-// Backward, dQ alone, for headdims of which a warp has no registers for fragments of both Q and dO: 8 warps in two roles of four,
-// as in split.cuh. Of a pair with the same queries one warp computes S and P, the other dP and dS, and each half of dQ's columns. P
-// goes to the partner and dS back lane by lane, through shared memory, and dS is used a step later.
+// dQ kernel of the turing backward pass without atomics, for headdims where Q and dO of a warp's rows do not both fit its
+// registers. 8 warps in two roles of four, as in warp_specialized.cuh; dq.cuh has the products.
+//
+// Two partner warps have the same queries. One computes S and P, the other dP and dS; each computes half of dQ's columns. P
+// goes to the partner, and dS back, lane by lane through shared memory. dS is used one step later.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -11,6 +13,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDqWarpSpecialized {
     using S = Shape<Headdim, 0, Step, Threads, 3, 0>;
@@ -24,6 +27,7 @@ struct BackwardDqWarpSpecialized {
     using Scores = Accumulator[kColumnTiles][kRowTiles];
     using PackedScores = OperandA[kColumnTiles][kRowTiles];
 
+    // Exchange: 16 bytes of each lane. Three regions in shared memory: P, dS, softcap's derivative.
     static constexpr int kExchangeBytes = 32 * 16, kPartnerBytes = kPartners * kRowTiles * kExchangeBytes;
     static constexpr int kProbabilities = S::kSharedBytes, kGradients = kProbabilities + kPartnerBytes;
     static constexpr int kSlopes = kGradients + kPartnerBytes, kSharedBytes = kSlopes + kPartnerBytes;
@@ -33,6 +37,7 @@ struct BackwardDqWarpSpecialized {
     static __device__ __forceinline__ int remat_warp_row() { return block_row() + remat_pair() * kWarpRows; }
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ void wait_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_pair()) : "memory"); }
+    // Address of the lane's part of a region.
     static __device__ __forceinline__ u32 exchange(u32 region) {
         return region + remat_pair() * kRowTiles * kExchangeBytes + remat_thread() % 32 * 16;
     }
@@ -49,15 +54,15 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // What a lane has of its rows: -lse/scale in units of log2 with the exponent's shift in the first role, -delta in the second.
+    // Statistics of the lane's rows: first role, -lse/scale in log2 units plus the exponent's shift; second role, -delta.
     using LaneRows = float[kRowTiles][Layout::kRows];
     static __device__ __forceinline__ float of_row(const LaneRows& x, int m, int v) {
         const int r = Layout::row_of(v);
         return m ? x[kRowTiles - 1][r] : x[0][r];
     }
 
-    // General kernels, in rolled loops, as in split.cuh: P, those that dropout drops with the sign bit; softcap's derivative goes
-    // to the partner beside it.
+    // Generic kernels: computes P in a rolled loop, as in warp_specialized.cuh. Dropped probabilities get the sign bit.
+    // Softcap's derivative goes to the partner too.
     static __device__ __forceinline__ void generic_probabilities(PackedScores& x, Scores& s, const LaneRows& neg_lse,
                                                                  const BwdParams& p, int row, int key, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -98,7 +103,7 @@ struct BackwardDqWarpSpecialized {
         }
     }
 
-    // dS in x, from P as the partner sent it and dP.
+    // Computes dS in x, from the partner's P in x, and dP.
     static __device__ __forceinline__ void score_gradients(PackedScores& x, const Scores& dp, const LaneRows& neg_delta,
                                                            const BwdParams& p, u32 slopes_address) {
         const ScoreOptions& options = p.score_options;
@@ -143,7 +148,7 @@ struct BackwardDqWarpSpecialized {
                                sequence.seqlen_q(), is_first_role() ? p.problem.headdim : p.problem.headdim_v,
                                is_first_role() ? p.problem.sign_flip : 0, query_of_lane);
         }
-        // Rows beyond the arrays are as those beyond seqlen_q.
+        // Rows past the arrays are like rows past seqlen_q.
         LaneRows stats;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++)
@@ -165,7 +170,7 @@ struct BackwardDqWarpSpecialized {
         StepTileLoader<S> tiles;
         tiles.load(p, p.k, p.v, key_head, first_key + range.first, seqlen_k - range.first);
         tiles.store(shared);
-        // dS and K of the step before the first, which add nothing
+        // dS and K of the step before the first: zeros, which add nothing.
         clear_shared<S::kStepTile, S::kThreads>(shared + 2 * S::kSlotBytes);
         clear_shared<kPartnerBytes, S::kThreads>(shared + kGradients);
 
@@ -179,7 +184,7 @@ struct BackwardDqWarpSpecialized {
         };
 #pragma unroll 1
         for (int key = range.first; key < range.end; key += S::kStep) {
-            __syncthreads();  // this step's tiles are there, and the last one's dS
+            __syncthreads();  // this step's tiles and the last step's dS are stored
             add_dq(last_slot);
             Scores s;  // S or dP
             clear(s);
@@ -195,12 +200,12 @@ struct BackwardDqWarpSpecialized {
                     multiply_pair<S>(s, a, pair_after<S>(step, c));
                 }
             }
-            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
             const auto load_next = [&] {
                 tiles.load(p, p.k, p.v, key_head, first_key + key + S::kStep, seqlen_k - key - S::kStep);
             };
             PackedScores probabilities;
-            // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+            // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
             if (__any_sync(~0u, is_first_role())) {
                 const bool masked = !range.unmasked.contains(key);
                 if (kGeneric) {

@@ -1,4 +1,4 @@
-// Dropout: which of a lane's probabilities are kept.
+// Dropout in the turing backward kernels: which of a lane's probabilities are kept (philox.cuh).
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -6,8 +6,8 @@
 
 namespace turing {
 
-// Where a lane has two keys of a group of four, for two queries: the lane that has the other two has the same queries: each
-// draws for one of them. All lanes of the warp together.
+// For layouts where a lane has two keys of an aligned group of four, for two queries. The partner lane has the other two keys
+// of the same queries, so each draws for one query, and they exchange. All lanes of the warp call it together.
 template <class Layout>
 __device__ __forceinline__ u32 draw_kept_pairs(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kRows == 2 && Layout::kKeys == 2, "see above");
@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 draw_kept_pairs(const Philox& philox, const Dropo
     return merge_calls(mine, __shfl_xor_sync(~0u, mine, Layout::kKeyPartnerMask), row >> 2 & 1, odd) >> odd;
 }
 
-// Bit kept_bit(row_of(v), key_slot(v)) of element v, and no others but those of a call.
+// Returns bit kept_bit(row_of(v), key_slot(v)) for element v. Other bits are those of the same Philox call.
 template <class Layout>
 __device__ __forceinline__ u32 draw_kept_tile(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     if constexpr (Layout::kKeys == 4)

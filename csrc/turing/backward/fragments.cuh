@@ -1,19 +1,19 @@
-// The arithmetic layer of the backward pass on m16n8k8: which element a lane holds of scores and of gradients, and where its
-// operands lie in shared memory. Nothing outside this folder knows.
+// Lane layouts of the turing backward pass (m16n8k8): which scores and gradient elements a lane holds, and where operands lie
+// in shared memory. Nothing outside this folder depends on it.
 //
-// A block of the main kernels owns keys and walks over queries; in the queries kernel the two change places ("own rows": keys in
-// the main kernels, queries there; "rows of the step" are the others). The products, for 16 own rows:
+// "Own rows" are the rows that a block owns: keys in the main kernels, queries in the dq kernels. "Step rows" are the other
+// kind. The products, for 16 own rows:
 //
-//   S^T  = K Q^T     A: own rows, fragments in registers     B: rows of the step, from shared memory as they lie
+//   S^T  = K Q^T     A: own rows, from registers              B: step rows, from shared memory as they lie
 //   dP^T = V dO^T    the same
-//   dV += P^T dO     A: the packed scores of the same lane    B: rows of the step, transposed on the way
+//   dV += P^T dO     A: packed scores of the same lane        B: step rows, transposed by ldmatrix
 //   dK += dS^T Q     the same
 //   dQ += dS K       A: dS^T from shared memory, transposed   B: the block's K from shared memory, transposed
 //
-// Of four neighbouring keys, which share a call of the random numbers and a load of the bias, a lane holds all in a tile of 32 keys
-// of S^T, and in one of 16 keys or in S the first and the third, or the second and the fourth: rows and columns of the products are
-// permutations of keys (KeysLayout, QueriesLayout). Tiles of shared memory whose rows are keys of the block are stored in the
-// products' order, so that eight rows of one matrix are neighbours, which the swizzle keeps in different banks.
+// Four neighboring keys share a Philox call and a load of the bias. So rows and columns of the products are permutations of the
+// keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of such a group. With 16 keys, or in S, it
+// has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are stored in the products'
+// order, so that eight rows of one matrix are neighbors, which the swizzle keeps in different banks.
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -28,26 +28,27 @@
 
 namespace turing {
 
-// remat_thread_index() and what is made of it, unsigned: divisions by powers of 2 are then one instruction.
+// remat_thread_index() as unsigned: divisions by powers of two are then one instruction.
 __device__ __forceinline__ u32 remat_thread() { return remat_thread_index(); }
 __device__ __forceinline__ Lane remat_lane() { return Lane(remat_thread() % 32); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Kernels that do one thing to scores besides: one_feature.cuh.
+// Kernels with dropout as their one feature: each lane draws for itself alone (one_feature.cuh).
 constexpr bool kOneCallPerLane = kOneFeature && kHasDropout;
 
-// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys.
+// S^T and dP^T in the main kernels: 16 * KeyTiles keys by 8 queries, one accumulator for each 16 keys. backward/score_coord.cuh
+// says what each member is.
 template <int KeyTiles>
 struct KeysLayout {
     static_assert(KeyTiles == 1 || KeyTiles == 2, "see the file's head");
     using Lane = turing::Lane;
     using Tile = float[4 * KeyTiles];
     static constexpr int kTileQueries = 8, kTileKeys = 16 * KeyTiles, kElements = 4 * KeyTiles;
-    // Where a lane draws random numbers for itself alone, its two queries are those of one call (philox.cuh).
+    // Where a lane draws for itself alone, its two queries are those of one Philox call (philox.cuh).
     static constexpr int kQueryStride = kOneCallPerLane ? 4 : 1;
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return kOneCallPerLane ? l.quad : 2 * l.quad; }
-    // Which query a row of eight of the step's tiles is, and the other way round.
+    // Query of a row of eight in the step's tiles, and the row of a query.
     __device__ __forceinline__ static constexpr u32 query_of_row(u32 row) { return kOneCallPerLane ? row / 2 + row % 2 * 4 : row; }
     __device__ __forceinline__ static constexpr u32 row_of_query(u32 query) {
         return kOneCallPerLane ? query % 4 * 2 + query / 4 : query;
@@ -66,20 +67,20 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int row_slot(int r) { return r * kQueryStride; }
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r + 2 * j; }
 
-    static constexpr int kKeyPartnerMask = 4;  // where a lane has two keys, that with the other two is so far away (XOR)
+    static constexpr int kKeyPartnerMask = 4;  // with two keys a lane: XOR mask to the lane with the group's other two
     static constexpr int kQueryPartnerMask = 2;
-    // The key of row h of two of a lane in operand A number m of the tile ...
+    // The key of row h (of two) of the lane, in operand A number m of the tile.
     __device__ __forceinline__ static constexpr int key_of_lane(const Lane& l, int m, int h) {
         return key(first_key(l), 4 * m + 2 * h);
     }
-    // ... and which row of the operands, and of tiles in shared memory, a key is.
+    // The row of a key in the operands, and in tiles in shared memory.
     __device__ __forceinline__ static constexpr int row_of_key(int key) {
         if (KeyTiles == 2) return key / 32 * 32 + key / 2 % 2 * 16 + key % 2 * 8 + key / 4 % 8;
         return key / 16 * 16 + key / 2 % 2 * 8 + key / 4 % 4 * 2 + key % 2;
     }
 };
 
-// S and dP in the queries kernel: 16 queries by 8 keys.
+// S and dP in the dq kernels: 16 queries by 8 keys.
 struct QueriesLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
@@ -98,7 +99,7 @@ struct QueriesLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return 2 * r + j; }
 
     static constexpr int kKeyPartnerMask = 1;
-    // Which key of eight column n of operand B is.
+    // The key, of eight, of column n of operand B.
     __device__ __forceinline__ static constexpr int key_of_column(u32 n) { return n / 4 * 4 + n % 2 * 2 + n / 2 % 2; }
 };
 static_assert(covers_tile<KeysLayout<1>>() && covers_tile<KeysLayout<2>>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
@@ -117,10 +118,10 @@ __device__ __forceinline__ void clear(Accumulator (&c)[M][N]) {
 
 // ---- operands -------------------------------------------------------------------------------------
 
-// One k of 8 of operand A of a tile of 16 rows.
+// Operand A of a tile of 16 rows, for eight k.
 using OperandA = u32[2];
 
-// Takes the last place of a warp's packed scores, all of which move down by one (compare next_tile in backward/modifiers.cuh).
+// Moves all packed tiles of a warp down by one, and puts `tile` last. (Compare next_tile in backward/modifiers.cuh.)
 template <int M, int N>
 __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA& tile) {
 #pragma unroll
@@ -129,8 +130,8 @@ __device__ __forceinline__ void append_tile(OperandA (&x)[M][N], const OperandA&
         for (int h = 0; h < 2; h++) x[i / N][i % N][h] = i + 1 < M * N ? x[(i + 1) / N][(i + 1) % N][h] : tile[h];
 }
 
-// Fragments of the warp's own rows from global memory, zeros for rows and columns that do not exist. `row_of_lane(lane, m, h)` is
-// the lane's row h of two in tile m, from the warp's first row.
+// Loads the warp's own rows as operands from global memory; zeros for rows and columns that do not exist. row_of_lane(lane, m,
+// h): the lane's row h (of two) in tile m, from the warp's first row.
 template <int M, int Chunks, class RowOfLane>
 __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], const Operand& from, const unsigned short* base,
                                                    int row, int rows, int headdim, u32 sign_flip, RowOfLane row_of_lane) {
@@ -151,19 +152,19 @@ __device__ __forceinline__ void load_own_fragments(OperandA (&a)[M][Chunks], con
 }
 __device__ __forceinline__ constexpr int query_of_lane(const Lane& lane, int m, int h) { return 16 * m + lane.group + 8 * h; }
 
-// swizzled() of unsigned numbers.
+// swizzled() on unsigned numbers.
 template <int Chunks>
 __device__ __forceinline__ u32 remat_swizzled(u32 row, u32 chunk) {
     const u32 parity = Chunks % 8 == 0 ? (row & 1) << 2 : 0;
     return (row * Chunks + (chunk ^ (row >> 1 & 3) ^ parity)) * kChunkBytes;
 }
-// Addresses of the lane for load_matrices: two by two matrices, 16 rows by two chunks. Matrices 0 and 1 are the two chunks of the
-// first eight rows ...
+// Lane addresses for load_matrices: 16 rows by two chunks, as two by two matrices. by_chunks: matrices 0 and 1 are the two
+// chunks of the first eight rows.
 template <class S>
 __device__ __forceinline__ u32 by_chunks(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
-// ... or all 16 rows of the first chunk.
+// by_rows: matrices 0 and 1 are all 16 rows of the first chunk.
 template <class S>
 __device__ __forceinline__ u32 by_rows(u32 tile, u32 lane, u32 chunk = 0) {
     return tile + remat_swizzled<S::kChunks>(lane % 8 + lane / 8 % 2 * 8, chunk + lane / 16);
@@ -177,27 +178,28 @@ template <class S>
 __device__ __forceinline__ u32 keys_by_rows(u32 tile, u32 lane) {
     return tile + remat_swizzled<S::kChunks>(QueriesLayout::key_of_column(lane % 8) + lane / 8 % 2 * 8, lane / 16);
 }
-// Two chunks further in the same rows, `pair` times.
+// Moves an address 2 * pair chunks further in its rows.
 template <class S>
 __device__ __forceinline__ u32 pair_after(u32 address, int pair) {
     return chunk_after<S::kChunks>(address, 2 * pair);
 }
 
-// Tiles of dS^T: rows are keys of the block, as row_of_key says, of Chunks (2 or 4) chunks of eight queries.
+// Offset of a chunk in a tile of dS^T: rows are keys of the block, ordered by row_of_key, with Chunks (2 or 4) chunks of eight
+// queries.
 template <int Chunks>
 __device__ __forceinline__ u32 score_offset(u32 row, u32 chunk) {
     static_assert(Chunks == 2 || Chunks == 4, "steps of 16 or 32 queries");
-    // Eight rows of two chunks are two wavefronts' worth of banks: the chunks of the second four rows change places.
+    // Eight rows of two chunks need two wavefronts: in the second four rows the chunks trade places.
     if (Chunks == 2) return (row * 2 + (chunk ^ (row >> 2 & 1))) * kChunkBytes;
     return remat_swizzled<4>(row, chunk);
 }
-// The same of another chunk, from that of chunk 0.
+// Offset of another chunk, from that of chunk 0.
 __device__ __forceinline__ u32 score_chunk(u32 address, int chunk) { return address ^ chunk * kChunkBytes; }
 
 // ---- output ---------------------------------------------------------------------------------------
 
-// A warp's rows of a gradient, rows `row` + row_of_lane of the `rows` that exist. Of pairs of column tiles it has every PairStep-th
-// from first_pair on.
+// Stores a warp's rows of a gradient: rows `row` + row_of_lane, of `rows` that exist. Of the pairs of column tiles the warp has
+// every PairStep-th, from first_pair on.
 template <bool BF16, int PairStep, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tiles], const Output& out, unsigned short* base,
                                                   float factor, int row, int rows, int headdim, RowOfLane row_of_lane,
@@ -218,7 +220,7 @@ __device__ __forceinline__ void write_gradient_as(const Accumulator (&c)[M][Tile
             }
         }
 }
-// One branch around all of it: the code is there twice, and runs once.
+// Branches on the output dtype once around all stores: the code exists twice, and runs once.
 template <int PairStep = 1, int M, int Tiles, class RowOfLane>
 __device__ __forceinline__ void write_gradient(const Accumulator (&c)[M][Tiles], const BwdParams& p, const Output& out,
                                                unsigned short* base, float factor, int row, int rows, int headdim,

@@ -1,5 +1,6 @@
-// Main kernels that do one thing to scores besides, as those of the forward pass (turing/forward/one_feature.cuh): ALiBi and a bias
-// are what the accumulators of K Q^T begin with, in units of the products.
+// ALiBi, bias and dropout in main kernels of exactly one feature, as in the forward pass (turing/forward/one_feature.cuh).
+// ALiBi and bias are the initial accumulators of K Q^T, in units of the products, so they cost no instruction per step and
+// score later.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -7,7 +8,7 @@
 
 namespace turing {
 
-// S^T of a step: c[n][m] of 8 queries and 16 keys.
+// Initial accumulators of S^T of a step: c[n][m], of 8 queries and 16 keys each.
 template <class Layout, int N>
 struct InitialScores {
     using Scores = Accumulator[N][Layout::kTileKeys / 16];
@@ -15,12 +16,12 @@ struct InitialScores {
     static_assert(!kOneFeature || (Layout::kKeys == 4 && Layout::kRows == 2), "a lane has four neighbouring keys of two queries");
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // `row` and `key` are the warp's first.
+    // Sets them to ALiBi's terms. `row` and `key`: first of the warp.
     static __device__ __forceinline__ void alibi(Scores& s, const BwdParams& p, int head, int row, int key) {
         const ScoreOptions& o = p.score_options;
         const int batch = remat_block_batch();
         const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
-        float slope;  // by a volatile load: it takes no register between the steps
+        float slope;  // by a volatile load: it holds no register between the steps
         asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(slope) : "l"(o.alibi_slopes + batch * o.alibi_batch_stride + head));
         slope = __fdividef(-slope, p.problem.scale);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
@@ -32,10 +33,10 @@ struct InitialScores {
                 tile_of(s, n)[v] = slope * fabsf(first + static_cast<float>(8 * n + coord.query_minus_key(v)));
     }
 
-    // The fp16 bias of a step, loaded in the one before.
+    // fp16 bias of a step, loaded one step ahead
     uint2 loaded[N][2];
 
-    // Queries from query_end on do not exist, or see none of the keys.
+    // Address of the bias of a query. Queries from query_end on do not exist, or see none of the keys.
     static __device__ __forceinline__ const char* bias_at(const BwdParams& p, const char* base, int query, int query_end,
                                                           int bytes) {
         const unsigned row = min(query, query_end - 1);
@@ -63,6 +64,7 @@ struct InitialScores {
                 asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(loaded[n][r].x), "=r"(loaded[n][r].y) : "l"(from));
             }
     }
+    // Adds an fp32 bias after the product.
     static __device__ __forceinline__ void add_fp32_bias(Scores& s, const BwdParams& p, int head, int row, int row_end, int key) {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
         const ScoreCoord<Layout> coord(remat_lane(), row, key);
@@ -81,7 +83,7 @@ struct InitialScores {
                 }
             }
     }
-    // What S^T begins with: fp16. (Where it is fp32, nothing has been loaded.)
+    // Sets them to the fp16 bias that was loaded (0 if the bias is fp32).
     __device__ __forceinline__ void bias(Scores& s, const BwdParams& p) const {
         const float inverse_scale = __fdividef(1.f, p.problem.scale);
 #pragma unroll
@@ -96,11 +98,11 @@ struct InitialScores {
     }
 };
 
-// Dropout: which probabilities of the two queries and four keys that a lane has in a tile are kept.
+// Dropout mask of a tile: a lane's two queries and four keys.
 struct TileDropoutMask {
     u32 kept[4];  // of each key: 0xffff for each of two queries
 
-    // `row` and `key` are the tile's first.
+    // Draws the numbers. `row` and `key`: first of the tile.
     template <class Layout>
     __device__ __forceinline__ void draw(Layout, const BwdParams& p, const Philox& philox, int row, int key) {
         static_assert(Layout::row_slot(1) == 4 && Layout::kKeys == 4, "a call has all of them");

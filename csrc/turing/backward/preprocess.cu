@@ -1,3 +1,4 @@
+// First kernel of the backward pass: row statistics, and a cleared dq accumulator.
 #include "backward/preprocess.cuh"
 #include "turing/backward/row_stats.cuh"
 

@@ -1,20 +1,21 @@
-// Row statistics: what the backward pass needs of each query row besides the row itself.
+// Memory layout of the row statistics on turing: -lse/scale and -delta of each query row (backward/row_statistics.cuh).
 //
-// A step loads those of 16 queries by one instruction of a warp: lanes 0 to 15 the -lse/scale of a query each, the others the
-// -delta of the same queries. So these 32 numbers lie together, and each lane gets by shuffles what its columns of the scores need.
+// A warp loads those of 16 queries by one instruction: lanes 0 to 15 the -lse/scale, lanes 16 to 31 the -delta of the same
+// queries. So these 32 floats are contiguous. Each lane gets what its columns of the scores need by shuffles.
 //
-// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats). A row that sees no key, and the padding beyond
-// seqlen_q, hold -inf and 0: their P is exp(-inf) = 0.
+// The buffer is (batch, nheads, seqlen_q_rounded / kGroupRows, kGroupFloats). Rows that see no key, and the padding past
+// seqlen_q, hold -inf and 0, so that their P is exp(-inf) = 0.
 #pragma once
 
 namespace turing {
 
+// Layout of the statistics; argument of the shared kernels.
 struct RowStats {
-    // The family's numbers (`Scratch` in src/kernels/turing/mod.rs): the library allocates the buffer by them.
+    // Sizes from `Scratch` in src/kernels/turing/mod.rs: the library allocates the buffer by them.
     static constexpr int kGroupRows = STATS_GROUP_ROWS;
     static constexpr int kGroupFloats = STATS_GROUP_FLOATS;
-    static constexpr int kLseAt = 0, kDeltaAt = kGroupRows;  // where a group's -lse/scale begin, and its -delta
-    static constexpr int kRowRounding = ROW_ROUNDING;  // a sequence's rows there are a multiple: no step reaches beyond
+    static constexpr int kLseAt = 0, kDeltaAt = kGroupRows;  // offset in a group of -lse/scale, and of -delta
+    static constexpr int kRowRounding = ROW_ROUNDING;  // each sequence has a multiple of this, so no step reaches past it
 
     static constexpr int kRowFloats = kGroupFloats / kGroupRows;
     static constexpr int kCopies = 1, kCopyDistance = 0;
@@ -22,7 +23,7 @@ struct RowStats {
     static __device__ __forceinline__ constexpr int offset(int row) { return row / kGroupRows * kGroupFloats + row % kGroupRows; }
 };
 static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
-// The gradient of sinks reads the statistics where prepare writes them.
+// The gradient of attention sinks, computed by the library, reads the statistics where preprocess writes them.
 constexpr __device__ bool library_reads_where_kernels_write() {
     constexpr int neg_lse[] = {STATS_MINUS_LSE_AT}, neg_delta[] = {STATS_MINUS_DELTA_AT};
     for (int row = 0; row < RowStats::kGroupRows; row++)

@@ -1,13 +1,13 @@
-// What a block of the main kernels (small.cuh, split.cuh) owns, and where it lies in shared memory. docs/turing-backward.md tells
-// the design.
+// Tile sizes, shared-memory layout, step loads and products of the turing backward kernels (main kernels and dq kernels).
 //
-// A block owns some keys and walks over the queries that see them, a step at a time:
+// A block of a main kernel owns keys and visits the queries that see them, a step at a time (FlashAttention-2's backward,
+// transposed):
 //
 //   S^T  = K Q^T          P = exp(scale * S - lse)      dV += P^T dO
-//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (atomically)
+//   dP^T = V dO^T         dS = P * (dP - delta)         dK += dS^T Q        dQ += dS K  (by atomics)
 //
-// dK and dV stay in registers, as operands P^T and dS^T do, and fragments of V, or of both K and V. Shared memory has K, for dQ and
-// for a warp that has no registers for its fragments, two tiles of Q and of dO, and dS^T, for dQ alone.
+// Registers hold dK, dV, the operands P^T and dS^T, and operands of V, or of both K and V. Shared memory holds K (for dQ, and
+// for warps that have no registers for its operands), tiles of Q and dO, and dS^T (for dQ).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -20,7 +20,8 @@
 
 namespace turing {
 
-// Slots: of tiles of Q and dO, and of dS: with two, a step needs one barrier. PartnerTiles: of P^T, which goes from warp to warp.
+// Slots: tiles of Q and dO, and of dS; with two, a step needs one barrier. PartnerTiles: tiles of P^T, which go from warp to
+// warp.
 template <int Headdim, int Rows, int Step, int Threads, int Slots, int PartnerTiles>
 struct Shape {
     static constexpr int kHeaddim = Headdim, kRows = Rows, kStep = Step, kThreads = Threads, kSlots = Slots;
@@ -28,7 +29,7 @@ struct Shape {
     static constexpr int kChunks = kHeaddim / kChunk, kRowBytes = kChunks * kChunkBytes;  // of a row of Q, K, V, dO
     static constexpr int kScoreChunks = kStep / kChunk, kScoreRowBytes = kScoreChunks * kChunkBytes;
 
-    // Shared memory, bytes.
+    // Offsets in shared memory, bytes.
     static constexpr int kOwnTile = kRows * kRowBytes, kStepTile = kStep * kRowBytes, kScoreTile = kRows * kScoreRowBytes;
     static constexpr int kSlotBytes = 2 * kStepTile;  // Q, then dO
     static constexpr int kOwn = 0, kStepTiles = kOwnTile, kScores = kStepTiles + kSlots * kSlotBytes;
@@ -39,7 +40,7 @@ struct Shape {
     static __device__ __forceinline__ u32 slot(int row) { return kSlots == 2 ? row / kStep % 2 : 0; }
 };
 
-// The block's K, once, in the order of the layout, padded with zeros in both directions.
+// Loads the block's K once, in the layout's order, padded with zeros in rows and columns.
 template <class S, class Layout>
 __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
     constexpr int kRowsAtOnce = S::kThreads / threads_per_row(S::kChunks);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void load_own_keys(const BwdParams& p, u32 shared, in
     }
 }
 
-// As the common range, but with the mask at every step of a block some of whose keys do not exist: their P has to be 0.
+// QueryRange, but every step of a block needs the mask if some of its keys do not exist: their P must be 0.
 template <class S>
 struct Queries : QueryRange<S::kRows, S::kStep> {
     __device__ __forceinline__ Queries(const Mask& mask, int first_key, bool all_rows = false)
@@ -63,9 +64,9 @@ struct Queries : QueryRange<S::kRows, S::kStep> {
     }
 };
 
-// Where the rows of one head lie: few numbers, from which each step derives its addresses again, as it does those in shared memory
-// from the thread's number. Pointers would take more registers than there are. (pinned() and ..._here() are volatile: the compiler
-// would move what does not change out of the loop, and then spill it.)
+// Offsets of the rows of one head. Each step computes its addresses again from these few numbers (and shared addresses from the
+// thread index), because pointers would take more registers than there are. keep_in_register() and remat_*() are volatile:
+// otherwise the compiler would move what does not change out of the loop, and then spill it.
 struct HeadRows {
     int head, origin_;
     unsigned scratch;  // the sequence's first row in the scratch memory, over all heads
@@ -73,18 +74,18 @@ struct HeadRows {
     __device__ __forceinline__ HeadRows(const BwdParams& p, const BlockSeqlenInfo& sequence, int head_)
         : head(head_), origin_(kVarlen && !kGeneric ? keep_in_register(sequence.q_offset()) : 0),
           scratch(keep_in_register(static_cast<int>(rounded_row<RowStats>(p, sequence, remat_block_batch(), head_)))) {}
-    // ... and in the tensors.
+    // First row in the tensors.
     __device__ __forceinline__ int origin(const BwdParams& p) const {
         return kGeneric ? BlockSeqlenInfo(p.problem, p.lengths, remat_block_batch()).q_offset() : origin_;
     }
-    // Offset into the scratch memory, with so many floats a row.
+    // Offset in the scratch memory, for `floats` floats per row.
     __device__ __forceinline__ unsigned long long scratch_offset(int row, unsigned floats) const {
         return static_cast<unsigned long long>(scratch + row) * floats;
     }
 };
 
-// The statistics of all rows that a block meets, where no other kernel writes them: before anything else, since between the heads
-// there are no registers for it.
+// Writes the statistics of all rows that the block visits (fused kernels). At the start, because between heads there are no
+// registers.
 template <class S>
 __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const BlockSeqlenInfo& sequence) {
     const int group = p.problem.nheads / p.problem.nheads_k;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void write_all_statistics(const BwdParams& p, const B
         write_row_statistics<RowStats, S::kHeaddim, S::kThreads>(p, sequence, head);
 }
 
-// The lane's part of the statistics of a step: in lanes 0 to 15 something of -lse/scale of a query each, in the others -delta.
+// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta in the others.
 template <class S>
 struct StepStats {
     static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
@@ -107,15 +108,15 @@ struct StepStats {
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
         }
     }
-    // To units of P as it is kept (kProbabilityUnit): the lse that exp2 subtracts, and delta for the product with such a P. A
-    // kernel that has only one of the two does not look at the other lanes.
+    // Converts them to the unit of P (kProbabilityUnit): the lse that the exponent takes, and delta for the product with such a
+    // P.
     __device__ __forceinline__ void scale(float scale_log2) {
         const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
 #pragma unroll
         for (int i = 0; i < kGroups; i++)
             x[i] = is_lse ? fmaf(x[i], scale_log2, kProbabilityBits) : x[i] * (1.f / kProbabilityUnit);
     }
-    // Of the lane's two queries of column tile n.
+    // Values of the lane's two queries in column tile n.
     __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
     __device__ __forceinline__ float2 delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
 
@@ -127,14 +128,15 @@ private:
     }
 };
 
-// A step's rows of Q and dO, or of K and V, on their way from global to shared memory. A thread takes one chunk of every
-// kRowsAtOnce-th row of both.
+// Loads a step's rows of Q and dO, or of K and V, to registers, and stores them to shared memory. A thread takes one chunk of
+// every kRowsAtOnce-th row of both.
 //
-// Rows that do not exist are zeros. Columns beyond headdim meet the zeros of the block's own fragments in S and dP, and in the
-// gradients are columns that nobody stores, so there a thread reads the last column that exists once more.
+// Rows that do not exist are zeros. Columns past headdim meet zeros of the block's own operands in S and dP, and produce only
+// gradient columns that are not stored. So a thread there reads the last existing column again.
 template <class S>
 class StepTileLoader {
-    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;  // that share a row
+    // lanes that share a row
+    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;
     static constexpr int kRowsAtOnce = S::kThreads / kLanes;
     static constexpr int kLoads = S::kStep / kRowsAtOnce;
     static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
@@ -145,8 +147,8 @@ public:
     // A thread's part of one of the two tiles.
     using Part = uint4[kLoads];
 
-    // That of the rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a
-    // branch, which would part the products before it from what is behind it.
+    // Loads rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch,
+    // which would separate the products before and after it.
     static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
         const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
         const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
@@ -168,7 +170,7 @@ public:
             if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);
     }
 
-    // Both: the first operand makes S, the second dP. `to` is the address of the first tile.
+    // Both tiles: s makes S, dp makes dP. `to`: address of the first tile.
     __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row,
                                          int rows_left) {
         load(s_, s, head, row, rows_left, p.problem.headdim);
@@ -183,16 +185,16 @@ private:
     Part s_, dp_;
 };
 
-// P * kProbabilityUnit of two scores, in fp16: unlike pack_probabilities, by conversions. The tensor cores leave the XU pipe time
-// for them here, and dS needs the number itself.
+// Packs P * kProbabilityUnit by conversions, unlike pack_probabilities: the tensor cores leave the XU pipe time for them here,
+// and dS needs the number itself.
 __device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
-// dS from such a P, dP and delta as StepStats::scale leaves it. fp32 to the end: dP - delta may be far beyond fp16 where P is
-// small. Only dS itself is rounded to fp16, and beyond 65504 becomes infinite, which is what a GradScaler looks for.
+// Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta
+// may be far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
     return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
 }
 
-// The mask on the scores of the queries kernels, c[n][m] (apply_mask has the others' order).
+// Masks scores of the dq kernels: c[n][m]. (apply_mask has the main kernels' order.)
 template <int M, int N>
 __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
@@ -205,8 +207,8 @@ __device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdPar
 
 // ---- products -------------------------------------------------------------------------------------
 
-// S^T or dP^T: one pair of chunks of headdim of all own rows and all rows of the step, whose matrices by_chunks are at `address`.
-// Tiles of a column of the product lie together: c[n][m].
+// S^T or dP^T: adds one pair of chunks of headdim, for all own rows and all step rows. `address`: of their matrices
+// (by_chunks). Tiles of one column of the product are adjacent: c[n][m].
 template <class S, int M, int N>
 __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const OperandA (&a)[M][2], u32 address) {
 #pragma unroll
@@ -222,8 +224,8 @@ __device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const Oper
     }
 }
 
-// dV or dK: one pair of column tiles, 2 * pair and its neighbour, from the packed scores a[n][m] and the rows of the step, whose
-// matrices by_rows are at `address`.
+// dV or dK: adds to a pair of column tiles, 2 * pair and its neighbor, from packed scores a[n][m] and the step rows. `address`:
+// of their matrices (by_rows).
 template <class S, int M, int N, int Tiles>
 __device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[N][M], u32 address, int pair) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// dk, dv and, atomically, dq.
+// Main kernel for small headdims: dk, dv, and dq by atomics.
 #include "turing/backward/single_role.cuh"
 
 using Kernel = turing::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kAtomicAdd>;

@@ -1,5 +1,6 @@
-// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks an SM. A warp computes
-// both S^T and dP^T of its keys, with V in registers and K from shared memory.
+// Main kernel of the turing backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. A warp has dV and dK
+// of its own 32 keys, and computes both S^T and dP^T, with V in registers and K from shared memory. shape.cuh has the products,
+// dq_mode.cuh what becomes of dQ. Generic kernels have exactly one score feature (one_feature.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -10,6 +11,7 @@
 
 namespace turing {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2, 0>;
@@ -41,16 +43,16 @@ struct BackwardSingleRole {
         clear(dk);
         clear(dv);
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         if (kFused) write_all_statistics<S>(p, sequence);
-        if (kFused) __syncthreads();  // the statistics are there
+        if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
@@ -72,17 +74,17 @@ struct BackwardSingleRole {
                     initial.load_bias(p, rows.head, row, range.end, remat_block_index() * S::kRows + remat_thread() / 32 * 32);
             };
             load_bias(first);
-            __syncthreads();  // the last head's tiles are done with
+            __syncthreads();  // the last head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first, which adds nothing
+            // dS of the step before the first: zeros, which add nothing.
             if (kWithDq) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles are there, and the last one's dS
-                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                __syncthreads();  // this step's tiles and the last step's dS are stored
+                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
                 tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq) compute_dq(max(row - S::kStep, first), slot ^ 1, 0);
                 const u32 tile = slot * S::kSlotBytes;
@@ -113,13 +115,13 @@ struct BackwardSingleRole {
                         multiply_pair<S>(dp, values, pair_after<S>(step, c) + S::kStepTile);
                     }
                 }
-                // The tile after the next is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the tile after the next are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep, range.rows(p) - 2 * S::kStep - row);
                 if (uses_fp32_bias(p.score_options))
                     initial.add_fp32_bias(s, p, rows.head, row, range.end,
                                           remat_block_index() * S::kRows + remat_thread() / 32 * 32);
                 if (!range.unmasked.contains(row)) {
-                    // Rare: everything is derived again, so that none of it takes a register in the loop.
+                    // Rare: everything is computed again, so that none of it holds a register in the loop.
                     const u32 thread = remat_thread();
                     apply_mask<Layout>(reinterpret_cast<Layout::Tile(&)[1][kColumnTiles]>(s), p, Lane(thread % 32), row,
                                        remat_block_index() * S::kRows + thread / 32 * 32);
@@ -136,7 +138,7 @@ struct BackwardSingleRole {
 #pragma unroll
                     for (int n = 0; n < kColumnTiles; n++) {
                         const float2 lse = stats.lse_of(n, layout_lane), delta = stats.delta_of(n, layout_lane);
-                        // 2^(score + lse), and the factor of its gradient
+                        // Returns P = 2^(score + lse); sets `slope` to softcap's derivative.
                         const auto probability = [&](float s, float lse, float& slope) {
                             if (!kHasSoftcap) return exp2_approx(fmaf(s, p.problem.scale_log2, lse));
                             const float logistic = softcap.logistic(s);
@@ -190,7 +192,7 @@ struct BackwardSingleRole {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
-                        // (Not before the loop: too many registers would be in use.)
+                        // Not before the loop, where too many registers are in use.
                         if (c == 1) load_bias(range.next_step(p, row));
                         accumulate_pair<S>(dv, probabilities, pair_after<S>(step, c) + S::kStepTile, c);
                         accumulate_pair<S>(dk, ds, pair_after<S>(step, c), c);

@@ -1,4 +1,4 @@
-// All of a backward pass, where a block has all keys of its heads.
+// Fused kernel for small headdims: the whole backward pass in one launch, where a block has all keys of its heads.
 #include "turing/backward/single_role.cuh"
 
 using Kernel = turing::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kStore>;

@@ -1,4 +1,4 @@
-// dk, dv and, atomically, dq.
+// Main kernel: dk, dv, and dq by atomics.
 #include "turing/backward/warp_specialized.cuh"
 
 // Two tiles of Q and dO fit the 64 KB of a block up to headdim 192.

@@ -1,7 +1,7 @@
-// Backward, main kernel for headdim above 64, and for all where scores are modified: 8 warps in two roles of four. The first four
-// compute S^T, P and dV, the others dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's registers. A
-// warp has its fragments of K or of V in registers. P goes to the partner of the other role, lane by lane, through shared memory;
-// dQ is everyone's.
+// Main kernel of the turing backward pass for headdim above 64, and for generic kernels: 8 warps in two roles of four (warp
+// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
+// registers. A warp has its operands of K or of V in registers. P goes to the partner warp of the other role, lane by lane,
+// through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh what becomes of dQ.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -14,28 +14,29 @@
 
 namespace turing {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step. Slots: tiles of Q and dO in shared memory, see Shape.
 template <int Headdim, int BlockRows, int Step, int Threads, int Slots, DqMode Mode>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, Slots, 1>;
-    // Pairs of chunks, the last ones, of which a warp has its fragments not in registers: with all of them there are too few. K is
-    // in shared memory anyway, of V these chunks are.
+    // Pairs of chunks, the last ones, whose operands lie in shared memory because registers do not hold all. K is there anyway;
+    // of V only these chunks are.
     static constexpr int kSharedPairs = Headdim > 192 ? 4 : 0, kSharedChunks = 2 * kSharedPairs;
     static constexpr int kValues = S::kSharedBytes, kSharedBytes = kValues + BlockRows * kSharedChunks * kChunkBytes;
     static_assert(RowStats::kRowRounding % S::kStep == 0, "each step finds statistics of all its queries");
     static constexpr bool kWithDq = Mode != DqMode::kSeparate, kFused = Mode == DqMode::kStore;
-    static constexpr int kPartners = S::kWarps / 2;           // warps of a role
-    static constexpr int kKeys = S::kRows / kPartners;        // of a warp
+    static constexpr int kPartners = S::kWarps / 2;  // warps of a role
+    static constexpr int kKeys = S::kRows / kPartners;  // of a warp
     static constexpr int kKeyTiles = kKeys / 16, kColumnTiles = S::kStep / 8;
     static_assert(kKeys % 16 == 0 && (kKeyTiles == 1 || kKeyTiles == 2), "16 or 32 keys a warp");
     static constexpr int kPairs = S::kChunks / 2, kPairsAtOnce = 2;
-    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // those in registers
+    static constexpr int kOwnPairs = kPairs - kSharedPairs;  // pairs in registers
     static_assert(kSharedPairs == 0 || (kSharedChunks == 8 && S::kChunks % 8 == 0 && kKeyTiles == 1),
                   "the swizzle of K's rows is that of V's");
     using Dq = DqProduct<S>;
     using Layout = KeysLayout<kKeyTiles>;
     using Scores = Accumulator[kColumnTiles][kKeyTiles];
     using PackedScores = OperandA[kColumnTiles][kKeyTiles];
-    // Kernels of one feature do not ask for it. Of ALiBi and a bias scores begin with what is added.
+    // Kernels of one feature do not test for it. With ALiBi or a bias, scores begin with what is added (one_feature.cuh).
     static constexpr bool kInitial = kOneFeature && (kHasAlibi || kHasBias);
     static __device__ __forceinline__ bool is_capped(const BwdParams& p) {
         return kHasSoftcap && (kOneFeature || p.score_options.softcap > 0.f);
@@ -49,26 +50,27 @@ struct BackwardWarpSpecialized {
         return kHasDropout && (kOneFeature || p.score_options.rng_state);
     }
 
-    // Named barrier of two partners: P is there.
+    // Waits at the named barrier of two partners, until P is stored.
     static __device__ __forceinline__ void wait_partner() {
         asm volatile("bar.sync %0, 64;" ::"r"(1 + remat_thread() / 32 % kPartners) : "memory");
     }
-    // Derived again where it is needed, so that it takes no register in the loop.
+    // Computed again where needed, so that they hold no register in the loop.
     static __device__ __forceinline__ bool is_first_role() { return remat_thread() < S::kThreads / 2; }
     static __device__ __forceinline__ int remat_warp_row() { return remat_thread() / 32 % kPartners * kKeys; }
     static __device__ __forceinline__ int remat_warp_key() { return remat_block_index() * S::kRows + remat_warp_row(); }
-    // Whether the step of this row needs no mask. General kernels, which are short of registers, find out again at every step.
+    // Whether the step of this row needs no mask. Generic kernels are short of registers, so they compute the range again in
+    // each step.
     static __device__ __forceinline__ bool contains(const Queries<S>& range, const BwdParams& p, int row) {
         if (!kGeneric) return range.unmasked.contains(row);
         const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
         return Queries<S>(mask_of(p.problem, sequence), remat_block_index() * S::kRows).unmasked.contains(row);
     }
-    // Where softcap's derivative goes, from the address of a parcel: the dS of the same keys.
+    // Where softcap's derivative goes, from the address of the exchange: the place of the dS of the same keys.
     static __device__ __forceinline__ u32 slopes_of(u32 exchanged, u32 slot) {
         return exchanged - (S::kPartner - S::kScores) + slot * S::kScoreTile;
     }
 
-    // What goes from a lane to the one with the same scores in the other role, 16 bytes at a time.
+    // Exchange of packed scores between a lane and the lane with the same scores in the other role, 16 bytes at a time.
     static constexpr int kWords = kKeyTiles * kColumnTiles * 2, kExchangeBytes = 32 * 16;
     using Words = u32[kWords];
     static __device__ __forceinline__ void send(u32 address, PackedScores& x) {
@@ -89,9 +91,8 @@ struct BackwardWarpSpecialized {
     using Tile = typename Layout::Tile;  // of 8 queries
     static __device__ __forceinline__ Tile& tile_of(Scores& s, int n) { return reinterpret_cast<Tile&>(s[n]); }
 
-    // Scores in units of log2, less lse and ready for exp2, from K Q^T. In general kernels softcap's derivative goes to the partner
-    // at `slopes`, where dS will lie, which that makes of it. `key` and `row` are the warp's first, rows from row_end on see no
-    // key.
+    // Turns K Q^T into exponents of P: scores in log2 units, minus lse. Generic kernels send softcap's derivative to the
+    // partner at `slopes`, where it then stores dS. `key` and `row`: first of the warp. Rows from row_end on see no key.
     static __device__ __forceinline__ void exponents(Scores& s, const StepStats<S>& stats, const BwdParams& p, int head, int key,
                                                      int row, int row_end, bool masked, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -128,7 +129,7 @@ struct BackwardWarpSpecialized {
             const BlockSeqlenInfo sequence(p.problem, p.lengths, batch);
             const Alibi alibi(options, batch, head, sequence.seqlen_q(), sequence.seqlen_k());
             const ScoreCoord<Layout> coord(lane, row, key);
-            // one conversion, by the XU pipe, for all elements
+            // One int-to-float conversion (slow XU pipe) for all elements.
             const float first = alibi.distance(coord.query(0), coord.key(0));
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
@@ -154,7 +155,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
-    // From P^T what dropout leaves for dV, in x, and for the partner, in `sent`: all of it, what is dropped with the sign bit.
+    // Applies dropout to P^T: x keeps what dV takes. `sent` gets all of P, with sign bits on what is dropped, for the partner.
     static __device__ __forceinline__ void drop(PackedScores& x, PackedScores& sent, const BwdParams& p, int head, int key,
                                                 int row) {
         const Lane lane = remat_lane();
@@ -175,7 +176,7 @@ struct BackwardWarpSpecialized {
             }
             return;
         }
-        u32 kept = 0;  // of each column tile as kept_of_tile has them, 4 bits further each
+        u32 kept = 0;  // bits of draw_kept_tile, 4 further for each column tile
 #pragma unroll 1
         for (int n = 0; n < kColumnTiles; n++)
             kept |= draw_kept_tile<Layout>(philox, DropoutRule(p.score_options), ScoreCoord<Layout>(lane, row + 8 * n, key))
@@ -194,7 +195,7 @@ struct BackwardWarpSpecialized {
                 }
     }
 
-    // dS^T in x, from P^T as the partner sent it and dP^T.
+    // Computes dS^T in x, from the partner's P^T in x, and dP^T.
     static __device__ __forceinline__ void score_gradients(PackedScores& x, Scores& dp, const StepStats<S>& stats,
                                                            const BwdParams& p, int head, int key, int row, u32 slopes) {
         const ScoreOptions& options = p.score_options;
@@ -226,7 +227,7 @@ struct BackwardWarpSpecialized {
                 }
         }
         if (has_bias_gradient(p)) {
-            // Rolled, for the size of the code: the first tile's, and then all move down, the first one to the end.
+            // Rolled, for code size: works on the first tile, then moves all down, the first to the end.
 #pragma unroll 1
             for (int n = 0; n < kColumnTiles; n++) {
                 add_bias_gradient(tile_of(dp, 0), p, head, ScoreCoord<Layout>(lane, row + 8 * n, key));
@@ -240,7 +241,7 @@ struct BackwardWarpSpecialized {
         }
         if (is_capped(p)) {
             receive(slopes, x);
-            __syncwarp();  // dS takes their place
+            __syncwarp();  // dS takes the place of the derivatives
 #pragma unroll
             for (int n = 0; n < kColumnTiles; n++)
 #pragma unroll
@@ -259,7 +260,7 @@ struct BackwardWarpSpecialized {
                 for (int h = 0; h < 2; h++) x[n][m][h] = to_half2(dp[n][m][2 * h], dp[n][m][2 * h + 1]);
     }
 
-    // V's part of those, in the order of KeysLayout, padded with zeros.
+    // Loads the shared chunks of V (kSharedPairs), in the order of KeysLayout, padded with zeros.
     static __device__ __forceinline__ void load_values(const BwdParams& p, u32 shared, int origin, int first_key, int keys) {
         const unsigned short* base = rows_of(p.v, blockIdx.z, blockIdx.y, origin + first_key);
         for (int i = threadIdx.x; i < S::kRows * 8; i += S::kThreads) {
@@ -269,7 +270,7 @@ struct BackwardWarpSpecialized {
                          exists ? load_global(base + key * p.v.row_stride + column) : zero_chunk());
         }
     }
-    // Where a warp's operand A lies there.
+    // Address of a warp's operand A there, of K or V.
     static __device__ __forceinline__ u32 shared_fragments(u32 shared) {
         const u32 lane = remat_thread() % 32, row = remat_warp_row() + lane % 8 + lane / 8 % 2 * 8;
         const u32 values = shared + kValues + remat_swizzled<8>(row, lane / 16);
@@ -299,16 +300,16 @@ struct BackwardWarpSpecialized {
         Accumulator gradient[kKeyTiles][S::kChunks];  // dV or dK
         clear(gradient);
 
-        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
+        const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's KV head
         if (kFused) write_all_statistics<S>(p, sequence);
-        if (kFused) __syncthreads();  // the statistics are there
+        if (kFused) __syncthreads();  // the statistics are written
 #pragma unroll 1
         for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             const int first = kFused ? 0 : Queries<S>::first(mask_of(p.problem, sequence));
             if (first >= range.end) break;
             const HeadRows rows(p, sequence, head);
-            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from this one on, from the dS of this slot
+            const auto compute_dq = [&](int row, u32 slot, int pair) {  // of the rows from `row` on, from the dS in this slot
                 const u32 thread = remat_thread(), lane = thread % 32, warp = thread / 32;
                 if (!Dq::has_pair(warp)) return;
                 Accumulator c[1][2];
@@ -326,19 +327,19 @@ struct BackwardWarpSpecialized {
             stats.load(p, rows, first);
             InitialScores<Layout, kColumnTiles> initial;
             if (kInitial && kHasBias && is_first_role()) initial.load_bias(p, head, first, range.end, remat_warp_key());
-            __syncthreads();  // the last head's tiles are done with
+            __syncthreads();  // the last head's tiles are free
             tiles.store(shared + S::kStepTiles + S::slot(first) * S::kSlotBytes);
             if (S::kSlots == 2)
                 tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + first + S::kStep, range.rows(p) - S::kStep - first);
-            // dS of the step before the first, which adds nothing
+            // dS of the step before the first: zeros, which add nothing.
             if (kWithDq && S::kSlots == 2)
                 clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + (S::slot(first) ^ 1) * S::kScoreTile);
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
                 const u32 slot = S::slot(row);
-                __syncthreads();  // this step's tiles are there, and the last one's dS
-                // Here, not at the end of the last step: ptxas would move it up there, to where the loads are not done.
+                __syncthreads();  // this step's tiles and the last step's dS are stored
+                // Here, not at the end of the last step: ptxas would move the stores up to where the loads are not done.
                 if (S::kSlots == 2) tiles.store(shared + S::kStepTiles + S::slot(row + S::kStep) * S::kSlotBytes);
                 if (kWithDq && S::kSlots == 2) {
 #pragma unroll
@@ -377,14 +378,14 @@ struct BackwardWarpSpecialized {
                 }
                 PackedScores packed;
                 const u32 exchange = shared + S::kPartner + remat_warp_row() * S::kScoreRowBytes + remat_thread() % 32 * 16;
-                // The tile after the next is under way from the middle of the step on, between what takes many registers before and
-                // behind it. (Beyond the last row nothing is loaded.)
+                // Loads of the tile after the next are in flight from the middle of the step on, between parts that need many
+                // registers. Past the last row nothing is loaded.
                 const auto load_next = [&](bool here) {
                     if (S::kSlots == 2 && here)
                         tiles.load(p, p.q, p.dout, rows.head, rows.origin(p) + row + 2 * S::kStep,
                                    range.rows(p) - 2 * S::kStep - row);
                 };
-                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, is_first_role())) {
                     const bool masked = !contains(range, p, row);
                     stats.scale(p.problem.scale_log2);
@@ -433,14 +434,15 @@ struct BackwardWarpSpecialized {
                     const u32 step = by_rows<S>(shared + S::kStepTiles + tile, remat_thread() % 32);
 #pragma unroll
                     for (int c = 0; c < kPairs; c++) {
-                        // ptxas would load as many operands ahead as there are registers, and spill others for it
+                        // ptxas would load operands ahead into all registers, and spill others for them.
                         if (c > 0 && c % kPairsAtOnce == 0) __syncwarp();
                         accumulate_pair<S>(gradient, packed, pair_after<S>(step, c), c);
                     }
                 }
                 if (S::kSlots == 1) {
-                    __syncthreads();  // dS is complete, and Q and dO are free
-                    // One tile after the other comes in beside a part of dQ: together they would take too many registers.
+                    __syncthreads();  // dS is complete, Q and dO are free
+                    // The two tiles are loaded one after the other, each during a part of dQ: both at once would take too many
+                    // registers.
                     static_assert(S::kSlots == 2 || Dq::kPairs == 2, "two parts");
 #pragma unroll 1
                     for (int i = 0; i < 2; i++) {

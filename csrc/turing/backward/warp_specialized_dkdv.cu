@@ -1,4 +1,4 @@
-// dk and dv, for the mode without atomics: queries.cu computes dq.
+// Main kernel without atomics: dk and dv; dq.cu or dq_warp_specialized.cu computes dq.
 #include "turing/backward/warp_specialized.cuh"
 
 // Two tiles of Q and dO fit the 64 KB of a block up to headdim 192.

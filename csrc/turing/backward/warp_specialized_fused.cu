@@ -1,4 +1,4 @@
-// All of a backward pass, where a block has all keys of its heads.
+// Fused kernel: the whole backward pass in one launch, where a block has all keys of its heads.
 #include "turing/backward/warp_specialized.cuh"
 
 // Two tiles of Q and dO fit the 64 KB of a block up to headdim 192.

@@ -12,6 +12,7 @@
 
 namespace turing {
 
+// RowTiles: tiles of eight rows that a warp has.
 template <int RowTiles>
 struct DecodeLayout {
     static_assert(RowTiles <= 2, "rows of one product");
@@ -19,6 +20,7 @@ struct DecodeLayout {
         __device__ __forceinline__ Lane() : turing::Lane(threadIdx.x & 31) {}
     };
     template <int Loads>
+    // A lane's output, transposed. Loads: loads of values, of 64 columns each.
     struct Output {
         Accumulator tile[RowTiles][Loads][4];  // of a lane's eight columns, two each
     };

@@ -1,4 +1,4 @@
-// How the turing family deals out the forward pass: which lane holds which score, operand and output.
+// Lane layout of the turing forward kernel: which lane holds which score, operand and output element.
 #pragma once
 
 #include "forward/output.cuh"
@@ -8,28 +8,28 @@
 
 namespace turing {
 
-// Scores are C of a product with 16 rows of Q and 8 keys, the output is C of one with 8 columns of V. A step of 16 keys is two such
-// tiles. Which key a row of K in shared memory is, is free, if V's rows are dealt out alike: where scores are modified, a lane has
-// four neighbouring keys in the two tiles, which are one load of a bias and one call of the random numbers.
+// Layout of the scores (score_layout.cuh). Scores are C of a product of 16 rows of Q and 8 keys; the output is C of one with 8
+// columns of V. A step of 16 keys is two tiles. Rows of K in shared memory may be any permutation of the keys, if V has the
+// same. Where scores are modified, a lane has four neighboring keys in the two tiles: one load of a bias, and one Philox call.
 struct ForwardLayout {
     using Lane = turing::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 8, kElements = 4;
     static constexpr bool kEitherOrder = true;
     static constexpr bool kFourKeys = kGeneric;
-    // With dropout alone, the two in a tile are those whose random numbers are in one word (philox.cuh).
+    // With dropout alone, a lane's two keys in a tile are those whose random numbers share a word (philox.cuh).
     static constexpr bool kEverySecondKey = kHasDropout && !kHasSoftcap && !kHasAlibi && !kHasBias;
-    // Two rows, each with two consecutive keys. Rows of Q may be dealt out in any order: with dropout a lane has two that share
-    // random numbers (philox.cuh).
+    // Two rows, each with two keys. Rows of Q may be permuted too: with dropout a lane has two rows that share random numbers
+    // (philox.cuh).
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) {
         return kHasDropout ? l.group % 4 + l.group / 4 * 8 : l.group;
     }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return (kFourKeys ? 4 : 2) * l.quad; }
     __device__ __forceinline__ static constexpr int query_slot(int v) { return row_slot(row_of(v)); }
     __device__ __forceinline__ static constexpr int key_slot(int v) { return (v & 1) * (kEverySecondKey ? 2 : 1); }
-    // How much further a lane's keys are in the second tile of a step.
+    // Distance of a lane's keys in the second tile of a step from those in the first.
     static constexpr int kNextTile = kEverySecondKey ? 1 : kFourKeys ? 2 : kTileKeys;
-    // Which key of a step row `row` of its 16 is.
+    // The key, of a step's 16, in row `row` of K and V.
     __device__ __forceinline__ static constexpr int key_of_row(int row) {
         return kFourKeys ? row % 8 / 2 * 4 + key_slot(row) + row / 8 * kNextTile : row;
     }
@@ -40,7 +40,7 @@ struct ForwardLayout {
     static constexpr int kRowLaneMasks[2] = {1, 2};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.quad == 0; }
 };
-// covers_tile() for the two tiles of a step: each lane's element of a tile is that of C, and each query and key there once.
+// covers_tile() for the two tiles of a step, and whether key_of_row agrees with the layout.
 __device__ constexpr bool covers_step() {
     bool held[16 * 16] = {};
     for (int lane = 0; lane < 32; lane++)
@@ -56,10 +56,10 @@ __device__ constexpr bool covers_step() {
 }
 static_assert(covers_step() && has_rows<ForwardLayout>(), "score_layout.cuh");
 
-// Operand A, k = 8 * chunk .. 8 * chunk + 7, of one tile of 16 rows.
+// Operand A of a tile of 16 rows, for columns 8 * chunk to 8 * chunk + 7.
 using OperandA = u32[2];
 
-// Rows of Q: chunk c of the row at `base` is at base + c * kChunk. Rows and columns that do not exist are zero.
+// Loads rows of Q as operand A; zeros for rows and columns that do not exist. `base`: row 0; `rows`: rows that exist.
 template <int RowTiles, int Chunks>
 __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], const Operand& from, const unsigned short* base,
                                              int row, int rows, int headdim, u32 sign_flip) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_queries(OperandA (&q)[RowTiles][Chunks], co
         }
 }
 
-// Writes out and lse of the warp's rows. Accumulator j of a row tile is columns 8j .. 8j + 7.
+// Writes out and lse of the warp's rows. Accumulator j of a row tile is columns 8j to 8j + 7.
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, int batch, int head, int row,
                                              const SoftmaxRows<ForwardLayout, RowTiles>& softmax,

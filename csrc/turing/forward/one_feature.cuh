@@ -1,19 +1,21 @@
-// Kernels that do one thing to scores besides: how little it costs where it is known.
+// Score features of turing forward kernels that are compiled for exactly one feature: ALiBi, bias, softcap or dropout.
 //
-// ALiBi and a bias are what the accumulators of Q K^T begin with, in units of the products, so that nothing comes between these and
-// the softmax. Softcap waits until probabilities are computed, beside the next products: a row's reference follows the products
-// themselves, which rise as the capped scores do.
+// ALiBi and bias are the initial accumulators of Q K^T, in units of the products, so nothing comes between product and softmax.
+// Softcap waits until probabilities are computed, beside the next products: row maxima follow the products, which rise as the
+// capped scores do. Dropout masks packed probabilities.
 #pragma once
 
 #include "turing/forward/layout.cuh"
 
 namespace turing {
 
+// ALiBi as initial accumulators.
 template <int RowTiles>
 struct InitialAlibi {
-    float slope, distance;  // -slope / scale; from the lane's first row to its first key, were that 0
+    // -slope / scale; query position minus key, of the lane's first row and the first key of a tile at key 0
+    float slope, distance;
 
-    // `row` is the warp's first.
+    // `row`: first of the warp.
     __device__ __forceinline__ void start(const FwdParams& p, const Mask& mask, int row) {
         const Lane lane(remat_lane());
         const Alibi alibi(p.score_options, remat_block_batch(), remat_head<ForwardLayout::kEitherOrder>(p.problem), mask.seqlen_q,
@@ -21,7 +23,7 @@ struct InitialAlibi {
         slope = -alibi.slope / p.problem.scale_log2;
         distance = alibi.distance(row + ForwardLayout::first_query(lane), ForwardLayout::first_key(lane));
     }
-    // `key` is the first of a tile.
+    // Sets the initial accumulators of the tile whose first key is `key`.
     __device__ __forceinline__ void init_scores(Scores<ForwardLayout, RowTiles, 1>& s, int key) const {
         const float from_key = distance - static_cast<float>(key);
         s.each([&](float& x, int mt, int, int v) {
@@ -32,18 +34,18 @@ struct InitialAlibi {
     }
 };
 
-// fp16 is loaded a step ahead, the four keys of a lane at once; fp32 is added when the products are there.
+// fp16 bias: loaded one step ahead, the four keys of a lane at once. fp32 bias: added after the products.
 template <int RowTiles>
 struct InitialBias {
     using Tile = Scores<ForwardLayout, RowTiles, 1>;
-    uint2 next[RowTiles][2];  // of a step
-    u32 second[RowTiles][2];  // of the second tile of the step before
+    uint2 next[RowTiles][2];  // the next step's two tiles
+    u32 second[RowTiles][2];  // the current step's second tile
     const char* base;
     unsigned row_bytes;
     int row;
     float inverse_scale;
 
-    // `row_` is the warp's first.
+    // `row_`: first of the warp.
     __device__ __forceinline__ void start(const FwdParams& p, int row_) {
         const Lane lane(remat_lane());
         const ScoreOptions& o = p.score_options;
@@ -56,14 +58,14 @@ struct InitialBias {
         row = row_ + ForwardLayout::first_query(lane);
         inverse_scale = 1.f / p.problem.scale;
 #pragma unroll
-        for (int i = 0; i < 2 * RowTiles; i++) next[i / 2][i % 2] = make_uint2(0, 0);  // as they stay where the bias is fp32
+        for (int i = 0; i < 2 * RowTiles; i++) next[i / 2][i % 2] = make_uint2(0, 0);  // they stay so if the bias is fp32
     }
-    // `key` is the first of a step.
+    // `key`: first of a step.
     __device__ __forceinline__ void load(const FwdParams& p, int key) {
         if (uses_fp32_bias(p.score_options)) return;
         each(p, key, 2, [&](int mt, int r, const char* from) { next[mt][r] = __ldg(reinterpret_cast<const uint2*>(from)); });
     }
-    // What the scores of tile number `half` of a step begin with; of the first one, the step that was loaded.
+    // Sets the initial accumulators of tile `half` of a step. For the first tile the step's bias has been loaded.
     __device__ __forceinline__ void init_scores(Tile& s, int half) {
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)
@@ -75,7 +77,7 @@ struct InitialBias {
                 if (half == 0) second[mt][r] = next[mt][r].y;
             }
     }
-    // Adds that of tile number `half` of the step from `key` on, if it is fp32.
+    // Adds the bias of tile `half` of the step from `key` on, if it is fp32.
     __device__ __forceinline__ void add_fp32(const FwdParams& p, Tile& s, int half, int key) const {
         each(p, key, 4, [&](int mt, int r, const char* from) {
             float bias[2];
@@ -86,7 +88,7 @@ struct InitialBias {
     }
 
 private:
-    // f(row tile, row, where the lane's four keys of that row are); keys beyond the last are the last four.
+    // Calls f(row tile, row, address of the bias of the lane's four keys). Keys past the last give the last four's bias.
     template <class F>
     __device__ __forceinline__ void each(const FwdParams& p, int key, int bytes, F f) const {
         key = min(key, (p.problem.seqlen_k - 1 & ~3) - ForwardLayout::first_key(Lane(remat_lane())));
@@ -100,8 +102,8 @@ private:
     }
 };
 
-// Scores are -2 * cap * logistic here, that is, less than they are by cap: the softmax is the same, and its references are told in
-// the end.
+// Softcap: the softmax takes -2 * cap * logistic as the score, which is too small by cap. The softmax is the same; row maxima
+// are corrected at the end.
 struct CappedSoftmax {
     float to_exponent, scale_log2;
 
@@ -113,16 +115,16 @@ struct CappedSoftmax {
     __device__ __forceinline__ float logistic(float product) const { return Softcap::logistic(product, to_exponent); }
 };
 
-// Which of a step's probabilities dropout keeps: a call of the random numbers has the eight of a lane in one row tile.
+// Dropout mask of a step. One Philox call has the eight probabilities of a lane in one row tile.
 template <int RowTiles>
 struct StepDropoutMask {
-    u32 verdicts[RowTiles][2][2];  // [row][tile of keys]: 0xffff for each of two numbers that is not below the threshold
+    u32 verdicts[RowTiles][2][2];  // [row tile][row][tile of keys]: 0xffff for each of two numbers that is not below the threshold
 
     __device__ __forceinline__ static Philox numbers_of(const FwdParams& p) {
         return DropoutBits<ForwardLayout, RowTiles>::numbers_of(p);
     }
-    // `numbers(row, key)` are those of a call; `row` and `key` the warp's and the step's first.
-    // OneByOne: the calls one after the other, where registers are short.
+    // Draws the step's mask. numbers(row, key): a Philox call. `row` and `key`: first of the warp and of the step. Sequential:
+    // one call after the other, where registers are short.
     template <bool Sequential, class Numbers>
     __device__ __forceinline__ void draw(const FwdParams& p, int row, int key, Numbers numbers) {
         const DropoutRule rule(p.score_options);
@@ -142,11 +144,12 @@ struct StepDropoutMask {
             if (Sequential) asm("" : "+r"(row), "+r"(verdicts[mt][1][1]));
         }
     }
+    // A mask that keeps all, for problems without dropout.
     __device__ __forceinline__ void keep_all(const FwdParams& p) {
 #pragma unroll
         for (int i = 0; i < 4 * RowTiles; i++) verdicts[i / 4][i / 2 % 2][i % 2] = ~p.score_options.dropout_inverted;
     }
-    // Of two packed probabilities of tile number `half` those that are kept.
+    // Returns the packed probabilities of tile `half`, with dropped ones set to 0.
     __device__ __forceinline__ u32 apply(const FwdParams& p, u32 probabilities, int mt, int r, int half) const {
         return probabilities & (verdicts[mt][r][half] ^ p.score_options.dropout_inverted);
     }

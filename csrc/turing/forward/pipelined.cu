@@ -1,5 +1,7 @@
+// Forward kernel of the turing family.
 #include "turing/forward/pipelined.cuh"
 
+// Slots of the ring that fit shared memory: four or eight.
 constexpr int kSlots = SHARED_BYTES / (2 * STEP * (HEADDIM + HEADDIM_V)) / 4 * 4;
 using Kernel = turing::ForwardPipelined<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS / (THREADS / 32) / 16, kSlots>;
 static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kStep == STEP && Kernel::kSharedBytes == SHARED_BYTES,

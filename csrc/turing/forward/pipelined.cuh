@@ -1,15 +1,15 @@
-// Forward kernel of the turing family: Q, scores, probabilities and output in registers.
+// Forward kernel of the turing family, software-pipelined: Q, scores, probabilities and output are in registers.
 //
-// m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, on three of them at once, each in another stage:
+// m16n8k8 takes 8 keys, so a warp works on tiles of 8 keys, three of them at once in different stages:
 //
 //   tile i + 1: S = Q K^T        tile i: softmax        tile i - 1: O += P V
 //
-// so that there are always products and arithmetic that do not wait for each other. A step is two tiles. K and V move through a
-// ring of slots in shared memory. Step j reads K of steps j and j + 1 and V of j - 1 and j, stores what is kAhead steps ahead and
-// loads from global memory what is one step further. With eight slots and kAhead = 3, what a warp reads and writes in two steps
-// does not meet what another does there, so every second step needs a barrier; with four and kAhead = 2, every step does.
+// So there are always products and arithmetic that do not depend on each other. A step is two tiles. K and V move through a
+// ring of slots in shared memory. Step j reads K of steps j and j + 1 and V of steps j - 1 and j, stores the step kAhead later,
+// and loads the one after that. With eight slots and kAhead = 3, accesses of two steps never meet, so every second step has a
+// barrier. With four slots and kAhead = 2 every step has one.
 //
-// Most steps need no mask. They have a loop of their own: the test alone costs 3 to 6%.
+// Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
 #pragma once
 
 #include "forward/block.cuh"
@@ -20,6 +20,7 @@
 
 namespace turing {
 
+// The kernel. A warp has 16 * RowTiles query rows. Slots: slots of the ring, of one step each.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Slots>
 struct ForwardPipelined {
     static constexpr int kThreads = 32 * Warps;
@@ -38,20 +39,20 @@ struct ForwardPipelined {
     static constexpr bool kInitialBias = kOneFeature && kHasBias;
     static constexpr bool kCapped = kOneFeature && kHasSoftcap;
     static constexpr bool kCarriedDropout = kOneFeature && kHasDropout;
-    // Whether scores are modified where they are complete, in units of log2.
+    // Whether scores are modified after the product, in log2 units.
     static constexpr bool kHasScoreMod = kGeneric && !kOneFeature;
-    // With ALiBi scores mostly rise towards a row's own position, and references with them: so that comes first, and the keys
-    // before it backwards, then those behind it, backwards too.
+    // With ALiBi, scores mostly rise toward a row's own position, and row maxima with them. So that position comes first, then
+    // the keys before it in descending order, then the keys after it in descending order.
     static constexpr bool kBackwards = kInitialAlibi;
     static constexpr int kNextTile = ForwardLayout::kNextTile;
-    static constexpr bool kBarrierEverySecondStep = Slots == 8;  // step has a barrier
+    static constexpr bool kBarrierEverySecondStep = Slots == 8;  // else every step has a barrier
     static constexpr int kAhead = kBarrierEverySecondStep ? 3 : 2;
     static_assert(Slots == 4 || Slots == 8, "see above");
     static_assert(kSlotBytes % 128 == 0, "at_group");
 
     using StreamK = RowStream<ForwardLayout, kChunks, kStep, kThreads>;
     using StreamV = RowStream<ForwardLayout, kChunksV, kStep, kThreads>;
-    // A thread moves one chunk of K and of V in each of these, the first in the middle of a step and the second at its end.
+    // A thread moves one chunk of K and one of V in each pass: the first in the middle of a step, the second at its end.
     static constexpr int kPasses = StreamK::kPasses > StreamV::kPasses ? StreamK::kPasses : StreamV::kPasses;
     static_assert(kPasses <= 2, "a step has two halves");
     static_assert(!kPaged || (kChunks == kChunksV && StreamV::kAllTakePart && !kBackwards), "K and V alike, forwards");
@@ -61,43 +62,44 @@ struct ForwardPipelined {
     using Probabilities = OperandA[RowTiles];  // of the 8 keys of a tile
     using Output = Accumulator[RowTiles][kChunksV];
 
-    // What a lane holds of Q and of the output. Near the limit of 255 registers ptxas has to be helped: each of these was found by
-    // trying until nothing spilled.
+    // Registers of a lane for Q and the output. Near the limit of 255 registers ptxas needs help: each of the choices below was
+    // found by trial, until nothing spilled.
     static constexpr int kOperandRegisters = RowTiles * (2 * kChunks + 4 * kChunksV);
     static constexpr bool kRegistersFull = kOperandRegisters >= 192;
     static constexpr bool kFragmentsAhead =
         !kRegistersFull || (RowTiles == 1 && !kGeneric);  // else a group is loaded when it is used
     static constexpr bool kChunkCoordsKept = !(
-        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));  // else a thread's chunks are derived each time
-    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same of where these lie in row 0 of page 0
-    // Whether what a thread moves of K and of V, and ALiBi's constants, are kept behind the ring in shared memory.
+        // else a thread's chunk coordinates are computed again each time
+        kRegistersFull && (kPaged || kInitialAlibi || (RowTiles == 1 && kVarlen)));
+    static constexpr bool kStreamsKept = !(kRegistersFull && kPaged);  // else the same for their addresses in row 0 of page 0
+    // Whether the streams' state and ALiBi's constants lie in shared memory, after the ring.
     static constexpr bool kStreamsInShared = kRegistersFull && kOneFeature && RowTiles > 1 && !kPaged;
     static constexpr u32 kSharedBytes = kRingBytes + (kStreamsInShared ? 32 * kThreads : 0);
     static constexpr bool kPagesInBranch = kRegistersFull && RowTiles == 1 && !kGeneric;  // see PageIterator
     static constexpr bool kMaskKept =
-        !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else it is derived in each masked tile
-    // Whether references are tested before probabilities are computed, which takes fewer registers, and more time: nothing else can
-    // go on until the products are there. (Four blocks an SM, at headdim 32, leave 128 registers.)
+        !(kRegistersFull && (kInitialAlibi || (RowTiles == 1 && kVarlen && !kPaged)));  // else each masked tile computes it again
+    // Whether row maxima are tested before probabilities are computed. That takes fewer registers but more time, because
+    // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
-    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are derived from references
-    static constexpr bool kKeysKept = kOperandRegisters < 144;  // of dropout's random numbers, those of all rounds
+    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are computed from row_max
+    static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
 
-    // From the address of a chunk of group 0 to that of group c in the same row.
+    // Address of group c in the row of a chunk of group 0.
     template <int Chunks>
     __device__ __forceinline__ static u32 at_group(u32 address, int c) {
         if (Chunks % 8 != 0) return address + c * 4 * kChunkBytes;
         return (address ^ c % 2 * 4 * kChunkBytes) + c / 2 * 8 * kChunkBytes;
     }
-    // The slot `steps` further, as its bytes from slot 0.
+    // Offset of the slot `steps` further, in bytes from slot 0.
     __device__ __forceinline__ static u32 slot_after(u32 slot, int steps) {
         if ((kRingBytes & (kRingBytes - 1)) == 0) return slot + steps * kSlotBytes & kRingBytes - 1;
         const u32 after = slot + (steps + Slots) % Slots * kSlotBytes;
         return after >= kRingBytes ? after - kRingBytes : after;
     }
 
-    // What the products of one tile need of K and V, one group of chunks ahead of them.
+    // Operands K and V of a tile's products, loaded one group of chunks ahead.
     struct Fragments {
         u32 k[4], v[4];
         __device__ __forceinline__ void load_k(u32 address, int c) { load_matrices(k, at_group<kChunks>(address, c)); }
@@ -111,12 +113,13 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
-    // The softmax of one tile, whose probabilities may turn out to be too large.
+    // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        float largest = 0.f;  // of these sums: whether a probability may be above 2^(kPackedOne + kRescaleThreshold), packed
+        // of these sums: tells whether a probability may exceed 2^(kPackedOne + kRescaleThreshold) when packed
+        float largest = 0.f;
 
-        // Of row r of row tile mt; with MayMask scores may be -inf.
+        // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
         template <bool MayMask>
         __device__ __forceinline__ u32 probabilities(const FwdParams& p, const Tile& s, Softmax& softmax, float scale, int mt,
                                                      int r) {
@@ -142,7 +145,7 @@ struct ForwardPipelined {
     static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kRescaleThreshold - 112): see softmax.cuh
     static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
 
-    // Moves references to the maxima of the last tile, s, whose probabilities were too large, and computes these again.
+    // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
                                                           Softmax& softmax, float scale, Output& o, Probabilities& p_last,
                                                           const StepDropoutMask<RowTiles>& dropout, int half) {
@@ -161,7 +164,7 @@ struct ForwardPipelined {
             }
     }
 
-    // Whether a score is above its row's limit, or nearly.
+    // Whether a score exceeds its row's limit, or nearly does.
     __device__ __forceinline__ static bool needs_rescale(const Tile& s, const Softmax& softmax, float scale) {
         if (kLimitsKept) return s.needs_rescale(softmax);
         bool exceeds = false;
@@ -172,10 +175,11 @@ struct ForwardPipelined {
                 exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold - kMaxOffset;
         return __any_sync(~0u, exceeds);
     }
-    // The same before the probabilities of s are computed; those of the last tile, p_last, are packed already.
+    // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so they
+    // are rescaled.
     __device__ __forceinline__ static void update_row_max_before_exp(const Tile& s, Softmax& softmax, float scale, Output& o,
                                                                      Probabilities& p_last) {
-        // 1 / scale again, so that it holds no register in between
+        // 1 / scale, computed again so that it holds no register in between.
         const float inverse_scale = kHasScoreMod ? 1.f : __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(scale))));
         const auto rescale = rescale_output<ForwardLayout>(o);
 #pragma unroll
@@ -206,7 +210,7 @@ struct ForwardPipelined {
         if constexpr (kPaged) {
             if (!has_pages(p.cache, block.batch, sequence, mask)) return;
         }
-        // Backwards: the step with the position of the block's last row, and the last step.
+        // Backwards: the key at the position of the block's last row, and the last step.
         const int own_key = block.row + kBlockRows - 1 + sequence.seqlen_k() - sequence.seqlen_q();
         const int key_last = key_first + (key_end - 1 - key_first) / kStep * kStep;
         int key = kBackwards ? key_first + max(min(own_key, key_end - 1) - key_first, 0) / kStep * kStep : key_first;
@@ -225,7 +229,7 @@ struct ForwardPipelined {
                          problem.headdim, problem.sign_flip);
 
             const unsigned k_stride = p.k.row_stride, v_stride = p.v.row_stride;
-            // Where not all threads take part, the first do for K, the last for V.
+            // Where not all threads take part, the first ones load K, the last ones V.
             const int thread_v = StreamV::kAllTakePart ? thread : kThreads - 32 - (thread & ~31) + lane;
             const StreamK kept_k(
                 thread,
@@ -238,7 +242,7 @@ struct ForwardPipelined {
             typename PageIteratorIf<kPaged, kStep, 1, kPagesInBranch>::Type pages(p.cache, block.batch, sequence.k_offset(), key,
                                                                                   key_end);
             const int head_k = kPaged ? keep_in_register(block.head_k) : 0;
-            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K beyond the matrix are never loaded and stay zero
+            uint4 k_data = zero_chunk(), v_data = zero_chunk();  // columns of K past the matrix are never loaded and stay zero
             const u32 k_store = keep_in_register(ring + StreamK::offset(thread));
             const u32 v_store = kChunks == kChunksV && StreamV::kAllTakePart
                                     ? k_store + kOffsetV
@@ -246,7 +250,7 @@ struct ForwardPipelined {
             const u32 k_fragment = keep_in_register(ring + swizzled<kChunks>(lane % 8, lane / 8));
             const u32 v_fragment = kChunks == kChunksV ? k_fragment + kOffsetV
                                                        : keep_in_register(ring + kOffsetV + swizzled<kChunksV>(lane % 8, lane / 8));
-            if (kStreamsInShared) {  // by the thread that will read it
+            if (kStreamsInShared) {  // written by the thread that will read it
                 static_assert(!kStreamsInShared || (StreamK::kPasses == 1 && StreamK::kAllTakePart), "one chunk of K and one of V");
                 const auto k = reinterpret_cast<unsigned long long>(kept_k.column);
                 const auto v = reinterpret_cast<unsigned long long>(kept_v.column);
@@ -255,7 +259,7 @@ struct ForwardPipelined {
             }
             const int k_row = keep_in_register(StreamK::key_of(thread));
             const int v_row = kChunks == kChunksV && StreamV::kAllTakePart ? k_row : keep_in_register(StreamV::key_of(thread_v));
-            // The step that comes so many later. (Behind the last one, backwards, it may lie before the first row.)
+            // Key of the step that comes `steps` later. (After the last one, backwards, it may be clamped to 0.)
             const auto key_after = [&](int key, int steps) {
                 if (!kBackwards) return key + steps * kStep;
                 const int after = key - steps * kStep;
@@ -266,7 +270,7 @@ struct ForwardPipelined {
                     const int t = kChunkCoordsKept ? thread : remat_thread_index();
                     const StreamK k_here = kStreamsKept ? kept_k : StreamK(t, head_base(p.cache.k, 0, head_k), problem.headdim);
                     const StreamV v_here = kStreamsKept ? kept_v : StreamV(t, head_base(p.cache.v, 0, head_k), problem.headdim_v);
-                    // Rows behind the last are not loaded, and what was loaded last stays: it is multiplied by 0.
+                    // Rows past the last are not loaded. What the registers held stays, and is multiplied by 0.
                     const int row = (kChunkCoordsKept ? k_row : StreamK::key_of(t)) + pass * StreamK::kKeysToNextPass;
                     const bool exists = first_key + row < key_end;
                     load_global_if(exists && k_here.inside, k_data, pages.address(p.cache, p.cache.k, k_here.column, 0, row));
@@ -305,10 +309,10 @@ struct ForwardPipelined {
                 if (pass < StreamV::kPasses) kept_v.store(v_data, pass, v_to + slot);
             };
 
-            // Modified scores are in units of log2 already.
+            // Modified scores are in log2 units already.
             const float scale = kHasScoreMod ? 1.f : kCapped ? CappedSoftmax(p).scale_log2 : problem.scale_log2;
             Probabilities probabilities[2] = {};
-            TileSoftmax tile_softmax;  // of the last one
+            TileSoftmax tile_softmax;  // of the last tile
             InitialAlibi<RowTiles> alibi;
             if (kInitialAlibi) {
                 alibi.start(p, mask, row);
@@ -321,7 +325,7 @@ struct ForwardPipelined {
                 bias.start(p, row);
                 bias.load(p, key);
             }
-            // What the scores of a tile begin with; `first_key` is the first of its step.
+            // Sets a tile's initial accumulators. `first_key`: first of its step.
             const auto begin = [&](Tile& s, int half, int first_key) {
                 if (kInitialAlibi) {
                     InitialAlibi<RowTiles> here = alibi;
@@ -347,7 +351,7 @@ struct ForwardPipelined {
 
 #pragma unroll
             for (int pass = 0; pass < StreamV::kPasses; pass++)
-                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // 0 * NaN would not be 0
+                kept_v.store(v_data, pass, v_store + slot_after(0, -1));  // V of the step before the first: 0 * NaN would not be 0
 #pragma unroll
             for (int i = 0; i < kAhead * kPasses; i++) {
                 load(i % kPasses, key_after(key, i / kPasses));
@@ -370,9 +374,8 @@ struct ForwardPipelined {
                     for (int mt = 0; mt < RowTiles; mt++) mma(scores[0].tile[mt][0], q[mt][4 * c + i], fragments.k[i]);
             }
 
-            // Ends the softmax of the last tile, number `half` of its step: its scores are still there. Only here, where its
-            // successor's products are done, is it looked at whether its probabilities were too large: the test then waits for
-            // nothing.
+            // Ends the softmax of the last tile, number `half` of its step, while its scores still exist. The test for too
+            // large probabilities is here, after the next tile's products, so that it waits for nothing.
             const auto end_softmax = [&](const Tile& s, Probabilities& p_last, int half) {
                 if (kRescaleBeforeExp) return;
                 if (__any_sync(~0u, tile_softmax.largest > kLargestSum))
@@ -383,9 +386,9 @@ struct ForwardPipelined {
                     for (int r = 0; r < ForwardLayout::kRows; r++) softmax.row[mt][r].sum += tile_softmax.sum[mt][r];
             };
 
-            // One tile: its scores s become probabilities p_this, beside the scores of the next tile, s_next, and the output of the
-            // last, p_last times its V. K of the next and V of the last tile lie at k_address and v_address; those that the next
-            // call begins with, at k_ahead and v_ahead. `half`: the step's first or second.
+            // Computes one tile: scores s become probabilities p_this, beside the next tile's scores s_next, and O += p_last V
+            // for the last tile. K of the next and V of the last tile are at k_address and v_address; those that the next call
+            // begins with, at k_ahead and v_ahead. `half`: first or second tile of the step.
             const auto tile = [&](bool may_mask, const Mask& mask, Tile& s, Tile& s_next, Probabilities& p_last,
                                   Probabilities& p_this, u32 k_address, u32 v_address, u32 k_ahead, u32 v_ahead, int step_key,
                                   int half) {
@@ -458,7 +461,7 @@ struct ForwardPipelined {
                 fragments.load_v(v_fragment + slot_after(0, -1) + kTileBytesV, 0);
             }
             u32 slot = 0;  // of this step
-            // The steps that begin before `until`.
+            // Runs the steps that begin before `until`.
             const auto steps = [&](bool may_mask, int until) {
                 const Mask mask = remat_mask(p);
 #pragma unroll 1
@@ -480,11 +483,11 @@ struct ForwardPipelined {
                     slot = next;
                 }
             };
-            // Masked steps, unmasked ones, masked ones; what these need is derived again between them.
+            // Masked steps, unmasked ones, masked ones. Their ranges are computed again in between.
             const int own_step = key;
-            int first_step = key_first;  // backwards, of this part of the walk
+            int first_step = key_first;  // backwards: of this part of the iteration
             for (;;) {
-                // (The shuffle tells ptxas that a warp is of one mind.)
+                // The shuffle tells ptxas that it is uniform in a warp.
                 const UnmaskedKeys<kStep> unmasked(remat_mask(p), __shfl_sync(~0u, remat_warp_row(p), 0), kWarpRows);
                 const int last = unmasked.first + static_cast<int>(unmasked.span);
                 if (kBackwards) {
@@ -521,7 +524,7 @@ struct ForwardPipelined {
     }
 
 private:
-    // One barrier for the warps of a block, which may be at different steps' code: hence not __syncthreads().
+    // One barrier for the warps of a block, which may be in the code of different steps: so not __syncthreads().
     __device__ __forceinline__ static void barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
     __device__ __forceinline__ static void multiply_halves(u32& x, float factor) {
         asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(to_half2(factor, factor)));

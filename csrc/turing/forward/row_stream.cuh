@@ -1,13 +1,14 @@
-// K and V on their way from global memory to a ring in shared memory, without branches or predicates on rows.
+// Loads of K and V for the turing forward kernel (pipelined.cuh): from global memory to the ring in shared memory, without
+// branches or predicates on rows.
 #pragma once
 
 #include "tile.cuh"
 
 namespace turing {
 
-// Steps of Step rows of K or of V, a chunk of a row at a time. Rows beyond the last are the last one again: their scores are
-// masked, and 0 times a row that is there anyway adds no NaN of its own. Where a step has fewer chunks than there are threads, the
-// last of these take none. Rows of shared memory are keys in the order of Layout::key_of_row.
+// Streams steps of Step rows of K or V, one chunk of a row at a time. Past the last row it loads the last row again: those
+// scores are masked, and 0 times an existing row adds no new NaN. If a step has fewer chunks than threads, the last threads
+// take none. Rows in shared memory are keys in the order of Layout::key_of_row.
 template <class Layout, int Chunks, int Step, int Threads>
 struct RowStream {
     static constexpr int kPasses = (Step * Chunks + Threads - 1) / Threads;
@@ -18,8 +19,8 @@ struct RowStream {
     // From a thread's key in one pass to that in the next.
     static constexpr int kKeysToNextPass = kPasses == 1 ? 0 : Layout::key_of_row(kRowsPerPass);
 
-    const unsigned short* column;  // the thread's chunk of row 0; where there is none, the row's last
-    bool takes_part, inside;       // whether it moves anything, and whether its chunk is inside the matrix
+    const unsigned short* column;  // the thread's chunk of row 0; past the columns, the row's last chunk
+    bool takes_part, inside;  // whether the thread moves anything; whether its chunk is inside the matrix
 
     __device__ __forceinline__ RowStream(int thread, const unsigned short* matrix, int columns) {
         const int chunk = thread % Chunks, last = columns / kChunk - 1;
@@ -27,13 +28,13 @@ struct RowStream {
         takes_part = kAllTakePart || thread / Chunks < kRowsPerPass;
         inside = chunk <= last;
     }
-    // Its first key of a step.
+    // The thread's first key of a step.
     __device__ __forceinline__ static int key_of(int thread) { return Layout::key_of_row(thread / Chunks); }
-    // Where its chunk of slot 0 goes.
+    // Where the thread's chunk goes in slot 0.
     __device__ __forceinline__ static unsigned offset(int thread) { return swizzled<Chunks>(thread / Chunks, thread % Chunks); }
 
-    // Loads what pass number `pass` takes of the step in which the thread's first key is number `key`. With OnlyInside, chunks
-    // beyond the columns keep what they held.
+    // Loads pass number `pass` of the step whose first key, for this thread, is `key`. OnlyInside: chunks past the columns keep
+    // what the registers held.
     template <bool OnlyInside>
     __device__ __forceinline__ void load(uint4& data, int pass, unsigned row_stride, int key, int last) const {
         load_from<OnlyInside>(data, rows_after(column, min(key + pass * kKeysToNextPass, last), row_stride));

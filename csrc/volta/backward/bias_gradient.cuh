@@ -1,4 +1,6 @@
-// The gradient of a bias whose every element belongs to one score: stored as fp16, once, where others are added to (modifiers.cuh).
+// Gradient of a bias without broadcast dimensions: each element belongs to one score, so it is stored once, as fp16. (A
+// broadcast bias sums its gradient by fp32 atomics: add_bias_gradient in backward/modifiers.cuh.) Used by the volta main
+// kernels.
 #pragma once
 
 #include "volta/backward/fragments.cuh"
@@ -6,19 +8,19 @@
 
 namespace volta {
 
-// A tile of dS, as fp16, to the gradient of the bias. A lane has four queries of two keys, and the lane beside it those of the keys
-// behind: each takes two of the queries, so that a store has two keys. seqlen_k is even, so both exist or neither.
+// Stores a tile of dS as dbias. A lane has four queries of two keys two apart, and its neighbor those of the keys between. They
+// exchange, so that each lane has two queries, and each store two keys. seqlen_k is even, so both keys exist or neither.
 __device__ __forceinline__ void store_bias_gradient(const PackedTile& ds, const BwdParams& p, int head,
                                                     const ScoreCoord<KeysLayout>& coord) {
     const int odd = coord.key(0) & 1;
-    u32 first[2], second[2];  // of a key and of the one two behind: two queries
+    u32 first[2], second[2];  // two queries of a key, and of the key two further
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const u32 mine = odd ? ds.x[2 * i + 1] : ds.x[2 * i];
         const u32 others = __shfl_xor_sync(~0u, odd ? ds.x[2 * i] : ds.x[2 * i + 1], 1);
         first[i] = odd ? others : mine, second[i] = odd ? mine : others;
     }
-    __syncwarp();  // what follows is made of parameters behind this
+    __syncwarp();  // what follows is computed from parameters after this point
     const BlockSeqlenInfo sequence(p.problem, p.lengths, remat_block_batch());
     const int query = coord.query(0) + 2 * odd, key = coord.key(0) & ~1;
     unsigned short* to = reinterpret_cast<unsigned short*>(p.dbias) + remat_block_batch() * p.dbias_batch_stride +

@@ -1,3 +1,4 @@
+// dq of the backward pass without atomics.
 #include "volta/backward/dq.cuh"
 
 using Kernel = volta::BackwardDq<HEADDIM, BLOCK_ROWS, STEP, THREADS>;

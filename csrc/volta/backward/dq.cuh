@@ -1,11 +1,11 @@
-// Backward, dQ alone: the second kernel of the mode without atomics, whose first is the main kernel without
-// its dQ product. A block owns queries and walks over the keys that they see:
+// dQ kernel of the volta backward pass without atomics. The main kernel (Mode kSeparate) computes dK and dV only; this one
+// computes dQ. A block owns queries and visits the keys that they see, a step at a time:
 //
 //   S = Q K^T - lse/scale     P = exp(scale * S)     dP = dO V^T - delta     dS = P * dP     dQ += dS K
 //
-// so S and dP are computed twice, and dQ is a sum in a fixed order. The parts are those of the main kernel
-// with the queries in the place of the keys. kSharers warps share 32 queries: each computes some tiles of
-// S and dP, and all of them together dQ, from dS in shared memory.
+// So S and dP are computed twice, and dQ is a sum in a fixed order: deterministic. The products are those of the main kernel
+// with queries in the place of keys (shape.cuh). kGroupWarps warps share 32 queries. Each computes some tiles of S and dP,
+// stores dS to shared memory, and computes some columns of dQ from all of dS.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -18,10 +18,11 @@
 
 namespace volta {
 
+// The kernel. BlockRows: queries of a block. Step: keys of a step.
 template <int Headdim, int BlockRows, int Step, int Threads>
 struct BackwardDq {
-    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, it takes the place of V, which is done
-    // with by then.
+    // dS lies in tiles of 32 keys. Where Q, dO, K and V fill the 96 KB, dS takes the place of V, which is no longer needed
+    // then.
     static constexpr int kScoreTiles = Step / 32;
     static constexpr bool kScoresInV = Headdim > 96;
     using S = Shape<Headdim, BlockRows, Step, Threads, kScoresInV ? 0 : kScoreTiles>;
@@ -31,20 +32,20 @@ struct BackwardDq {
 
     static constexpr int kGroupWarps = 32 * S::kWarps / S::kRows;  // warps that share 32 queries
 
-    // A warp's scores, in tiles of 16x16: its share of two tiles of queries by those of a step's keys. Two by two
-    // need four shared loads for eight products, two by one three for four, a single one two for two.
+    // A warp's scores, in tiles of 16x16: its part of (two tiles of queries) x (the tiles of a step's keys). Two by two tiles
+    // need four shared loads for eight products, two by one three for four, one by one two for two.
     static constexpr int kStepKeyTiles = S::kStep / 16;
     static constexpr int kScoreKeyTiles = kStepKeyTiles > kGroupWarps ? kStepKeyTiles / kGroupWarps : 1;
     static constexpr int kKeyWarps = kStepKeyTiles / kScoreKeyTiles;
     static constexpr int kScoreQueryTiles = 2 * kKeyWarps / kGroupWarps;
 
-    // A warp's dQ: 32 queries and every kSharers-th block of 32 columns; where that does not divide, 16 queries.
+    // A warp's dQ: 32 queries and every kGroupWarps-th block of 32 columns. Where that does not divide evenly, 16 queries.
     static constexpr bool kQueryHalves = S::kHeaddim / 32 % kGroupWarps != 0;
     static constexpr int kColumnWarps = kQueryHalves ? kGroupWarps / 2 : kGroupWarps;
     static constexpr int kQueryTiles = kQueryHalves ? 1 : 2;
     static constexpr int kBlocks = S::kHeaddim / 32 / kColumnWarps;
 
-    // Chunks of headdim at once in the first two products.
+    // Chunks of headdim in one iteration of the first two products.
     static constexpr int kScoreUnroll = S::kHeaddim <= 64 ? 1 : 2;
 
     // Barrier of the warps that share 32 queries.
@@ -55,8 +56,8 @@ struct BackwardDq {
             asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * kGroupWarps) : "memory");
     }
 
-    // General kernels: dS of one step, from S and dP. `row` and `key` are the warp's first; lse and delta are -lse/scale and
-    // -delta of the lane's rows.
+    // Generic kernels: computes dS of a step from S and dP, and stores it. `row` and `key`: first of the warp. lse and delta
+    // hold -lse/scale and -delta of the lane's rows.
     using WarpScores = Accumulator[kScoreQueryTiles][kScoreKeyTiles];
     using LaneRows = float[kScoreQueryTiles][Layout::kRows];
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& s, WarpScores& dp, const BwdParams& p, int row,
@@ -107,7 +108,7 @@ struct BackwardDq {
         const Lane lane;
         const int warp = threadIdx.x / 32;
         const int group = warp / kGroupWarps, group_warp = warp % kGroupWarps;
-        // The last queries see the most keys of a causal problem: they begin first.
+        // Under a causal mask the last queries see the most keys, so they start first.
         const int first_row = (gridDim.x - 1 - blockIdx.x) * S::kRows;
         const int score_row = 32 * group + (kScoreQueryTiles == 1 ? 16 * (group_warp / kKeyWarps) : 0);
         const int score_key = 16 * kScoreKeyTiles * (group_warp % kKeyWarps);
@@ -132,7 +133,7 @@ struct BackwardDq {
         const u32 key_address = column_operand<S>(shared + S::kStepS, lane, gradient_block);
         const u32 tile_address = shared + S::kStepS + StepTiles<S>::offset();
 
-        // The lane's rows of S and dP: two in each tile of 16. Rows beyond the arrays are as those beyond seqlen_q.
+        // Statistics of the lane's rows, two in each tile of 16. Rows past the arrays are like rows past seqlen_q.
         LaneRows lse, delta;  // -lse/scale, -delta
 #pragma unroll
         for (int m = 0; m < kScoreQueryTiles; m++)
@@ -176,12 +177,12 @@ struct BackwardDq {
             }
             const bool masked = !range.unmasked.contains(key);
             if (kGeneric) {
-                if (kScoresInV) __syncthreads();  // V is done with
+                if (kScoresInV) __syncthreads();  // V is no longer needed
                 generic_score_gradients(s, dp, p, first_row + score_row, key + score_key, lse, delta, masked, packed);
             } else {
                 if (masked) apply_mask<Layout>(s, p, lane, first_row + score_row, key + score_key);
                 exponentials(s, p.problem.scale_log2, 0.f);
-                if (kScoresInV) __syncthreads();  // V is done with
+                if (kScoresInV) __syncthreads();  // V is no longer needed
 #pragma unroll
                 for (int m = 0; m < kScoreQueryTiles; m++)
 #pragma unroll
@@ -191,7 +192,7 @@ struct BackwardDq {
                         store_packed(packed, m, n, pack_tile(dp[m][n]));
                     }
             }
-            // The next tile is under way from here on. (Beyond the last key nothing is loaded.)
+            // Loads of the next tile are in flight from here on. Past the last key nothing is loaded.
             tiles.load(p.k, p.v, sequence.seqlen_k() - S::kStep - key);
             sync_group(group);
 #pragma unroll 1
@@ -202,7 +203,7 @@ struct BackwardDq {
             __syncthreads();
         }
 
-        // Q is no longer needed: its tile takes dQ on the way out. Queries that see no key get 0.
+        // Q is no longer needed: its tile stages dQ for the store. Queries that see no key get 0.
         to_shared<S, kColumnWarps>(dq, p, p.signed_scale, shared + S::kOwnS, gradient_row, gradient_block);
         __syncthreads();
         shared_to_output<S>(p.dq, blockIdx.y, shared + S::kOwnS, sequence.q_offset(), first_row, sequence.seqlen_q(),

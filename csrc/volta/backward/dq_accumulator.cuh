@@ -1,23 +1,25 @@
-// The order of dq's fp32 accumulator: that in which the lanes of a warp hold their sums (dq_product.cuh), so that a warp adds to
-// whole lines of 128 bytes.
+// Element order of dq's fp32 accumulator on volta. It is the order in which lanes hold their sums (dq_product.cuh), so that the
+// atomics of a warp cover whole 128-byte lines. Postprocess reads it in the same order.
 //
-// 256 floats are 32 queries by 8 columns, or 16 by 16 at headdims whose steps have 16 queries. They are eight lines, one for each
-// accumulator element v of a lane; in its line a lane is number place(), so that two columns of a query are neighbours.
+// A tile of 256 floats is 32 queries by 8 columns, or 16 by 16 where steps have 16 queries (headdim above 192). A tile has
+// eight lines, one for each accumulator element v of a lane. line_offset() is a lane's position in a line: two columns of a
+// query are neighbors.
 #pragma once
 
 namespace volta {
 
+// Order of the elements; argument of BackwardPostprocess.
 struct DqAccumulator {
     static constexpr int kTileFloats = 256, kLineFloats = 32;
     static __device__ __forceinline__ constexpr bool has_short_steps(int headdim) { return headdim > 192; }
-    // A lane's place in its line. (quad: t % 4)
+    // A lane's position in its line. quad: t % 4 (volta/mma.cuh).
     static __device__ __forceinline__ constexpr int line_offset(int half, int qn, int qm, int quad) {
         return 16 * half + 8 * qn + 4 * qm + quad % 2 * 2 + quad / 2;
     }
 
-    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first. Bits of the row are, from
-    // the lowest: of t, of v, qn, half (Lane), and qm, which in short steps is bit 3 of the column.
-    // (Integer, because offsets inside a tile fit an int.)
+    // Element (row, column) of a sequence lies at row(row) + column(column) from the sequence's first element. The row's bits
+    // are, from the lowest: of t, of v, qn, half (Lane), and qm. In short steps qm is bit 3 of the column instead. Integer is a
+    // template parameter, because offsets inside a tile fit an int.
     template <class Integer>
     static __device__ __forceinline__ Integer row(Integer row, int headdim) {
         const int rows = has_short_steps(headdim) ? 16 : 32, in_step = static_cast<int>(row % rows);
@@ -27,15 +29,15 @@ struct DqAccumulator {
     static __device__ __forceinline__ int column(int column, int headdim) {
         return has_short_steps(headdim) ? column / 16 * kTileFloats + (column & 8) / 2 : column / 8 * kTileFloats;
     }
-    // The eight elements from one whose column is a multiple of 8.
+    // Loads eight neighboring columns, from the element of the first, whose column is a multiple of 8.
     static __device__ __forceinline__ void load8(const float* from, float4& a, float4& b) {
         const auto pair = [&](int v) { return *reinterpret_cast<const float2*>(from + v * kLineFloats); };
         const float2 x = pair(0), y = pair(1), z = pair(4), w = pair(5);
         a = make_float4(x.x, y.x, x.y, y.y), b = make_float4(z.x, w.x, z.y, w.y);
     }
 
-    // Who converts what (finish.cuh): a warp has 16 rows by 16 columns, so that each of its loads takes whole lines and each of its
-    // stores whole sectors.
+    // Work of postprocess: a warp has 16 rows by 16 columns, so that its loads cover whole lines and its stores whole 32-byte
+    // sectors.
     static constexpr int kLanesPerRow = 4;
     static __device__ __forceinline__ int row_of(int thread) {
         const int lane = thread % 32, warp = thread / 32;

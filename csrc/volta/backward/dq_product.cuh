@@ -1,4 +1,5 @@
-// dQ += dS K, the product that all warps of a main kernel share: added to the accumulator in global memory by atomics, or stored.
+// dQ += dS K in the main kernels of volta: the product that all warps of a block share. The result is added to the fp32
+// accumulator by atomics, or stored as dq (fused kernel).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -7,12 +8,12 @@
 
 namespace volta {
 
-// dQ of a step is kStep queries x headdim: each warp computes all queries of every kWarps-th unit of columns, over all keys of the
-// block. A unit is eight columns, or 16 in steps of 16 queries.
+// dQ of a step is kStep queries x headdim. Each warp computes all queries of every kWarps-th unit of columns, over all keys of
+// the block. A unit is eight columns, or 16 in steps of 16 queries.
 //
-// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's column of K meets two
-// tiles of eight queries; qm has half of the step's queries or, in steps of 16, of the unit's columns. In the end two lanes each
-// join the halves of one tile by a shuffle: the lane's own is number qn, which its products therefore begin with.
+// The quad-pairs are not 2x2 as in the other products. qn has one half of every eight keys, so that a lane's column of K meets
+// two tiles of eight queries. qm has half of the step's queries or, in steps of 16, half of the unit's columns. In the end two
+// lanes add the halves of one tile each by a shuffle. The lane keeps tile number qn, so its products begin with that.
 template <class S>
 struct DqProduct {
     static constexpr bool kShortSteps = S::kStep == 16;
@@ -21,10 +22,11 @@ struct DqProduct {
     static constexpr int kUnitChunks = kShortSteps ? 2 : 1;
     static constexpr int kAllUnits = S::kChunks / kUnitChunks;
     static constexpr int kUnits = (kAllUnits + S::kWarps - 1) / S::kWarps;  // of a warp, or one less
-    // 16 hide more latency, 8 leave more of the instruction cache. (Which is better where, the simulator said.)
+    // 16 keys hide more latency, 8 leave more of the instruction cache. Chosen by simulation.
     static constexpr int kKeysAtOnce = !kGeneric && (S::kHeaddim <= 64 || S::kHeaddim == 128) ? 16 : 8;
 
-    // Column-major A operand: four keys of four queries, the first of the lane's eight. The others are 8 bytes before or behind.
+    // Column-major A operand: four keys of four queries, the first of the lane's eight. The other four are 8 bytes before or
+    // after.
     static __device__ __forceinline__ u32 a_operand(u32 tile, const Lane& lane) {
         const int chunk = kShortSteps ? lane.half : 2 * lane.qm + lane.half;
         return tile + swizzled<kScoreChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.qn;
@@ -34,11 +36,11 @@ struct DqProduct {
         const int chunk = kUnitChunks * warp + (kShortSteps ? lane.qm : 0);
         return tile + swizzled<S::kChunks>(lane.quad + 4 * lane.qn, chunk) + 8 * lane.half;
     }
-    // Where the lane's sums go, from the first of the step's rows in the accumulator.
+    // Offset of the lane's sums, from the first of the step's rows in the accumulator.
     static __device__ __forceinline__ int output_offset(const Lane& lane, int warp) {
         return warp * DqAccumulator::kTileFloats + DqAccumulator::line_offset(lane.half, lane.qn, lane.qm, lane.quad);
     }
-    // Where the units do not divide evenly, the last warps have one less.
+    // Where units do not divide evenly among warps, the last warps have one less.
     static __device__ __forceinline__ bool has_unit(int u) {
         return kAllUnits % S::kWarps == 0 || u < kUnits - 1 || remat_thread_index() < kAllUnits % S::kWarps * 32;
     }
@@ -52,6 +54,7 @@ struct DqProduct {
             for (int u = 0; u < kUnits; u++) clear(c[i][u]);
     }
 
+    // Multiplies dS and K of a step, from shared memory.
     __device__ __forceinline__ void multiply(u32 a_address, u32 b_address) {
 #pragma unroll 1
         for (int key = 0; key < S::kRows; key += kKeysAtOnce) {
@@ -70,6 +73,7 @@ struct DqProduct {
         }
     }
 
+    // Adds the sums to the accumulator by atomics.
     __device__ __forceinline__ void add_to(float* accum) {
 #pragma unroll
         for (int u = 0; u < kUnits; u++) {
@@ -80,10 +84,10 @@ struct DqProduct {
         }
     }
 
-    // As dq of the step from this row on; the sequence has so many rows.
+    // Stores the sums as dq of the step's rows, from `row` on; the sequence has `rows` rows.
     //
-    // Of a tile of eight columns two lanes have two rows of four columns each (dq_accumulator.cuh says which): each gives the other
-    // what that has the rest of, and stores one row.
+    // In a tile of eight columns two lanes have four columns each of the same two rows (dq_accumulator.cuh). They exchange
+    // halves, so that each stores one whole row.
     __device__ __forceinline__ void store(const BwdParams& p, int head, int row, int rows) {
         static_assert(!kShortSteps, "a unit is eight columns");
         const int thread = remat_thread_index(), batch = remat_block_batch();

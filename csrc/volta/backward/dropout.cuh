@@ -1,4 +1,4 @@
-// Dropout of transposed scores: which of a lane's probabilities are dropped.
+// Dropout on transposed scores (S^T) in the volta main kernels: which of a lane's probabilities are dropped.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -6,8 +6,9 @@
 
 namespace volta {
 
-// A lane has two keys of a group of four, for four queries; one neighbour has the other two keys, and one the queries 4 before or
-// behind, which share calls with these: the four lanes draw for one of four queries each. All lanes of the warp together.
+// Decides the probabilities of one tile. A lane has two keys of an aligned group of four, for four queries. One neighbor has
+// the other two keys; another has the queries 4 before or after, which share Philox calls with these. So the four lanes draw
+// for one of four queries each, and exchange. All lanes of the warp construct it together.
 class DroppedKeys {
     u32 kept_;
 
@@ -15,15 +16,15 @@ public:
     __device__ __forceinline__ DroppedKeys(const Philox& philox, const DropoutRule& rule, const ScoreCoord<KeysLayout>& coord) {
         const int odd = coord.key(0) & 1, has_bit_of_4 = coord.query(0) >> 2 & 1;
         const u32 drawn = rule.kept_bits(philox.numbers((coord.query(0) & ~4) + odd + 2 * has_bit_of_4, coord.key(0) & ~3));
-        // Of the lane's queries number `odd` and odd + 2, then of the other two; of these the lane's keys, as those of columns
-        // 0, 2.
+        // Bits of the lane's queries `odd` and odd + 2, then of the other two. Shifted by `odd`, the lane's keys are in columns
+        // 0 and 2.
         const u32 own = merge_calls(drawn, __shfl_xor_sync(~0u, drawn, 2), has_bit_of_4, has_bit_of_4);
         const u32 others = __shfl_xor_sync(~0u, own, 1);
         const u32 even_queries = (odd ? others : own) >> odd, odd_queries = (odd ? own : others) >> odd;
-        // bits: pair of queries * 2; key of two * 8; query of the pair * 16
+        // Bit numbers: pair of queries * 2, key of two * 8, query of the pair * 16.
         kept_ = __byte_perm(even_queries, odd_queries, 0x6420);
     }
-    // The sign bits of those of word i of a packed tile.
+    // Returns the sign bits (0x8000, 0x80000000) of dropped elements in word i of a packed tile.
     __device__ __forceinline__ u32 signs(int i) const { return ~kept_ << (15 - 2 * (i % 2) - 8 * (i / 2)) & 0x80008000; }
 };
 

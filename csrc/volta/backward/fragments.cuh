@@ -1,13 +1,13 @@
-// The arithmetic layer of the backward pass on m8n8k4: which element a lane holds of scores and of gradients, where its operands
-// lie in shared memory, and how scores become operands. Nothing outside this folder knows.
+// Lane layouts of the volta backward pass (m8n8k4): which scores and gradient elements a lane holds, where operands lie in
+// shared memory, and how scores become operands. Nothing outside this folder depends on it.
 //
-// Every product is made of 16x16 tiles, quad-pairs 2x2 (Lane::qm, Lane::qn). Row t of the A
-// operand of quad-pair qm is key  key_of(t, qm) = t%4 + 4*qm + 8*(t/4)  of 16: eight consecutive lanes,
-// which one shared-memory wavefront serves, then read eight consecutive keys. Column n of quad-pair qn
-// is query  8*qn + 4*bit1(n) + 2*bit2(n) + bit0(n)  of 16: the four accumulators of a lane that belong to
-// one key are then four consecutive queries, 8 bytes of fp16.
+// Every product is made of 16x16 tiles, with quad-pairs 2x2 (Lane::qm, Lane::qn; volta/mma.cuh). Row t of operand A of
+// quad-pair qm is key t%4 + 4*qm + 8*(t/4) of 16 (key_of): eight consecutive lanes, one shared-memory wavefront, then read
+// eight consecutive keys. Column n of quad-pair qn is query 8*qn + 4*bit1(n) + 2*bit2(n) + bit0(n) of 16: a lane's four
+// accumulators of one key are then four consecutive queries, 8 bytes of fp16.
 //
-// In the queries kernel keys and queries change places ("own rows": keys in the main kernels, queries there).
+// "Own rows" are the rows that a block owns: keys in the main kernels, queries in the dq kernel. "Step rows" are the other
+// kind.
 #pragma once
 
 #include "backward/memory.cuh"
@@ -21,14 +21,15 @@
 
 namespace volta {
 
+// Own row of a 16-row tile in row t of operand A of quad-pair row qm.
 __device__ __forceinline__ int key_of(int t, int qm) { return t % 4 + 4 * qm + 8 * (t / 4); }
 
 // ---- scores ---------------------------------------------------------------------------------------
 
-// Element v of a 16x16 tile of scores: its own row and its row of the step, from those of element 0.
+// Own row and step row of element v of a 16x16 tile of scores, from those of element 0.
 __device__ __forceinline__ constexpr int own_row(int first, int v) { return first + (v & 2); }
 __device__ __forceinline__ constexpr int step_row(int first, int v) { return first + (v & 1) + 2 * (v >> 2); }
-// The same in tile m and tile n, from the warp's first row and the step's.
+// The same in tile m or n, from the warp's first own row and first step row.
 __device__ __forceinline__ constexpr int score_own(const Lane& lane, int m, int v) {
     return own_row(16 * m + 4 * lane.qm + (lane.t & 1), v) + 8 * (lane.t >> 2);
 }
@@ -36,7 +37,7 @@ __device__ __forceinline__ constexpr int score_step(const Lane& lane, int n, int
     return step_row(16 * n + 8 * lane.qn + 4 * ((lane.t >> 1) & 1), v);
 }
 
-// S^T and dP^T in the main kernels, whose rows are keys (backward/score_coord.cuh says what a layout is).
+// S^T and dP^T in the main kernels: rows are keys. backward/score_coord.cuh says what each member is.
 struct KeysLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -55,7 +56,7 @@ struct KeysLayout {
     __device__ __forceinline__ static constexpr int element(int r, int j) { return r % 2 + 4 * (r / 2) + 2 * j; }
 };
 
-// S and dP in the queries kernel, whose rows are queries.
+// S and dP in the dq kernel: rows are queries.
 struct QueriesLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
@@ -76,25 +77,25 @@ struct QueriesLayout {
 static_assert(covers_tile<KeysLayout>() && covers_tile<QueriesLayout>(), "score_layout.cuh");
 static_assert(has_rows_and_keys<KeysLayout>() && has_rows_and_keys<QueriesLayout>(), "backward/score_coord.cuh");
 
-// A 16x16 tile of P^T or dS^T as a lane holds it in fp16: queries 0,1 and 2,3 of its first key, then of
-// the key two rows below.
+// A lane's part of a 16x16 tile of P^T or dS^T in fp16: queries 0,1 and 2,3 of its first key, then of the key two rows below.
 struct PackedTile {
     u32 x[4];
 };
-// Word i has the elements packed_element(i) and the one behind it; element v is in word packed_word(v).
+// Word i has elements packed_element(i) and packed_element(i) + 1. Element v is in word packed_word(v).
 __device__ __forceinline__ constexpr int packed_element(int i) { return 4 * (i % 2) + 2 * (i / 2); }
 __device__ __forceinline__ constexpr int packed_word(int v) { return (v & 2) + (v >> 2); }
 
 template <class Pack>
+// Packs a tile by pack(lo, hi).
 __device__ __forceinline__ PackedTile packed(const Accumulator& s, Pack pack) {
     const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
     return {{word(0), word(1), word(2), word(3)}};
 }
 __device__ __forceinline__ PackedTile pack_probability_tile(const Accumulator& s) { return packed(s, pack_probabilities); }
-// fp32 to the end: dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded to fp16,
-// and beyond 65504 becomes infinite, which is what a GradScaler looks for.
+// dS stays fp32 until here, because dP - delta may be far beyond fp16 where P is small. Only dS itself is rounded. Beyond 65504
+// it becomes infinity, which a GradScaler detects.
 __device__ __forceinline__ PackedTile pack_tile(const Accumulator& s) { return packed(s, to_half2); }
-// s *= x.
+// Multiplies s by x.
 __device__ __forceinline__ void multiply(Accumulator& s, const PackedTile& x) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -104,12 +105,13 @@ __device__ __forceinline__ void multiply(Accumulator& s, const PackedTile& x) {
     }
 }
 
-// Address of the lane's first word in shared memory, for a warp whose scores begin at this own row and chunk of
-// eight rows of the step.
+// Address of the lane's first word in shared memory. The warp's scores begin at own row `row` and at chunk `chunk` of eight
+// step rows.
 __device__ __forceinline__ u32 packed_address(u32 tile, const Lane& lane, int row, int chunk) {
     return tile + swizzled<kScoreChunks>(row + score_own(lane, 0, 0), chunk + lane.qn) + 8 * ((lane.t >> 1) & 1);
 }
-// Tile (m, n) lies 16 * m rows and two chunks a tile on. Its first two words, and two rows further the other two.
+// Address of tile (m, n): 16 * m rows and 2 * n chunks further. packed_first has its first two words, packed_second the other
+// two.
 __device__ __forceinline__ u32 packed_first(u32 address, int m, int n) {
     return chunk_after<kScoreChunks>(address, 2 * n) + 16 * m * kScoreRowBytes;
 }
@@ -120,7 +122,7 @@ __device__ __forceinline__ void store_packed(u32 address, int m, int n, const Pa
     store_shared2(packed_first(address, m, n), tile.x[0], tile.x[1]);
     store_shared2(packed_second(address, m, n), tile.x[2], tile.x[3]);
 }
-// Only the rows that exist: `rows_left` is their number from the lane's first row on.
+// Stores only the rows that exist: rows_left of them from the lane's first on.
 __device__ __forceinline__ void store_packed(u32 address, int m, int n, const PackedTile& tile, int rows_left) {
     if (rows_left > 16 * m) store_shared2(packed_first(address, m, n), tile.x[0], tile.x[1]);
     if (rows_left > 16 * m + 2) store_shared2(packed_second(address, m, n), tile.x[2], tile.x[3]);
@@ -132,7 +134,7 @@ __device__ __forceinline__ PackedTile load_packed(u32 address, int m, int n) {
 
 // ---- initial accumulators -------------------------------------------------------------------------
 
-// Where a group of statistics has the value that element v begins with.
+// Whether a group of statistics has, in order, the values that elements v begin with.
 __device__ constexpr bool statistics_fill_an_accumulator() {
     for (int v = 0; v < KeysLayout::kElements; v++)
         if (RowStats::offset(KeysLayout::query_slot(v)) + RowStats::kCopyDistance * (KeysLayout::key_slot(v) / 2) != v)
@@ -141,10 +143,10 @@ __device__ constexpr bool statistics_fill_an_accumulator() {
 }
 static_assert(statistics_fill_an_accumulator(), "load_stats loads accumulators as they are");
 
-// Initial accumulators of S^T or dP^T from the row statistics: `stats` is those of the lane's group of
-// four queries in tile 0. The two tiles of keys begin with the same values. They are loaded twice, by two
-// different instructions: else ptxas would load once and spend a move on every element of the second tile.
-// Fresh: this kernel itself has written them, which the second instruction may not find.
+// Loads the initial accumulators of S^T or dP^T from the row statistics. `stats`: those of the lane's four queries in tile 0.
+// Both tiles of keys begin with the same values. Two different instructions load them, because ptxas would merge equal loads
+// and spend a move on every element of the second tile. Fresh: this kernel has written the statistics itself, so the second
+// load bypasses L1 and the read-only path.
 template <bool Fresh = false, int M, int N>
 __device__ __forceinline__ void load_stats(Accumulator (&c)[M][N], const float* stats) {
     static_assert(M <= 2, "there are two instructions");
@@ -164,28 +166,28 @@ __device__ __forceinline__ int lane_stats_offset(const Lane& lane) { return scor
 
 // ---- operands -------------------------------------------------------------------------------------
 
-// Address of the lane's row of the A operand of S^T, dP^T (the block's own rows), from the warp's first row.
+// Address of the lane's row of operand A of S^T and dP^T (own rows), from the warp's first row.
 template <class S>
 __device__ __forceinline__ u32 own_operand(u32 tile, const Lane& lane, int row) {
     return tile + swizzled<S::kChunks>(row + key_of(lane.t, lane.qm), 0);
 }
-// ... and of the B operand (a step's rows), from the warp's first. Column t is the query of the file's head.
+// Address of the lane's row of operand B (step rows), from the warp's first row. Column t is the query described at the top.
 template <class S>
 __device__ __forceinline__ u32 step_operand(u32 tile, const Lane& lane, int row) {
     const int in_eight = (lane.t & 1) + 2 * (lane.t >> 2) + 4 * ((lane.t >> 1) & 1);
     return tile + swizzled<S::kChunks>(row + 8 * lane.qn + in_eight, 0);
 }
 
-// The lane's row of the A operand of dV, dK (dQ in the queries kernel): P^T or dS^T (dS), row-major, from the warp's first row.
+// Address of the lane's row of operand A of dV and dK (P^T, dS^T) or of dQ (dS), row-major, from the warp's first row.
 __device__ __forceinline__ u32 score_operand(u32 tile, const Lane& lane, int row) {
     return tile + swizzled<kScoreChunks>(row + key_of(lane.t, lane.qm), 0);
 }
-// ... and of the B operand: dO or Q (K), row-major; the warp's first block of 32 columns.
+// Address of the lane's part of operand B (dO, Q or K), row-major. `block`: the warp's first block of 32 columns.
 template <class S>
 __device__ __forceinline__ u32 column_operand(u32 tile, const Lane& lane, int block) {
     return tile + swizzled<S::kChunks>(lane.quad, 4 * block + 2 * lane.qn + lane.half);
 }
-// Column of accumulator element v of c[..][j][i] relative to the warp's blocks: see column_operand.
+// Column of element v of c[..][j][i], relative to the warp's blocks; see column_operand.
 __device__ __forceinline__ int column_in_block(const Lane& lane, int i, int v) {
     return 16 * lane.qn + 8 * (v >> 2) + 4 * i + (lane.t & 2) + (v & 1);
 }

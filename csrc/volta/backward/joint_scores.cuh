@@ -1,8 +1,8 @@
-// Kernels that do one thing to scores besides, where a warp has both S^T and dP^T of its keys (small.cuh): from these to P^T, which
-// goes to shared memory, and dS^T.
+// Score modifiers of the single-role main kernel (single_role.cuh): one warp has both S^T and dP^T of its keys. Computes P^T,
+// which goes to shared memory, and dS^T, with softcap, ALiBi, bias or dropout. Only for kernels of one feature.
 //
-// As in modifiers.cuh a rolled loop over the tiles, on the registers of the first. What the loop has no more use for takes what
-// comes out: of the tiles of dP, dS.
+// As in backward/modifiers.cuh a rolled loop over tiles works on the registers of the first tile. Results take registers that
+// the loop no longer needs: dS those of dP's tiles.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -12,28 +12,30 @@
 
 namespace volta {
 
+// S: the kernel's Shape.
 template <class S>
 struct JointScores {
     using Scores = Accumulator[2][2];
     using Coord = ScoreCoord<KeysLayout>;
 
-    // Softcap needs the product itself, dropout dP: their initial accumulators are 0, and the statistic is added behind.
+    // Softcap needs the product alone, dropout needs dP alone: their accumulators begin with 0, and the statistic is added
+    // later.
     static constexpr bool kBeginWithLse = !kHasSoftcap, kBeginWithDelta = !kHasDropout;
-    // `stats` are the lane's of a step: see load_stats.
+    // Loads the initial accumulators. `stats`: the lane's statistics of the step (load_stats).
     static __device__ __forceinline__ void begin(Scores& s, Scores& dp, const float* stats) {
         begin<kBeginWithLse>(s, stats + RowStats::kLseAt);
         begin<kBeginWithDelta>(dp, stats + RowStats::kDeltaAt);
     }
 
-    // What ALiBi's distance of the lane's first key is more than a step's first query.
+    // Returns ALiBi's distance of the lane's first key, minus the step's first query.
     static __device__ __forceinline__ int first_distance(const BlockSeqlenInfo& sequence, const Lane& lane, int key) {
         if (!kHasAlibi) return 0;
         return keep_in_register(sequence.seqlen_k() - sequence.seqlen_q() + KeysLayout::first_query(lane) - key -
                                 KeysLayout::first_key(lane));
     }
 
-    // `row` is the step's first, rows from row_end on see no key, `stats` are the lane's, `packed` its address of P, of which
-    // keys_left keys exist from its first on.
+    // Computes P^T and dS^T of a step. `row`: first query of the step; rows from row_end on see no key. `stats`: the lane's.
+    // `packed`: the lane's address of P^T, where keys_left keys exist from its first on. `distance`: first_distance().
     static __device__ __forceinline__ void run(Scores& s, Scores& dp, const BwdParams& p, int head, int row, int row_end,
                                                const float* stats, bool masked, u32 packed, int keys_left, int distance) {
         const ScoreOptions& options = p.score_options;
@@ -101,7 +103,7 @@ struct JointScores {
             for (int i = 0; i < 4; i++) dp[1][1][i] = __uint_as_float(ds.x[i]);
         }
     }
-    // dS of a tile, behind run().
+    // Returns dS of a tile after run().
     static __device__ __forceinline__ PackedTile gradients(const Accumulator& dp) {
         return {{__float_as_uint(dp[0]), __float_as_uint(dp[1]), __float_as_uint(dp[2]), __float_as_uint(dp[3])}};
     }
@@ -118,7 +120,7 @@ private:
                 for (int n = 0; n < 2; n++) clear(c[m][n]);
         }
     }
-    // A parameter that takes no register between the steps, nor does what is made of it.
+    // Reads a parameter again, so that neither it nor what is derived from it holds a register between steps.
     static __device__ __forceinline__ float remat(float x) {
         float y;
         asm volatile("mov.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -129,15 +131,17 @@ private:
         options.softcap = remat(options.softcap), options.inverse_softcap = remat(options.inverse_softcap);
         return Softcap(p.problem, options);
     }
+    // Minus the ALiBi slope, in log2 units.
     static __device__ __forceinline__ float load_slope(const ScoreOptions& o, int head) {
         return Alibi::load_slope(o, remat_block_batch(), head) * -kLog2e;
     }
-    // As that of modifiers.cuh, with one branch on the type around all of it and four registers less for fp32.
+    // As add_bias of backward/modifiers.cuh, but with one branch on the dtype around all of it, and four registers fewer for
+    // fp32.
     template <bool FP32>
     static __device__ __forceinline__ void add_bias(Accumulator& x, const BwdParams& p, int head, int row_end, const Coord& coord) {
         ScoreOptions options = p.score_options;
         options.bias_is_fp32 = FP32;
-        asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as here()
+        asm volatile("mov.b64 %0, %0;" : "+l"(options.bias_row_stride));  // as remat()
         const Bias bias(p.problem, options, remat_block_batch(), head);
         constexpr int kRows = KeysLayout::kRows, kAtOnce = FP32 ? 1 : kRows;
 #pragma unroll
@@ -158,7 +162,7 @@ private:
             }
         }
     }
-    // One statistic of the lane's queries in a tile.
+    // Loads one statistic of the lane's queries in a tile.
     static __device__ __forceinline__ void load_rows(float (&x)[KeysLayout::kRows], const float* stats) {
 #pragma unroll
         for (int r = 0; r < KeysLayout::kRows; r += 2) {
@@ -166,12 +170,12 @@ private:
             x[r] = two.x, x[r + 1] = two.y;
         }
     }
-    // Derived again wherever it is asked for.
+    // The coordinates of tile (m, n), computed again on each call.
     static __device__ __forceinline__ Coord remat_coord(const BwdParams& p, int row, int m, int n) {
         const int thread = remat_thread_index();
         return Coord(Lane(thread & 31), row + 16 * n, KeyBlock::number(p) * S::kRows + thread / 32 * 32 + 16 * m);
     }
-    // As store_packed(), without branches.
+    // As store_packed(), but without branches.
     static __device__ __forceinline__ void store(u32 address, int m, int n, const PackedTile& tile, int keys_left) {
         store_shared2_if(keys_left > 16 * m, packed_first(address, m, n), tile.x[0], tile.x[1]);
         store_shared2_if(keys_left > 16 * m + 2, packed_second(address, m, n), tile.x[2], tile.x[3]);

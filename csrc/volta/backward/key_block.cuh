@@ -1,4 +1,4 @@
-// Which keys and which key head a block of a main kernel has.
+// Block index of the volta main kernels: which keys and which KV head a block has.
 #pragma once
 
 #include "tile.cuh"
@@ -6,16 +6,18 @@
 
 namespace volta {
 
-// The grid's first axis counts blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
-// in the order of blockIdx, the first axis first, and under a causal mask the first keys are seen by the most queries. All of it is
-// made anew from special registers: it holds no register in between.
+// The grid's first axis is blocks of keys and its second heads, or the other way round, as in forward/block.cuh. Blocks start
+// in the order of blockIdx, first axis first. Under a causal mask the first keys are seen by the most queries, so they start
+// first. All members read special registers again, so that they hold no register in between.
 struct KeyBlock {
+    // The plan chooses the order; the kernel infers it from the grid's size.
     __device__ __forceinline__ static bool heads_first(const BwdParams& p) { return gridDim.x == p.problem.nheads_k; }
     __device__ __forceinline__ static int number(const BwdParams& p) { return p.first_key_block + in_launch(p); }
     __device__ __forceinline__ static int head(const BwdParams& p) {
         return heads_first(p) ? remat_block_index() : remat_block_head();
     }
-    // What it adds dq to: the one accumulator, where the stride is 0, or one that no other block of this launch adds to.
+    // The accumulator that the block adds dq to: the only one if the stride is 0, else one that no other block of this launch
+    // adds to.
     __device__ __forceinline__ static float* dq_accum(const BwdParams& p) {
         return p.dq_accum + in_launch(p) * p.dq_accum_split_stride;
     }

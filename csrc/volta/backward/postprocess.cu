@@ -1,3 +1,4 @@
+// Last kernel of the backward pass with atomics: dq from its fp32 accumulator.
 #include "backward/postprocess.cuh"
 #include "volta/backward/dq_accumulator.cuh"
 #include "volta/backward/row_stats.cuh"

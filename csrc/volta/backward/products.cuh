@@ -1,4 +1,5 @@
-// The products whose result stays in a warp's registers: scores, and the gradients of a block's own rows.
+// Products of the volta backward kernels whose results stay in registers: scores (S^T, dP^T), and gradients of the block's own
+// rows (dK and dV, or dQ in the dq kernel).
 #pragma once
 
 #include "backward/gradient_type.cuh"
@@ -8,7 +9,8 @@ namespace volta {
 
 // ---- S^T = K Q^T and dP^T = V dO^T ----------------------------------------------------------------
 
-// One chunk (eight elements of headdim) of the operands of S^T or dP^T.
+// Operands of S^T or dP^T for one chunk of headdim (eight columns): M tiles of own rows, N tiles of step rows. multiply_low
+// uses columns 0 to 3 of the chunk, multiply_high 4 to 7.
 template <class S, int M, int N>
 struct Fragments {
     uint4 a[M], b[N];
@@ -49,14 +51,15 @@ __device__ __forceinline__ void clear(Gradient<M, J>& c) {
             for (int i = 0; i < 2; i++) clear(c[m][j][i]);
 }
 
-// Over the rows of a step (at most 32); the warp has every BlockStep-th block of columns, and computes the first `blocks` of these.
+// Adds the product over the rows of a step (at most 32). The warp has every BlockStep-th block of columns, and computes the
+// first `blocks` of them.
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32 b_address, int blocks = J) {
     constexpr int kRows = S::kStep < 32 ? S::kStep : 32;
-    if (kGeneric) {  // by four rows: general code is past the instruction cache
+    if (kGeneric) {  // four rows at a time: generic code is past the instruction cache
 #pragma unroll 1
         for (int row = 0; row < kRows; row += 4) {
-            const u32 a0 = a_address ^ (row * 2);  // chunks of a row of scores are a power of two
+            const u32 a0 = a_address ^ (row * 2);  // XOR, because a row of scores has a power of two of chunks
             uint2 a[M];
 #pragma unroll
             for (int m = 0; m < M; m++) a[m] = load_shared2(a0 + m * 16 * kScoreRowBytes);
@@ -101,7 +104,7 @@ __device__ __forceinline__ void accumulate(Gradient<M, J>& c, u32 a_address, u32
     }
 }
 
-// The block's gradients from the warps' accumulators to shared memory (shared_to_output brings them on).
+// Stores the warps' gradients to shared memory, from where shared_to_output stores them.
 template <bool BF16, class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void to_shared_as(const Gradient<M, J>& c, float factor, u32 tile, int first_row, int block) {
     const Lane lane;
@@ -120,7 +123,7 @@ __device__ __forceinline__ void to_shared_as(const Gradient<M, J>& c, float fact
                         "r"(to_gradient2<BF16>(c[m][j][i][v] * factor, c[m][j][i][v + 1] * factor)));
                 }
 }
-// One branch around all of it: the code is there twice, and runs once.
+// Branches on the output dtype once around all stores: the code exists twice, and runs once.
 template <class S, int BlockStep, int M, int J>
 __device__ __forceinline__ void to_shared(const Gradient<M, J>& c, const BwdParams& p, float factor, u32 tile, int first_row,
                                           int block) {

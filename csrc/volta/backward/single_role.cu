@@ -1,4 +1,4 @@
-// dk, dv and, atomically, dq.
+// Main kernel for small headdims: dk, dv, and dq by atomics.
 #include "volta/backward/single_role.cuh"
 
 using Kernel = volta::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kAtomicAdd>;

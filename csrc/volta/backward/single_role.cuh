@@ -1,6 +1,8 @@
-// Backward, main kernel for headdim up to 64: 4 warps, each with dV and dK of its own 32 keys, two blocks
-// an SM. A warp computes both S^T and dP^T of its keys, so P and dS meet in registers and share one tile
-// of shared memory, one after the other. General kernels do one thing to scores (joint_scores.cuh).
+// Main kernel of the volta backward pass for headdim up to 64: 4 warps with one role, two blocks an SM. Computes dK and dV, and
+// adds dQ to the accumulator by atomics, or leaves dQ to dq.cuh. shape.cuh has the products.
+//
+// A warp has dV and dK of its own 32 keys. It computes both S^T and dP^T of its keys, so P and dS meet in registers, and use
+// one tile of shared memory one after the other. Generic kernels have exactly one score feature (joint_scores.cuh).
 #pragma once
 
 #include "backward/probabilities.cuh"
@@ -17,6 +19,7 @@
 
 namespace volta {
 
+// The kernel. BlockRows: keys of a block. Step: queries of a step.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode>
 struct BackwardSingleRole {
     using S = Shape<Headdim, BlockRows, Step, Threads, 1>;
@@ -59,11 +62,11 @@ struct BackwardSingleRole {
         clear(dk);
         clear(dv);
 
-        // Query heads that share this block's keys. General kernels have no register for it.
+        // Query heads that share this block's KV head. Generic kernels have no register for it.
         const auto group = [&] { return (kGeneric ? keep_in_register(p.problem.nheads) : p.problem.nheads) / p.problem.nheads_k; };
 #pragma unroll 1
         for (int head = KeyBlock::head(p) * group(); head < (KeyBlock::head(p) + 1) * group(); head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             const int first = Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
@@ -74,13 +77,13 @@ struct BackwardSingleRole {
             Accumulator s[2][2], dp[2][2];
             tiles.load(p.q, p.dout, range.rows(p) - first);
             Joint::begin(s, dp, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is done with
+            __syncthreads();  // the last head's tile is free
             tiles.store(query_addresses.second());
             __syncthreads();
 
 #pragma unroll 1
             for (int row = first; row < range.end; row += S::kStep) {
-                // S^T and dP^T, one chunk of headdim after the other. Rolled, for the instruction cache.
+                // S^T and dP^T, one chunk of headdim after the other. Rolled, to fit the instruction cache.
                 {
                     const u32 a = score_operands.first(), b = score_operands.second();
 #pragma unroll 1
@@ -105,7 +108,7 @@ struct BackwardSingleRole {
                         for (int n = 0; n < 2; n++) ds[m][n] = Joint::gradients(dp[m][n]);
                 } else {
                     if (masked) {
-                        // Rare: everything is derived again, so that none of it takes a register in the loop.
+                        // Rare: everything is computed again, so that none of it holds a register in the loop.
                         const int thread = remat_thread_index();
                         apply_mask<KeysLayout>(s, p, Lane(thread % 32), row, KeyBlock::number(p) * S::kRows + thread / 32 * 32);
                     }
@@ -123,7 +126,7 @@ struct BackwardSingleRole {
                 }
                 __syncwarp();
 
-                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, 1>(dv, packed_addresses.first(), query_addresses.first() + S::kStepTile);
                 __syncwarp();
@@ -133,7 +136,7 @@ struct BackwardSingleRole {
                     for (int n = 0; n < 2; n++) store_packed(packed, m, n, ds[m][n], keys_left);
                 __syncwarp();
                 accumulate<S, 1>(dk, packed_addresses.first(), query_addresses.first());
-                __syncthreads();  // dS is complete, and Q and dO are free
+                __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());
                 Dq product;
@@ -141,14 +144,14 @@ struct BackwardSingleRole {
                 const int next = range.next_step(p, row);
                 Joint::begin(s, dp, stats + next * RowStats::kRowFloats);
                 if (kWithDq) product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
-                __syncthreads();  // the next tile is there, and dS is free
+                __syncthreads();  // the next tile is stored, dS is free
             }
         }
 
-        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
         const int end_key = KeyBlock::number(p) * S::kRows,
-                  end_warp_key = remat_thread_index() / 32 * 32;  // derived again, as above
+                  end_warp_key = remat_thread_index() / 32 * 32;  // computed again, as above
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;
         to_shared<S, 1>(dk, p, p.signed_scale, shared + S::kOwnS, end_warp_key, 0);

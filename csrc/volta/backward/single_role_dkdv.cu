@@ -1,4 +1,4 @@
-// dk and dv, for the mode without atomics: queries.cu computes dq.
+// Main kernel for small headdims without atomics: dk and dv; dq.cu computes dq.
 #include "volta/backward/single_role.cuh"
 
 using Kernel = volta::BackwardSingleRole<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kSeparate>;

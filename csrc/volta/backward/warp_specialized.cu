@@ -1,4 +1,4 @@
-// dk, dv and, atomically, dq.
+// Main kernel: dk, dv, and dq by atomics.
 #include "volta/backward/warp_specialized.cuh"
 
 using Kernel = volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kAtomicAdd, HEADDIM_V>;

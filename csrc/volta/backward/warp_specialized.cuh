@@ -1,10 +1,11 @@
-// Backward, main kernel for headdim above 64, and for small grids: 8 warps in two roles of four. Warps 0 to 3 compute S^T, P and
-// dV, warps 4 to 7 dP^T, dS and dK: the accumulators of dV and dK together would not fit one warp's
-// registers. P goes to the second role through shared memory; dQ is everyone's.
+// Main kernel of the volta backward pass for headdim above 64 and for small grids: 8 warps in two roles of four (warp
+// specialization). Warps 0 to 3 compute S^T, P and dV, warps 4 to 7 dP^T, dS and dK: dV and dK together do not fit one warp's
+// registers. P goes to the second role through shared memory. All warps compute dQ. shape.cuh has the products, dq_mode.cuh
+// what becomes of dQ.
 //
-// With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of the gradient. With 64
-// keys (headdim above 128, and small grids) two warps share 32 keys: of the scores each has half the queries (or, in steps
-// of 16 queries, half the keys), of the gradient every second block of 32 columns.
+// With 128 keys a warp has 32 keys x 32 queries of the scores and 32 keys x headdim of its gradient. With 64 keys (headdim
+// above 128, and small grids) two warps share 32 keys. Of the scores each has half the queries (or half the keys, in steps of
+// 16 queries), of the gradient every second block of 32 columns.
 #pragma once
 
 #include "backward/modifiers.cuh"
@@ -23,7 +24,7 @@
 
 namespace volta {
 
-// HeaddimV: fewer columns of V and dO may be computed with than tiles have.
+// HeaddimV: columns of V and dO to compute with; at most Headdim, which tiles have.
 template <int Headdim, int BlockRows, int Step, int Threads, DqMode Mode, int HeaddimV = Headdim>
 struct BackwardWarpSpecialized {
     using S = Shape<Headdim, BlockRows, Step, Threads, 2>;
@@ -37,7 +38,7 @@ struct BackwardWarpSpecialized {
     static constexpr int kGroupWarps = 128 / S::kRows;  // warps of a role that share 32 keys
     static_assert(kGroupWarps == 1 || kGroupWarps == 2, "64 or 128 keys");
 
-    static constexpr int kScoreKeyTiles = kGroupWarps == 2 && S::kStep == 16 ? 1 : 2;     // a warp's scores, in tiles of 16
+    static constexpr int kScoreKeyTiles = kGroupWarps == 2 && S::kStep == 16 ? 1 : 2;  // a warp's scores, in tiles of 16
     static constexpr int kScoreQueryTiles = S::kStep / 16 / (kGroupWarps == 2 && S::kStep == 32 ? 2 : 1);
     static constexpr int kBlocks = S::kHeaddim / 32 / kGroupWarps;  // a warp's blocks of 32 columns of dV or dK
 
@@ -45,26 +46,26 @@ struct BackwardWarpSpecialized {
     static constexpr int kChunksV = HeaddimV / kChunk, kBlocksV = HeaddimV / 32 / kGroupWarps;
     static_assert(HeaddimV <= Headdim && HeaddimV % (32 * kGroupWarps) == 0, "whole blocks of columns");
 
-    // Chunks of headdim at once in the first two products: two where the rest of the loop leaves room for that
-    // in the instruction cache.
+    // Chunks of headdim in one iteration of the first two products: two where the rest of the loop leaves room in the
+    // instruction cache.
     static constexpr int kScoreUnroll = kGroupWarps == 2 ? 2 : 1;
 
-    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is. The warps that
-    // wrote P need not wait for those that read it, but bar.arrive gains less than 3% in the simulator, and
-    // compute-sanitizer's racecheck, which does not understand it, would find races everywhere behind it.
+    // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. The warps that
+    // write P need not wait for those that read it, but bar.arrive gains less than 3% in simulation, and compute-sanitizer's
+    // racecheck does not know it: it would report races after every one.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
     static __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
     }
 
-    // General kernels: what the first role makes of S, and the second of dP. Beside P, a second thing may have to go from one to
-    // the other: softcap's derivative, or which probabilities dropout drops, as signs of a copy of P (never both). Its place is
-    // that of the dS which the second role makes of it.
+    // Generic kernels: what the first role makes of S, and the second of dP. Besides P, the first role may pass on a second
+    // tile: softcap's derivative, or a copy of P whose signs mark dropped probabilities (never both). It lies where the second
+    // role stores dS.
     using WarpScores = Accumulator[kScoreKeyTiles][kScoreQueryTiles];
     static constexpr int kWarpScoreTiles = kScoreKeyTiles * kScoreQueryTiles;
 
-    // `key` and `row` are the warp's first, rows from row_end on see no key, `stats` are the lane's statistics of this step,
-    // `packed` is its address of P.
+    // Computes P from S. `key` and `row`: first of the warp. Rows from row_end on see no key. `stats`: the lane's statistics of
+    // this step. `packed`: the lane's address of P.
     static __device__ __forceinline__ void generic_probabilities(WarpScores& s, const BwdParams& p, int head, int key, int row,
                                                                  int row_end, const float* stats, bool masked, u32 packed,
                                                                  int keys_left) {
@@ -107,6 +108,7 @@ struct BackwardWarpSpecialized {
         }
     }
 
+    // Computes dS from dP, with what the first role has stored.
     static __device__ __forceinline__ void generic_score_gradients(WarpScores& dp, const BwdParams& p, int head, int key, int row,
                                                                    const float* stats, u32 packed, int keys_left) {
         const ScoreOptions& options = p.score_options;
@@ -140,7 +142,7 @@ struct BackwardWarpSpecialized {
                     add_bias_gradient(x, p, head, coord);
             }
             if (uses_softcap(options)) multiply(x, load_packed(packed + S::kScoreTile, m, n));
-            // not those of keys that do not exist: what the first role left there is 0, and the next step reads it
+            // Only keys that exist: for others the first role stored 0, which the next step reads.
             store_packed(packed + S::kScoreTile, m, n, pack_tile(x), keys_left);
             next_tile(dp);
         }
@@ -167,7 +169,7 @@ struct BackwardWarpSpecialized {
             if (kGeneric) clear_shared<S::kScoreTile, S::kThreads>(shared + S::kScores + S::kScoreTile);
         }
 
-        // What a warp's role changes: K Q^T or V dO^T, then P^T dO or dS^T Q.
+        // Addresses that depend on the role: K Q^T or V dO^T, then P^T dO or dS^T Q.
         const u32 scores = shared + S::kScores, own_scores = scores + role * S::kScoreTile;
         const AddressPair score_operands(own_operand<S>(shared + (role ? S::kOwnDp : S::kOwnS), lane, score_key0),
                                          step_operand<S>(shared + (role ? S::kStepDp : S::kStepS), lane, score_query0));
@@ -185,7 +187,7 @@ struct BackwardWarpSpecialized {
         const int group = p.problem.nheads / p.problem.nheads_k;  // query heads that share this block's keys
 #pragma unroll 1
         for (int head = KeyBlock::head(p) * group; head < (KeyBlock::head(p) + 1) * group; head++) {
-            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it takes no registers in between
+            const BlockSeqlenInfo sequence(p.problem, p.lengths, blockIdx.z);  // again: it holds no registers in between
             const int first = kFused ? 0 : Queries::first(mask_of(p.problem, sequence), KeyBlock::number(p));
             if (first >= range.end) break;
             const long long head_row = rounded_row<RowStats>(p, sequence, blockIdx.z, head);
@@ -201,7 +203,7 @@ struct BackwardWarpSpecialized {
                 __syncthreads();
             }
             load_stats<kFused>(s, stats + first * RowStats::kRowFloats);
-            __syncthreads();  // the last head's tile is done with
+            __syncthreads();  // the last head's tile is free
             tiles.store(query_addresses.second());
             __syncthreads();
 
@@ -219,7 +221,7 @@ struct BackwardWarpSpecialized {
                     }
                 }
                 const u32 packed = packed_addresses.second();
-                // A vote, though all lanes agree: the compiler then knows that no warp diverges at the barriers.
+                // A vote, although all lanes agree: it tells the compiler that no warp diverges at the barriers.
                 if (__any_sync(~0u, role == 0)) {
                     const bool masked = !range.unmasked.contains(row);
                     if (kGeneric) {
@@ -261,11 +263,11 @@ struct BackwardWarpSpecialized {
                 else
                     barrier_wait(kRoleReady + 2 * role + key_group, 64);
 
-                // The next tile is under way from here on. (Beyond the last row nothing is loaded.)
+                // Loads of the next tile are in flight from here on. Past the last row nothing is loaded.
                 tiles.load(p.q, p.dout, range.rows(p) - S::kStep - row);
                 accumulate<S, kGroupWarps>(gradient, packed_addresses.first(), query_addresses.first(),
                                            kSameHeaddims || role ? kBlocks : kBlocksV);
-                __syncthreads();  // dS is complete, and Q and dO are free
+                __syncthreads();  // dS is complete, Q and dO are free
 
                 tiles.store(query_addresses.second());
                 const int next = range.next_step(p, row);
@@ -278,11 +280,11 @@ struct BackwardWarpSpecialized {
                     else
                         product.add_to(dq + row * static_cast<long long>(S::kHeaddim));
                 }
-                __syncthreads();  // the next tile is there, and P and dS are free
+                __syncthreads();  // the next tile is stored, P and dS are free
             }
         }
 
-        // K and V are no longer needed: their tiles take dK and dV on the way out. Keys that no query sees get 0.
+        // K and V are no longer needed: their tiles stage dK and dV for the store. Keys that no query sees get 0.
         __syncthreads();
         float dv_factor = 1.f / kProbabilityUnit;
         if (uses_dropout(p.score_options)) dv_factor *= p.score_options.dropout_scale;

@@ -1,4 +1,4 @@
-// dk and dv, for the mode without atomics: queries.cu computes dq.
+// Main kernel without atomics: dk and dv; dq.cu computes dq.
 #include "volta/backward/warp_specialized.cuh"
 
 using Kernel = volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kSeparate>;

@@ -1,4 +1,4 @@
-// All of a backward pass, where a block has all keys of its heads.
+// Fused kernel: the whole backward pass in one launch, where a block has all keys of its heads.
 #include "volta/backward/warp_specialized.cuh"
 
 using Kernel = volta::BackwardWarpSpecialized<HEADDIM, BLOCK_ROWS, STEP, THREADS, DqMode::kStore, HEADDIM_V>;

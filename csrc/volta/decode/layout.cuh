@@ -12,10 +12,12 @@
 
 namespace volta {
 
+// RowTiles: tiles of eight rows that a warp has.
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
     template <int Loads>
+    // A lane's output. Loads: loads of values, of 64 columns each.
     struct Output {
         Accumulator tile[RowTiles][Loads][2];
     };

@@ -1,14 +1,15 @@
-// A decode block over latents: keys whose first HEADDIM_V columns are the values too.
+// Main loop of MLA decoding (multi-head latent attention): one KV head, all query heads of a sequence are rows. The cache holds
+// latents of HEADDIM columns (576), whose first HEADDIM_V (512) are also the values; the last 64 are the rotary part.
 //
-// A step is 16 tokens, which all warps share: each thread loads a part of the next step's while this one is computed, and lays it
-// down in shared memory when that is done, as fp16 whatever the cache has. So memory is never waited for by a warp that could
-// compute, and a latent is read from global memory once.
+// A step is 16 tokens, which all warps of the block share. Each thread loads its part of the next step's latents while this
+// step is computed, and stores it to shared memory as fp16, whatever the cache's format. So a latent is read from global memory
+// once.
 //
-// Four warps share the columns, of keys and of the output; where there are more, others have other rows. For the scores the
-// quad-pairs (volta/mma.cuh) of a warp are two rows of tiles and two halves of its columns. What the halves and the warps found out
-// is added up: by an exchange between lanes, and by way of shared memory behind a barrier, where each thread has some scores of one
-// row. It does their softmax and lays down probabilities, and behind another barrier all warps multiply them with values, whose
-// columns quad-pairs share.
+// Four warps split the columns of K and of the output; further warps have other rows. A step has three phases, with barriers:
+//   1. Scores. A warp multiplies its columns. Its quad-pairs (volta/mma.cuh) are 2 row tiles x 2 halves of the columns.
+//      A shuffle adds the halves; shared memory collects the partial sums of the four warps.
+//   2. Softmax. Each thread sums a few scores of one row, applies mask and softmax, and stores probabilities.
+//   3. Output. All warps multiply the probabilities by their columns of the values.
 #pragma once
 
 #include "decode/block.cuh"
@@ -19,37 +20,40 @@
 
 namespace volta {
 
+// Warps: warps of a block, a multiple of four.
 template <int Warps>
 class MlaMainloop {
     static constexpr int kTokens = 16;
     static constexpr int kColumnWarps = 4, kRowWarps = Warps / kColumnWarps, kWarpRows = BLOCK_ROWS / kRowWarps;
     static constexpr int kWarpColumns = HEADDIM_V / kColumnWarps, kRotary = HEADDIM - HEADDIM_V;
-    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;  // of rows: 16 in the scores, 8 in the output
+    // row tiles of a warp: of 16 rows for scores, of 8 for the output
+    static constexpr int kRowPairs = kWarpRows / 16, kTiles = kWarpRows / 8;
     static constexpr int kLoads = kWarpColumns / 64;  // of values: 64 columns of four tokens
     static_assert(Warps * 32 == THREADS && kRowPairs * 16 * kRowWarps == BLOCK_ROWS, "rows of src/kernels");
     static_assert(kWarpColumns % 64 == 0 && kRotary == 16 * kColumnWarps, "whole operands of a warp");
 
-    // Operands of the scores: 16 columns each, the last one's behind the latent. As many operands of queries as registers have room
-    // for stay there, the others where their lane finds them again.
+    // Operands of the scores: 16 columns each; the last one is the rotary part. Registers hold as many operands of Q as they
+    // have room for. The others lie in shared memory, where only their lane reads them.
     static constexpr int kOperands = kWarpColumns / 16 + 1;
     static constexpr int kRegisterOperands = kRowPairs > 1       ? 2
                                              : BLOCKS_PER_SM > 2 ? 5
                                                                  : kOperands,
                          kSharedOperands = kOperands - kRegisterOperands;
-    // Rows of the tile in shared memory: 16 bytes longer than columns, so that four tokens' operands of a quad-pair lie in other
-    // banks than those 64 bytes further, which the quad-pair beside it reads.
+    // Bytes between tokens in shared memory: 16 more than the columns, so that a quad-pair's operands of four tokens lie in
+    // other banks than those of its neighbor, 64 bytes further.
     static constexpr int kPitch = 2 * HEADDIM + 16;
-    // Each token is loaded by as many threads, 16 bytes at a time, and what is behind the latent by all of them at once.
+    // Threads that load one token, 16 bytes at a time; the rotary part takes one load of all of them.
     static constexpr int kTokenThreads = THREADS / kTokens, kChunk = 16 / sizeof(decode::CacheUnit);
     static constexpr int kTileLoads = HEADDIM_V / kChunk / kTokenThreads, kLastColumns = kRotary / kTokenThreads;
     static constexpr int kLastWords = kLastColumns * sizeof(decode::CacheUnit) / 4;
     static constexpr int kWords = 4 * kTileLoads + kLastWords;
-    // Where a step of all blocks is too few bytes for a slow memory, the step behind the next is on its way too. Not where
-    // converting leaves the loop's code no room for it in the instruction cache.
+    // Whether to prefetch the step after the next into L2: where the steps of all blocks are too few bytes for the memory
+    // latency. Not where the conversion of codes leaves no room for it in the instruction cache.
     static constexpr bool kPrefetches = decode::kQuantized ? kRowPairs == 1 : Warps > kColumnWarps;
-    // Scores of a step that a thread has, and how many threads have the others of its row.
+    // Scores of a step that a thread has in the softmax, and threads that share a row.
     static constexpr int kThreadScores = BLOCK_ROWS * kTokens / THREADS, kRowThreads = kTokens / kThreadScores;
     static_assert(kThreadScores == 2 || kThreadScores == 4, "a thread's loads of scores");
+    // A thread's scores, and its packed probabilities.
     struct alignas(4 * kThreadScores) ThreadScores {
         float x[kThreadScores];
     };
@@ -57,15 +61,17 @@ class MlaMainloop {
         unsigned x[kThreadScores / 2];
     };
 
+    // Shared memory during the loop.
     struct Shared {
         uint4 latents[kTokens * kPitch / sizeof(uint4)];
         float scores[kColumnWarps][BLOCK_ROWS][kTokens];
         unsigned short probabilities[BLOCK_ROWS][kTokens];
         float factors[BLOCK_ROWS];
-        float scales[kTokens];  // of the tokens, where they have some
+        float scales[kTokens];  // of the tokens (int8)
         uint4 queries[kSharedOperands > 0 ? Warps * kSharedOperands * kRowPairs : 1][32];  // of each warp its own
     };
 
+    // A warp's output: row tiles of 8, by 64 columns, by two halves of the chunks.
     using Output = Accumulator[kTiles][kLoads][2];
 
     __device__ __forceinline__ static int kept_thread() {
@@ -73,7 +79,7 @@ class MlaMainloop {
         decode::keep_in_register(thread);
         return thread;
     }
-    // Where a lane is. Computed anew for each segment: what depends on it would take registers in all of the schedule.
+    // The lane's and warp's coordinates. Recomputed for each work tile: values derived from it would hold registers everywhere.
     struct WarpCoord : Lane {
         int warp, first_row, column_warp;
 
@@ -81,15 +87,15 @@ class MlaMainloop {
             first_row = warp / kColumnWarps * kWarpRows;
             column_warp = warp % kColumnWarps;
         }
-        // Of an operand of the scores the lane's first column: quad-pairs of the other half have those 32 further.
+        // First column of the lane's operands. Quad-pairs of the other half have columns 32 further.
         __device__ __forceinline__ int first_column() const { return kWarpColumns * column_warp + 32 * qm; }
         __device__ __forceinline__ int rotary_column() const { return HEADDIM_V + 8 * column_warp + 32 * qm; }
-        // Its chunk of 64 columns of values.
+        // The lane's chunk of 64 columns of values.
         __device__ __forceinline__ int value_chunk(int half) const { return 4 * qm + 2 * half + qn; }
     };
     __device__ __forceinline__ static constexpr int operand_column(int g) { return 64 * (g / 4) + 8 * (g % 4); }
 
-    // What does not exist is zero.
+    // Loads Q; zeros for rows that do not exist.
     __device__ __forceinline__ static void load_queries(const DecodeParams& p, const decode::WorkTile& s, const WarpCoord& lane,
                                                         Shared& shared, uint4 (&in_registers)[kRegisterOperands][kRowPairs]) {
         const int group = p.problem.nheads;
@@ -118,13 +124,13 @@ class MlaMainloop {
         }
     }
 
-    // The thread's part of a step, on its way.
+    // The thread's part of the next step's latents, in registers.
     class LatentLoader {
         decode::PageIterator pages_;
         const decode::CacheUnit* from_;  // of this thread
-        int page_valid_ = 1;  // 0: a table has named a page that there is not
+        int page_valid_ = 1;  // 0 after a block-table entry outside the cache
         unsigned words_[kWords] = {};
-        float token_scale_ = 0.f;  // threads that have a token's first chunk have its scale
+        float token_scale_ = 0.f;  // scale of the token, in the thread that has its first chunk
 
         __device__ __forceinline__ static int token() { return threadIdx.x / kTokenThreads; }
         __device__ __forceinline__ static int chunk() { return threadIdx.x % kTokenThreads; }
@@ -142,7 +148,7 @@ class MlaMainloop {
             from_ += pages_.row * p.cache.k.row_stride;
         }
         __device__ __forceinline__ bool page_valid() const { return page_valid_ != 0; }
-        // Of the step that begins at `first`: of tokens that do not exist zeros.
+        // Loads the step that begins at token `first`; zeros for tokens that do not exist.
         __device__ __forceinline__ void load(const DecodeParams& p, int first, int end) {
             int exists = page_valid_;
             if (first + kTokens > end) {
@@ -169,8 +175,8 @@ class MlaMainloop {
             asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(sector),
                          "r"(static_cast<int>(exists)));
         }
-        // Has the step at `next`, behind the one that the walk stands at, brought to the second cache. (A load into no register
-        // would not do: ptxas leaves it out, volatile or not.) In a page what is no token may be touched.
+        // Prefetches the step at token `next`, the one after that being loaded, into L2. It may touch rows of a page that hold
+        // no token. (ptxas would remove a load whose result is unused, even a volatile one.)
         __device__ __forceinline__ void prefetch_next(const DecodeParams& p, int next, int end) const {
             constexpr int kSector = 32 / sizeof(decode::CacheUnit), kSectors = HEADDIM / kSector;
             const decode::CacheUnit* from;
@@ -191,6 +197,7 @@ class MlaMainloop {
             from_ += kTokens * p.cache.k.row_stride;
             if (pages_.template advance<kTokens>(p, s)) enter_page(p);
         }
+        // Stores the loaded latents to shared memory as fp16.
         __device__ __forceinline__ void stage(Shared& shared) const {
             char* to = reinterpret_cast<char*>(shared.latents) + token() * kPitch;
 #pragma unroll
@@ -212,7 +219,7 @@ class MlaMainloop {
         }
     };
 
-    // All rows' outputs times their factors.
+    // Multiplies output rows by their factors.
     __device__ __forceinline__ static void rescale(const WarpCoord& lane, const float* factors, Output& o) {
         const float* of = factors + lane.first_row + (lane.t & 1) + 4 * lane.half;
 #pragma unroll
@@ -229,7 +236,7 @@ class MlaMainloop {
 
 public:
     static constexpr int kTokenGroups = 1;
-    // Rows whose output finds room in shared memory at a time.
+    // Rows of output that fit shared memory at a time.
     static constexpr int kRowsAtOnce = STEP;
     static constexpr int kWorkBytes = sizeof(Shared) - (kSharedOperands > 0 ? 0 : sizeof(Shared::queries));
 
@@ -243,8 +250,8 @@ public:
                                     ? scale_of_sequence(p.scales.k, s.batch, 0) / decode::CacheElement::kScale
                                     : 1.f;
 
-        // The thread's scores: of one row, side by side. Of rows whose places in the tile differ by eight tokens are exchanged in
-        // fours, so that what a warp writes at once lies in different banks.
+        // The thread's scores: neighbors in one row. In rows 8 to 15 of every 16, groups of four tokens trade places, so that a
+        // warp's stores lie in different banks.
         const int thread = kept_thread();
 
         const int own_row = thread / kRowThreads, own_token = thread % kRowThreads * kThreadScores ^ ((own_row >> 3 & 1) * 4);
@@ -256,7 +263,7 @@ public:
 
         const int begin = s.first, end = s.end;
         if (begin < end) {
-            // of the tokens at own_token those that the row sees
+            // Tokens that the row sees, relative to own_token.
             const int position = row_info[own_row].position;
             const int visible = max(position - p.problem.window_left, begin) - own_token;
             const int count = max(min(position + p.problem.window_right + 1, end) - own_token - visible, 0);
@@ -264,10 +271,10 @@ public:
 
             LatentLoader loader(p, s, token);
             loader.load(p, token, end);
-            // behind the tile, whose tokens' pages had to be waited for
+            // After the latents: their loads had to wait for the block table.
             uint4 q[kRegisterOperands][kRowPairs];
             load_queries(p, s, lane, shared, q);
-            // the lane's places
+            // The lane's offsets in shared memory.
             const int key_at = lane.t * kPitch + 2 * lane.first_column();
             int keys[2] = {key_at + 8 * kPitch * lane.qm, key_at + 8 * kPitch * (lane.qm ^ 1)};
             const int to_rotary = 2 * (lane.rotary_column() - lane.first_column());
@@ -332,7 +339,7 @@ public:
                 }
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i++) {
-                    // e4m3's NaN came as an infinity
+                    // e4m3: NaN arrives as infinity.
                     if constexpr (decode::kFormat == CacheFormat::E4m3) x[i] = fmaf(x[i], 0.f, x[i]);
                     if constexpr (decode::kQuantized) x[i] *= scale[i];
                 }
@@ -381,7 +388,7 @@ public:
 #pragma unroll
                 for (int i = 0; i < kThreadScores; i += 2) packed.x[i / 2] = pack_probabilities(x[i], x[i + 1]);
                 *reinterpret_cast<PackedScores*>(&shared.probabilities[own_row][own_token]) = packed;
-                shared.factors[own_row] = factor;  // of rows of other warps too where some move
+                shared.factors[own_row] = factor;  // other warps need the factors of these rows if any has moved
                 if (__syncthreads_or(moved)) rescale(lane, shared.factors, o);
 
 #pragma unroll 1
@@ -409,7 +416,7 @@ public:
 #pragma unroll
         for (int n = 1; n < kRowThreads; n *= 2) sum += __shfl_xor_sync(~0u, sum, n);
         if (has_invalid_page) sum = quiet_nan();
-        const WarpCoord last;  // computed again, so that the loop has the registers
+        const WarpCoord last;  // recomputed, so that the loop has the registers
         const int last_thread = kept_thread(), last_row = last_thread / kRowThreads;
         if (last_thread % kRowThreads == 0) {
             partials.state[last_row] = {softmax.row_max, sum};
@@ -430,7 +437,7 @@ public:
 
 private:
     __device__ __forceinline__ static void finish_values(const WarpCoord& lane, const float* factors, Output& o) {
-        // e4m3's NaN came as an infinity
+        // e4m3: NaN arrives as infinity.
         if constexpr (decode::kFormat == CacheFormat::E4m3) {
 #pragma unroll
             for (auto& x : o)
@@ -443,7 +450,7 @@ private:
         }
         rescale(lane, factors, o);
     }
-    // The output of rows `first` to first + kRowsAtOnce.
+    // Stores the output of rows `first` to first + kRowsAtOnce - 1 to shared memory.
     __device__ __forceinline__ static void write_output(const WarpCoord& lane, const Output& o, int first, float* to) {
 #pragma unroll
         for (int mt = 0; mt < kTiles; mt++) {

@@ -1,23 +1,25 @@
-// Kernels of one feature or of two: what they do to scores and probabilities, at the price of its arithmetic. What general
-// kernels ask at every step is known here, terms that are added to scores are what the first product begins with, and lanes carry
-// along the keys what they would derive again.
+// Score features of volta forward kernels that are compiled for exactly one feature, or two: softcap, ALiBi, bias, dropout.
+//
+// Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
+// scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
+// again. A kernel's main loop calls the functions of ScoreFeature at fixed points; each feature overrides some of them.
 #pragma once
 
 #include "volta/forward/layout.cuh"
 
 namespace volta {
 
-// The needs of such a kernel, which requires all of them and does them unasked; 0 in others. (A bias in fp32 is among them
-// although none reads one: a row that covers it finds no class below, and does not compile.)
+// The features of such a kernel, which requires all of them and applies them without tests; 0 in other kernels. (fp32 bias is
+// among them although no kernel reads one: a row of src/kernels with it finds no class below, and does not compile.)
 constexpr unsigned kRequiredFeatures =
     kVarlen ? 0 : FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureFp32Bias | kFeatureDropout);
 constexpr bool kTwoFeatures = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
-// Other kernels' scores leave the first product unscaled, and get what the parameters ask for behind it.
+// Other kernels apply their score modifiers after the first product, as the parameters say.
 constexpr bool kHasScoreMod = kGeneric && !kRequiredFeatures;
-// Whether first keys are rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
+// Whether the first key is rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
 constexpr bool kRoundedKeys = kPaged || kHasScoreMod || kRequiredFeatures & (kFeatureBias | kFeatureDropout);
 
-// Shared memory for what a lane would have no registers for: chunks of its own, so many bytes from one to the next.
+// Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
 struct LaneScratch {
     u32 first = 0;
     int between = 0;
@@ -25,7 +27,7 @@ struct LaneScratch {
     __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
 };
 
-// What a kernel's main loop calls, in this order; where a feature has nothing to do. `row` and `key` are the first of the warp's.
+// The interface, in the order of calls; without a feature it does nothing. Arguments `row` and `key`: first of the warp's tile.
 template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
 class ScoreFeature {
     static_assert(Feature == 0, "what kernels of these features do is not written");
@@ -34,21 +36,21 @@ public:
     using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
     using Unmasked = UnmaskedKeys<16 * KeyTiles>;
     struct Numbers {};
-    static constexpr int kLaneScratchChunks = 0;  // of LaneMemory
+    static constexpr int kLaneScratchChunks = 0;  // chunks of LaneScratch that it needs
 
-    // It may shorten the interval of tiles that need no mask.
+    // May shorten the range of tiles that need no mask.
     __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
-    // What the softmax multiplies scores by.
+    // Returns the factor of scores in the softmax.
     __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
-    // Where references begin. `q` and `k` are the sequences' first rows.
+    // Sets initial row maxima. `q` and `k`: the sequence's first rows.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,
                                                  const unsigned short*, int) const {}
     // Loads what a tile needs.
     __device__ __forceinline__ void load(const FwdParams&, int, int) {}
-    // What the products of a tile begin with, and then what is still to be added to them.
+    // Sets the initial accumulators of a tile's products, and then adds what remains.
     __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) { s.clear(); }
     __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
-    // For a tile that needs a mask, before it.
+    // Corrects a tile that needs a mask, before the mask.
     __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
                                                         int, int) {}
     template <class Rescale>
@@ -56,22 +58,22 @@ public:
                                                    Rescale rescale) const {
         s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
     }
-    // Behind mask and references.
+    // After the mask and the row maxima.
     __device__ __forceinline__ void set_masked(bool, Tile&) {}
-    // What the softmax takes for a score.
+    // Returns what the softmax takes as the score.
     __device__ __forceinline__ float score(float x) const { return x; }
-    // Random numbers of 16 keys, and what they leave of words x and y of packed probabilities, elements 4u .. 4u
-    // + 3 of row tile mt.
+    // Draws random numbers for 16 keys; then drops elements of packed probabilities: words x and y have elements 4u to 4u + 3
+    // of row tile mt.
     __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
     __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
-    // References are those of true scores from here on.
+    // Turns row maxima into those of true scores.
     __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
 };
 
 // ---- softcap --------------------------------------------------------------------------------------
 
-// The softmax takes logistics for scores, so that the capped score is never made: it is cap - 2 * cap * logistic. References are
-// less by the cap until finish().
+// Softcap. The softmax takes logistics as scores, so the capped score, cap - 2 * cap * logistic, is never computed. Row maxima
+// are too small by the cap until finish().
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureSoftcap, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
@@ -96,8 +98,8 @@ public:
             return factor;
         });
     }
-    // What is hidden must have an infinite logistic, which no score has: so all of the tile become what has the right one with 0 in
-    // the place of 1.
+    // A masked score needs an infinite logistic, which no score has. So all scores of the tile become those whose logistic is
+    // right with 0 instead of 1 in the denominator.
     __device__ __forceinline__ void set_masked(bool masked, Tile& s) {
         one_ = 1.f;
         if (!masked) return;
@@ -117,20 +119,21 @@ public:
 
 // ---- ALiBi ----------------------------------------------------------------------------------------
 
-// With r the warp's first row and o = seqlen_k - seqlen_q, -slope * |i + o - j| is slope * (j - r - o) up to the diagonal and
-// slope * (r + o - j) behind it, but for -+slope * (i - r): a constant of the row, which any reference absorbs. So products begin
-// with a number of the key alone, only tiles on the diagonal need a correction, and the sign changes once.
+// ALiBi. Let r be the warp's first row and o = seqlen_k - seqlen_q. Then -slope * |i + o - j| is slope * (j - r - o) up to the
+// diagonal and slope * (r + o - j) after it, plus or minus slope * (i - r). That last term is constant in a row, so any row_max
+// absorbs it. So products begin with a number that depends on the key alone, only tiles on the diagonal need a correction, and
+// the sign changes once.
 //
-// What a softcap bounds are the products alone: with one, they begin with nothing, and that number is added to what it makes of
-// them, in units of log2.
+// With a softcap (Capped), products begin with 0, because only they are capped. The number is added to the capped score, in
+// log2 units.
 template <int RowTiles, int KeyTiles, bool Capped, class Grid>
 class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
 
     const Grid& grid_;
-    float slope_;     // in the scores' units; of the other sign behind the diagonal
-    float distance_;  // j - r - o of the lane's first key in the tile whose scores are made next
+    float slope_;  // in the scores' units; changes its sign after the diagonal
+    float distance_;  // j - r - o of the lane's first key in the next tile
 
     __device__ __forceinline__ float slope_of(const FwdParams& p) const {
         const ScoreOptions& o = p.score_options;
@@ -139,7 +142,7 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     }
     __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
 
-    // The tiles that need neither mask nor correction, up to the diagonal or behind it.
+    // Sets the range of tiles that need neither mask nor correction, up to the diagonal or after it.
     __device__ __forceinline__ static void set_interval(typename Base::Unmasked& unmasked, const Mask& mask, int row,
                                                         bool past_diagonal) {
         int first = mask.full_first(row, kRows), end = mask.full_end(row);
@@ -148,11 +151,11 @@ class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
         else
             end = min(end, row + offset(mask) + 1);
         const bool none = end - kKeys < first;
-        unmasked.first = none ? 0x7fffffff : first;  // no key is so large
+        unmasked.first = none ? 0x7fffffff : first;  // no key is that large
         unmasked.span = none ? 0 : end - kKeys - first;
     }
 
-    // What the scores of a lane's four keys of key tile nt have besides products, more or less.
+    // The terms of a lane's four keys in key tile nt, plus `more` if Capped.
     __device__ __forceinline__ void terms(float (&of)[ForwardLayout::kKeys], int nt, float more) const {
         of[0] = Capped ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
 #pragma unroll
@@ -171,8 +174,8 @@ public:
     }
     __device__ __forceinline__ float scale(const FwdParams& p) const { return Capped ? 1.f : p.problem.scale_log2; }
 
-    // At the score of each row's nearest visible key. Where slopes are steep a row's maximum lies there or close to it, and would
-    // be reached in steps of more than the slack, each of which rescales the output.
+    // Begins at the score of each row's nearest visible key. With steep slopes a row's maximum is there or close. Otherwise
+    // row_max would reach it in several steps above kRescaleThreshold, each of which rescales the output.
     __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>& softmax, const FwdParams& p, const Mask& mask,
                                                  const unsigned short* q, const unsigned short* k, int row) const {
         static_assert(kRows == 32, "a row a lane");
@@ -195,7 +198,7 @@ public:
                 }
             }
             if (Capped) dot = Softcap(problem, p.score_options)(dot);
-            // a NaN is for the product to find
+            // A NaN is left to the product.
             x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
         }
         __syncwarp();
@@ -242,11 +245,11 @@ public:
     __device__ __forceinline__ void correct_masked_tile(Tile& s, SoftmaxState<RowTiles>& softmax, Unmasked& unmasked,
                                                         const FwdParams& p, const Mask& mask, int row, int key) {
         const float up_to_diagonal = slope_of(p);
-        if (slope_ != up_to_diagonal) return;  // behind it for good (or no slope, or NaN)
+        if (slope_ != up_to_diagonal) return;  // after the diagonal for good (or slope is 0 or NaN)
         const ForwardLane lane(remat_thread_index() & 31);
         const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
         const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
-        const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is behind the diagonal, of all rows
+        const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is after the diagonal of all rows
         s.each([&](float& x, int mt, int nt, int v) {
             const int i = row_of(mt, ForwardLayout::row_of(v)),
                       past_diagonal = from_diagonal + 16 * nt + ForwardLayout::key_slot(v) - i;
@@ -290,17 +293,18 @@ public:
 
 // ---- bias -----------------------------------------------------------------------------------------
 
-// In fp16, loaded a product ahead. With one tile of keys it is what products begin with, and the lane's own memory has where
-// it lies; with more it would take too many registers during the product, and is added behind it.
+// Bias in fp16, loaded one product ahead. With one tile of keys it is the initial accumulator, and its address lies in the
+// lane's scratch. With more tiles it would take too many registers during the product, so it is added after it.
 template <int RowTiles, int KeyTiles, class Grid>
 class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
     using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
     static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
     static constexpr bool kStarts = KeyTiles == 1;
 
+    // Where the lane's bias lies.
     struct BiasAddress {
         const unsigned short* base;  // of the lane's first row
-        int rows_left, first_key;  // rows behind that one; the lane's first key
+        int rows_left, first_key;  // rows after that one; the lane's first key
     };
     BiasAddress address_;  // with one tile of keys in memory_
     LaneScratch memory_;
@@ -327,7 +331,7 @@ class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature
                remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
                min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
     }
-    // made of an opaque copy, so that it holds no register in between
+    // From an opaque copy, so that it holds no register in between.
     __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
         return __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(p.problem.scale))));
     }
@@ -347,14 +351,15 @@ public:
     __device__ __forceinline__ ScoreFeature(const FwdParams& p, const Grid& grid, const Mask& mask,
                                             typename Base::Unmasked& unmasked, const LaneScratch& memory, int row, int key)
         : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
-        const ForwardLane lane(remat_thread_index() & 31);  // so that the epilogue's is none of this, held until then
+        // else the epilogue would reuse this value, and hold a register until then
+        const ForwardLane lane(remat_thread_index() & 31);
         address_.base = base_of(p, lane, row);
         if (!kStarts) return;
         const unsigned long long base = reinterpret_cast<unsigned long long>(address_.base);
         memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
                                    ForwardLayout::first_key(lane)));
     }
-    // Keys beyond the last are the last, and so are rows: their scores are masked, or nobody's.
+    // Keys past the last give the last group's bias, and so do rows: these scores are masked or not stored.
     __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
         BiasAddress address = address_;
         if (kStarts) {
@@ -377,7 +382,7 @@ public:
                 for (int r = 0; r < ForwardLayout::kRows; r++) {
                     const int rows = min(16 * mt + ForwardLayout::row_slot(r), address.rows_left);
                     const unsigned short* at = rows_after(from, rows, row_stride);
-                    // not .nc: ptxas leaves this load before the next barrier
+                    // Not .nc: this form stays before the next barrier.
                     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                                  : "=r"(loaded_[mt][nt][r].x), "=r"(loaded_[mt][nt][r].y)
                                  : "l"(at));
@@ -395,15 +400,18 @@ public:
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// What of rounds 0 and 1 of Philox the numbers of all steps have in common is in the lane's own memory, with the seed. Where there
-// is none it is made again at each, of the seed and of what round 0 makes of head and row; and for want of registers those too.
+// What a lane keeps for dropout. All Philox calls of a lane share parts of rounds 0 and 1. kAll: these and the seed, in the
+// lane's scratch. kSeed: the seed, and round 0 of head and row, in registers. kNothing: all is computed again, for want of
+// registers.
 enum class DropoutKeeps { kAll, kSeed, kNothing };
 
+// Dropout of packed probabilities. Rolled: rounds in a rolled loop.
 template <int RowTiles, DropoutKeeps Keeps, bool Rolled>
 class DropoutFeature {
     static_assert(RowTiles <= 2, "16 rows further is bit 4, which a warp's first rows do not have");
     static constexpr bool kInMemory = Keeps == DropoutKeeps::kAll;
 
+    // The seed, and round 0 of head and row.
     struct Seed {
         u32 key[2], row;  // of the lane's first row
     };
@@ -419,7 +427,7 @@ class DropoutFeature {
             {philox.key[0], philox.key[1]},
             philox_product_z(philox.head).high ^ philox.key[0] ^ static_cast<u32>(row + ForwardLayout::first_query(ForwardLane()))};
     }
-    // The state again, by loads that stay where they are.
+    // Loads the generator's state again; volatile, so that the loads stay here.
     __device__ __forceinline__ static u32 remat_offset(const FwdParams& p) {
         u32 offset;
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(offset) : "l"(p.score_options.rng_state + 1));
@@ -446,7 +454,8 @@ public:
         if constexpr (kInMemory) {
             static_assert(RowTiles == 2, "two chunks");
             const PhiloxProduct a = of_row(seed_, 0), b = of_row(seed_, 1);
-            const u32 k0 = seed_.key[0] + kPhiloxKeyIncrements[0], k1 = seed_.key[1] + kPhiloxKeyIncrements[1];  // round 1's
+            // those of round 1
+            const u32 k0 = seed_.key[0] + kPhiloxKeyIncrements[0], k1 = seed_.key[1] + kPhiloxKeyIncrements[1];
             memory.store(
                 0, make_uint4(seed_.key[0], seed_.key[1], philox.offset ^ seed_.key[1], philox_product_z(philox.head).low ^ k0));
             memory.store(1, make_uint4(a.high ^ k1, b.high ^ k1, a.low, b.low));
@@ -455,7 +464,7 @@ public:
     __device__ __forceinline__ void draw(Numbers& numbers, const FwdParams& p, int row, int key) const {
         u32 keys[2];
         if constexpr (kInMemory) {
-            __syncwarp();  // ptxas would load these beside what is loaded before
+            __syncwarp();  // ptxas would otherwise load these together with earlier loads
             const ForwardLane lane(remat_thread_index() & 31);
             const uint4 x = memory_.load(0), of_rows = memory_.load(1);
             const u32 column = key + ForwardLayout::first_key(lane);
@@ -481,7 +490,7 @@ public:
                     make_uint4(of_both.high ^ of_head ^ k0, of_both.low, remat_row.high ^ of_column.low ^ k1, remat_row.low);
             }
         }
-        constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // for the instruction cache
+        constexpr int kUnroll = Rolled ? 1 : kPhiloxRounds;  // rolled to fit the instruction cache
 #pragma unroll kUnroll
         for (int round = 2; round < kPhiloxRounds; round++)
 #pragma unroll
@@ -498,7 +507,7 @@ public:
     }
 };
 
-// A feature that drops probabilities beside what Other does.
+// Adds dropout to another feature.
 template <int RowTiles, int KeyTiles, class Grid, class Other, DropoutKeeps Keeps, bool Rolled = false>
 class WithDropout : public Other {
     static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
@@ -530,7 +539,7 @@ public:
     using Dropout<RowTiles, KeyTiles, Grid>::Dropout;
 };
 
-// With more than one tile of keys the path through a step is as long as the instruction cache.
+// With more than one tile of keys the code of a step is as long as the instruction cache.
 template <int RowTiles, int KeyTiles, class Grid>
 using BiasAndDropout = WithDropout<RowTiles, KeyTiles, Grid, ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid>,
                                    KeyTiles == 1 ? DropoutKeeps::kAll : DropoutKeeps::kNothing, (KeyTiles > 1)>;

@@ -1,15 +1,15 @@
-// How the volta family deals out the forward pass: which lane holds which score, operand and output.
+// Lane layout of the volta forward kernels: which lane holds which score, operand and output; partial results; the default
+// grid.
 //
-// A warp owns 16 * RowTiles query rows and takes keys in tiles of 16. With the quad-pairs in 2x2 (mma.cuh),
-// the rows and keys of a 16x16 tile of scores are dealt out so that shared memory serves them without
-// bank conflicts and with immediate offsets (tile.cuh, `swizzled`):
+// A warp owns 16 * RowTiles query rows and takes keys in tiles of 16, with quad-pairs 2x2 (volta/mma.cuh). Rows and keys of a
+// 16x16 tile of scores are assigned so that shared loads have no bank conflicts and immediate offsets (tile.cuh, `swizzled`):
 //
 //   row of operand Q         qm + 2 * quad + 8 * half            (m = t)
 //   key of operand K         half + 2 * quad + 8 * qn            (n = t)
-//   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u the product's number)
+//   key of operand V         u + 2 * quad + 8 * qn               (k = quad, u: number of the product)
 //
-// Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and
-// 2: these pick the bank group. Bit 0 of a V row is u, known at compile time.
+// Eight consecutive lanes read rows of Q that differ in bits 0 to 2, and keys that differ in bits 1 and 2: these select the
+// bank group. Bit 0 of a row of V is u, known at compile time.
 #pragma once
 
 #include "forward/output.cuh"
@@ -19,22 +19,23 @@
 
 namespace volta {
 
+// A lane's rows of the operands.
 struct ForwardLane : Lane {
     using Lane::Lane;
     __device__ __forceinline__ int q_row() const { return qm + 2 * quad + 8 * half; }
     __device__ __forceinline__ int k_row() const { return half + 2 * quad + 8 * qn; }
     __device__ __forceinline__ int v_row() const { return 2 * quad + 8 * qn; }
-    // A lane reads chunk v_chunk() of each group of four: four columns of it are its half's n of one
-    // product, the other four of the next.
+    // A lane reads chunk v_chunk() of each four chunks. Four columns of it are its half's n of one product, the other four of
+    // the next.
     __device__ __forceinline__ int v_chunk() const { return 2 * qn + half; }
 };
 
-// Scores of operands as above. The output has the same rows; its columns: write_output.
+// Layout of the scores (score_layout.cuh). The output has the same rows; its columns: see write_output.
 struct ForwardLayout {
     using Lane = volta::Lane;
     using Tile = Accumulator;
     static constexpr int kTileQueries = 16, kTileKeys = 16, kElements = 8;
-    static constexpr bool kEitherOrder = !kPaged;  // prefill has rows first
+    static constexpr bool kEitherOrder = !kPaged;  // the prefill kernels have rows first
     // Two rows, each with four consecutive keys.
     __device__ __forceinline__ static constexpr int first_query(const Lane& l) { return l.qm + 2 * (l.t & 1) + 8 * l.half; }
     __device__ __forceinline__ static constexpr int first_key(const Lane& l) { return 2 * (l.t & 2) + 8 * l.qn; }
@@ -44,7 +45,7 @@ struct ForwardLayout {
     static constexpr int kRows = 2, kKeys = 4;
     __device__ __forceinline__ static constexpr int row_of(int v) { return (v >> 1) & 1; }
     __device__ __forceinline__ static constexpr int row_slot(int r) { return 4 * r; }
-    // lane ^ 2 inside the quad-pair, lane ^ 8 in the quad-pair beside it
+    // lane ^ 2 is in the same quad-pair, lane ^ 8 in the next one
     static constexpr int kRowLaneMasks[2] = {2, 8};
     __device__ __forceinline__ static constexpr bool leads_row(const Lane& l) { return l.qn == 0 && (l.t & 2) == 0; }
 };
@@ -53,8 +54,8 @@ static_assert(covers_tile<ForwardLayout>() && has_rows<ForwardLayout>(), "score_
 template <int RowTiles>
 using SoftmaxState = SoftmaxRows<ForwardLayout, RowTiles>;
 
-// Rows of C as operand A: a lane pair (t, t^2) holds two rows and two of four columns each; afterwards
-// each holds one row, m = t, and all four. x is the pair of columns of row slot 0, y of slot 1.
+// One row of operand A. In C a lane pair (t, t ^ 2) has two rows, and two of four columns each. to_operand_rows exchanges them:
+// each lane then has one row, m = t, with all four. x: the pair of columns of row slot 0, y: of slot 1.
 struct RowPair {
     u32 lo, hi;
 };
@@ -64,25 +65,25 @@ __device__ __forceinline__ RowPair to_operand_rows(const Lane& lane, u32 x, u32 
     return {upper ? received : x, upper ? y : received};
 }
 
-// Probabilities of 16 keys as the A operands of the second product. A quad-pair computes eight of the 16
-// keys, and needs all of them for its rows: [0] are its own, [1] those of the quad-pair beside it, which
-// it multiplies with the V rows of that one. u counts the products of four keys.
+// Probabilities of 16 keys as operand A of the second product. A quad-pair computes eight of the 16 keys, and needs all for its
+// rows. [0] are its own, [1] those of the neighboring quad-pair, which it multiplies with that one's rows of V. u: product of
+// four keys.
 template <int RowTiles>
 struct Probabilities {
     RowPair part[RowTiles][2][2];  // [row tile][own, other][u]
 
-    // From element 4u .. 4u+3 of the scores, which are probabilities by now.
+    // Packs elements 4u to 4u + 3 of the probabilities.
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p) {
         pack_own(lane, mt, u, p, [](u32&, u32&) {});
     }
-    // drop(x, y) is shown the words before they go to other lanes: two keys of either row.
+    // drop(x, y) may change the words (two keys of either row) before they go to other lanes.
     template <class Drop>
     __device__ __forceinline__ void pack_own(const Lane& lane, int mt, int u, const Accumulator& p, Drop drop) {
         u32 x = pack_probabilities(p[4 * u], p[4 * u + 1]), y = pack_probabilities(p[4 * u + 2], p[4 * u + 3]);
         drop(x, y);
         part[mt][0][u] = to_operand_rows(lane, x, y);
     }
-    // Brings the other ones, to [to]: with 0 in the place of the lane's own.
+    // Gets the neighbor's probabilities, into [to]; 0 replaces the lane's own.
     __device__ __forceinline__ void exchange(int to = 1) {
 #pragma unroll
         for (int u = 0; u < 2; u++)
@@ -94,9 +95,8 @@ struct Probabilities {
     }
 };
 
-// The output columns of a lane. Accumulators 2j and 2j + 1 are columns 0..3 and 4..7 of each of the four
-// chunks 4j .. 4j+3: quad-pair column qn owns chunks 4j + 2 qn and 4j + 2 qn + 1, the first as n < 4,
-// the second as n >= 4 of both products. Writes out and lse of the warp's rows.
+// Writes out and lse of the warp's rows. Accumulators 2j and 2j + 1 are columns 0 to 3 and 4 to 7 of each of the four chunks 4j
+// to 4j + 3. Quad-pair column qn has chunks 4j + 2 qn (as n < 4 of both products) and 4j + 2 qn + 1 (as n >= 4).
 template <int RowTiles, int OutputTiles>
 __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLane& lane, int batch, int head, int row,
                                              const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles]) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
         float scale[2];
 #pragma unroll
         for (int r = 0; r < ForwardLayout::kRows; r++) scale[r] = finish_row(p, sequence, lane, head, row, softmax, mt, r, lse);
-        const int i = row + 16 * mt + lane.q_row();  // after the exchange rows are those of operand A
+        const int i = row + 16 * mt + lane.q_row();  // after the exchange, rows are those of operand A
 #pragma unroll
         for (int j = 0; j < OutputTiles / 2; j++)
 #pragma unroll
@@ -123,7 +123,7 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
                 }
                 const int chunk = 4 * j + 2 * lane.qn + n;
                 if (i < sequence.seqlen_q() && chunk * kChunk < problem.headdim_v)
-                    // as assembler: ptxas makes four stores of some assignments
+                    // Inline PTX, because ptxas splits some of these stores into four.
                     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + i * p.out.row_stride + chunk * kChunk),
                                  "r"(columns[0].lo), "r"(columns[0].hi), "r"(columns[1].lo), "r"(columns[1].hi)
                                  : "memory");
@@ -131,11 +131,11 @@ __device__ __forceinline__ void write_output(const FwdParams& p, const ForwardLa
     }
 }
 
-// A lane's unfinished result in chunks of 16 bytes: of each row tile the references and sums of its rows, then the output.
+// 16-byte chunks of a lane's partial result: for each row tile row_max and sum of its rows, then the output.
 template <int RowTiles, int OutputTiles>
 constexpr int kPartialChunks = RowTiles * (1 + 2 * OutputTiles);
 
-// put(number of the chunk, chunk) for each.
+// Calls put(number, chunk) for each chunk of the partial result.
 template <int RowTiles, int OutputTiles, class Put>
 __device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& softmax, const Accumulator (&o)[RowTiles][OutputTiles],
                                               Put put) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void store_partial(const SoftmaxState<RowTiles>& soft
     }
 }
 
-// Joins the same lane's result over other keys, whose chunks get(number) has.
+// Adds the same lane's partial result over other keys; get(number) returns its chunks.
 template <int RowTiles, int OutputTiles, class Get>
 __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles], Get get) {
     int number = 0;
@@ -182,15 +182,15 @@ __device__ __forceinline__ void combine_partial(SoftmaxState<RowTiles>& softmax,
     }
 }
 
-// The usual grid: a block of rows has a block, which has all of its keys.
+// The default grid: one block per tile of rows, with all of its keys. StreamKGrid (stream_k.cuh) is the other one.
 struct DataParallelGrid {
     static constexpr bool kHasHeadAndBatchAxes =
-        true;  // an axis each for batch entries and heads, of which much knows that is not told of grids
+        true;  // the grid has an axis for heads and one for batch entries, which some code reads directly
     template <int BlockRows>
     struct Block : ForwardBlock<BlockRows, ForwardLayout::kEitherOrder> {
         using Base = ForwardBlock<BlockRows, ForwardLayout::kEitherOrder>;
         __device__ __forceinline__ Block(const Problem& p, const DataParallelGrid&) : Base(p) {}
-        // The block's keys, which it takes in steps of Step.
+        // The block's range of keys, which it takes in steps of Step.
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
             return mask.key_first(Base::row);
@@ -200,7 +200,7 @@ struct DataParallelGrid {
             return mask.key_end(Base::row, BlockRows);
         }
     };
-    // Whether the block has the result of its rows over all keys, and now writes it.
+    // Combines partial results of the tile. Returns whether this block writes the output: always here.
     template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>&, Accumulator (&)[RowTiles][OutputTiles]) const {
         return true;

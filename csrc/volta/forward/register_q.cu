@@ -1,3 +1,4 @@
+// Forward kernel with Q in registers.
 #include "volta/forward/register_q.cuh"
 
 using Kernel = volta::ForwardRegisterQ<HEADDIM, HEADDIM_V, THREADS / 32>;

@@ -1,9 +1,9 @@
-// Forward kernel with Q in registers: headdim 32 and 64.
+// Forward kernel of the volta family with Q in registers: headdim 32 and 64.
 //
-// A step is 16 keys. K and V move through a ring of four slots in shared memory, one barrier a step:
-// while step i multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. Inside a
-// step the softmax of its scores runs beside the first product of the next step (exp2 on the XU pipe
-// under the tensor cores), and the test of the lazy row maximum beside the second product.
+// A step is 16 keys. K and V move through a ring of four slots in shared memory, with one barrier a step: while step i
+// multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. The softmax of a step runs beside the first
+// product of the next step (exp2 on the XU pipe under the tensor cores), and the test of the lazy row maximum beside the second
+// product.
 #pragma once
 
 #include "forward/block.cuh"
@@ -12,6 +12,7 @@
 
 namespace volta {
 
+// The kernel. A warp has 32 query rows. Grid: DataParallelGrid or StreamKGrid.
 template <int Headdim, int HeaddimV, int Warps, class Grid = DataParallelGrid>
 struct ForwardRegisterQ {
     static constexpr int kRowTiles = 2;
@@ -23,8 +24,8 @@ struct ForwardRegisterQ {
     static constexpr int kChunks = Headdim / kChunk;
     static constexpr int kChunksV = HeaddimV / kChunk;
     static constexpr int kOutputTiles = HeaddimV / 16;
-    // One chunk of padding, which makes the pitch an odd number of chunks: rows that differ in bits 1 and
-    // 2 (layout.cuh) fall into different 16-byte bank groups, and chunks have immediate offsets.
+    // One chunk of padding makes the pitch odd in chunks. Rows that differ in bits 1 and 2 (layout.cuh) then fall into
+    // different 16-byte bank groups, and chunks have immediate offsets.
     static constexpr int kPitch = (kChunks + 1) * kChunkBytes;
     static constexpr int kPitchV = (kChunksV + 1) * kChunkBytes;
     static constexpr int kOffsetV = kStep * kPitch;
@@ -33,10 +34,10 @@ struct ForwardRegisterQ {
     using KernelFeature = Features<kRowTiles, 1, Grid>;
     static constexpr int kSharedBytes = kRingBytes + KernelFeature::kLaneScratchChunks * kStep * kPitch;
 
-    // Three blocks an SM leave ragged kernels no registers for the mask, which is made again in masked tiles.
+    // Three blocks an SM leave varlen kernels no registers for the mask: masked tiles compute it again.
     static constexpr bool kMaskKept = !(kVarlen && Headdim == 32);
 
-    // Loads run this many fragments ahead of the products that use them.
+    // Fragments that are loaded ahead of the products that use them.
     static constexpr int kAhead = 2;
 
     static constexpr int kThreadsK = kStep * kChunks;
@@ -46,14 +47,15 @@ struct ForwardRegisterQ {
 
     using Block = typename Grid::template Block<kBlockRows>;
 
-    // What a thread has of a tile of K and V on its way from global memory to the ring.
+    // A thread's part of a tile of K and V, in flight from global memory to the ring.
     struct KeyChunks {
-        uint4 k[1][1] = {}, v[1][1] = {};  // columns beyond the matrix are never loaded and stay zero
+        uint4 k[1][1] = {}, v[1][1] = {};  // columns past the matrix are never loaded and stay zero
     };
+    // Loads K and V of a step and stores them to the ring.
     struct KeyLoader {
         using Stream = TileStream<kChunks, kStep, kThreadsK>;
         static_assert(Stream::kPasses == 1 && Stream::kChunksPerRow == 1, "see above");
-        Stream k, v;  // v is not used where half of the threads load K and the others V
+        Stream k, v;  // v is unused where half of the threads load K and the others V
         unsigned k_stride, v_stride;
         u32 k_store, v_store;
 
@@ -65,13 +67,13 @@ struct ForwardRegisterQ {
             v_store = ring + row * kPitchV + chunk * kChunkBytes + kOffsetV;
         }
 
-        // Which of the chunks this thread takes. Eight threads that store together cover two rows of four chunks:
-        // with the pitch of five chunks rows four apart fall into different bank groups, neighbours do not.
+        // Chunk number of this thread. Eight threads that store together cover two rows of four chunks. With a pitch of five
+        // chunks, rows four apart fall into different bank groups; neighbors do not.
         __device__ __forceinline__ static int thread() {
             const int t = threadIdx.x % kThreadsK;
             return kChunks == 4 ? (t & ~20) | (t & 4) << 2 | (t & 16) >> 2 : t;
         }
-        // Whether this thread's k is a part of V. The vote tells ptxas that a warp is of one mind.
+        // Whether this thread loads V through k. The vote tells ptxas that it is uniform in a warp.
         __device__ __forceinline__ static bool loads_v() { return kSplitLoads && __any_sync(~0u, threadIdx.x >= kThreadsK); }
         __device__ __forceinline__ static Stream stream(const FwdParams& p, const Block& block, int first_row, int key, int key_end,
                                                         bool of_v) {
@@ -93,7 +95,7 @@ struct ForwardRegisterQ {
         }
     };
 
-    // The same of a KV cache.
+    // The same for a KV cache.
     struct PagedKeyLoader {
         const FwdParams& p;
         KvTiles<true, kChunks, kChunksV, kStep, kThreadsK> tiles;
@@ -165,7 +167,7 @@ struct ForwardRegisterQ {
         const u32 v_lane = ring + kOffsetV + lane.v_row() * kPitchV + lane.v_chunk() * kChunkBytes;
         const int v_other = (lane.qn ? -8 : 8) * kPitchV;  // from the rows of the lane's own keys to the other eight
         UnmaskedKeys<kStep> unmasked(mask, row, kWarpRows);
-        // each as a tile of K behind the ring: a lane's chunk lies there where it stores K's
+        // Each chunk is as a tile of K after the ring: a lane's chunk lies where it stores K's.
         const LaneScratch memory{loader.k_store + kRingBytes, kStep * kPitch};
         KernelFeature features(p, grid, mask, unmasked, memory, row, key);
         unmasked.first = keep_in_register(unmasked.first);
@@ -234,8 +236,8 @@ struct ForwardRegisterQ {
             if (exceeds) features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
 
-            // S of the next step beside the softmax of this one. Even and odd k go to accumulators of
-            // their own: four short chains instead of two long ones.
+            // S of the next step, beside the softmax of this one. Even and odd k have their own accumulators: four short
+            // dependency chains instead of two long ones.
             const u32 k_next = k_lane + slot_after(1);
             Tile even, odd;
             Probabilities<kRowTiles> probabilities;
@@ -246,7 +248,7 @@ struct ForwardRegisterQ {
             features.draw(numbers, p, row, key);
 #pragma unroll
             for (int c = 0; c < kAhead; c++) k[c] = k_ahead[c];
-            constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores that a lane holds
+            constexpr int kPairs = 8 * kRowTiles / 2;  // pairs of scores of a lane
             constexpr int kPairsPerChunk = kPairs / kChunks;
 #pragma unroll
             for (int c = 0; c < kChunks; c++) {
@@ -271,7 +273,7 @@ struct ForwardRegisterQ {
                                                [&](u32& x, u32& y) { features.drop(x, y, numbers, p, mt, u); });
                     }
             }
-            if (kRequiredFeatures & kFeatureBias) {  // behind the product, before the barrier: ptxas would move it
+            if (kRequiredFeatures & kFeatureBias) {  // after the product, before the barrier; ptxas would move it
                 __syncwarp();
                 features.load(p, row, key + 2 * kStep);
                 __syncwarp();
@@ -309,7 +311,7 @@ struct ForwardRegisterQ {
 #pragma unroll
                 for (int mt = 0; mt < kRowTiles; mt++)
                     mma_row_row(o[mt][2 * j + 1], probabilities.part[mt][w][u].lo, probabilities.part[mt][w][u].hi, v[i].z, v[i].w);
-                // Without the mask, which is applied when the step begins: at worst that moves a reference early.
+                // Tested without the mask, which is applied when the step begins: at worst a row maximum moves early.
                 if (i == kLoads / 2 - 1) exceeds = s.needs_rescale(softmax);
             }
         }

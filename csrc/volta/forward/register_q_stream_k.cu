@@ -1,3 +1,4 @@
+// Forward kernel with Q in registers, on a stream-K grid.
 #include "volta/forward/register_q.cuh"
 #include "volta/forward/stream_k.cuh"
 

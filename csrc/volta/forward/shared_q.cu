@@ -1,6 +1,7 @@
+// Forward kernel with Q in shared memory.
 #include "volta/forward/shared_q.cuh"
 
-// A block of at least 128 rows has each row in one warp; a smaller one splits the keys between two groups of warps.
+// Blocks of at least 128 rows have each row in one warp. Smaller ones split the keys between two groups of warps.
 constexpr int kKeyGroups = BLOCK_ROWS < 128 ? 2 : 1;
 using Kernel = volta::ForwardSharedQ<HEADDIM, HEADDIM_V, THREADS / 32, BLOCK_ROWS * kKeyGroups / (THREADS / 32) / 16,
                                      STEP / kKeyGroups, kKeyGroups, BLOCKS_PER_SM>;

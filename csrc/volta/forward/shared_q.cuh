@@ -1,11 +1,11 @@
-// Forward kernel with Q in shared memory: for headdims whose Q does not fit beside the output in
-// registers. TileScheduler of one step of Step keys (TurboMind's order: a global load is in flight during
-// one product and its registers are free for the other operand in the next):
+// Forward kernel of the volta family with Q in shared memory: for headdims whose Q and output do not both fit registers.
+// Schedule of a step of Step keys (TurboMind's order: a global load is in flight during one product, and its registers are free
+// for the other operand in the next):
 //
 //   S = Q K^T  |  store V, load next K  |  barrier  |  mask, softmax, O += P V  |  store K, load next V  |  barrier
 //
-// The first product is a rolled loop over chunks of headdim and the second is unrolled: the step has to
-// stay inside the 12 KiB instruction cache.
+// The first product is a rolled loop over chunks of headdim, the second is unrolled: the step has to fit the 12 KiB instruction
+// cache.
 #pragma once
 
 #include "forward/block.cuh"
@@ -18,8 +18,9 @@ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
 // Warps warps own 16 * RowTiles rows each.
 //
-// KeyGroups > 1 is for grids that leave SMs idle: the warps of a block share its rows in that many groups, each
-// of which takes its Step keys of a tile of Step * KeyGroups, and the groups' results are merged at the end.
+// KeyGroups > 1 (split-KV inside a block) is for grids that leave SMs idle. The block's warps form that many groups with the
+// same rows. Each group takes its Step keys of a tile of Step * KeyGroups, and the groups' partial results are combined at the
+// end.
 template <int Headdim, int HeaddimV, int Warps, int RowTiles, int Step, int KeyGroups, int BlocksPerSm,
           class Grid = DataParallelGrid>
 struct ForwardSharedQ {
@@ -38,14 +39,14 @@ struct ForwardSharedQ {
     static constexpr int kOffsetV = kOffsetK + kTileKeys * kPitch;
     static constexpr int kChunkUnroll = 2;  // chunks of headdim in one iteration of the first product
     static constexpr int kSharedBytes = kOffsetV + kTileKeys * kPitchV;
-    // The second product rolled over the lane's own keys and the others: with a bias the step is past the instruction cache
-    // otherwise, and with two features.
+    // Rolls the second product over the lane's own keys and the others: with a bias or with two features the step would not fit
+    // the instruction cache.
     static constexpr bool kColumnsRolled = kRequiredFeatures & kFeatureBias || kTwoFeatures;
-    // Where one block leaves registers for it; two blocks' warps hide the latency by themselves.
+    // Only with one block an SM there are registers for it; two blocks hide the latency by themselves.
     static constexpr bool kBiasAhead = kHasScoreMod && kHasBias && BlocksPerSm == 1;
 
-    // The swizzle XORs the low bits of a chunk's number, so a lane reaches chunk c at (address of chunk
-    // 0) ^ (low bits of c) + (the rest of c), in bytes.
+    // The swizzle XORs the low bits of a chunk's number. So a lane's chunk c is at (address of chunk 0) ^ (low bits of c) +
+    // (the rest of c), in bytes.
     static constexpr int kSwizzleMask = (kPitch & (kPitch - 1)) == 0 ? kPitch - 1  // all of a power of two may be XORed
                                         : kChunks % 8 == 0           ? 8 * kChunkBytes - 1
                                                                      : 4 * kChunkBytes - 1;
@@ -57,7 +58,7 @@ struct ForwardSharedQ {
     using Tile = Scores<ForwardLayout, RowTiles, kKeyTiles>;
     using Accumulators = Accumulator[RowTiles][kOutputTiles];
 
-    // S += Q K^T for the warp's rows and the Step keys in shared memory. q and k are the lane's addresses.
+    // S += Q K^T for the warp's rows and the Step keys in shared memory. q and k: the lane's addresses.
     __device__ __forceinline__ static void add_scores(Tile& s, u32 q, u32 k) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kPitch; chunk += kChunkUnroll * kChunkBytes) {
@@ -81,11 +82,11 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u) is P's, v(column) the lane's
-    // address.
+    // O += P V for the keys of Columns quad-pair columns, eight each. part(row tile, column, u): P. address(column): the lane's
+    // address of V.
     template <int Columns, class Part, class Address>
     __device__ __forceinline__ static void accumulate_columns(Accumulators& o, Part part, Address address) {
-        constexpr int kGroups = kChunksV / 4;         // of four chunks, one for each (qn, half)
+        constexpr int kGroups = kChunksV / 4;  // of four chunks, one for each (qn, half)
         constexpr int kLoads = Columns * 2 * kGroups;  // for column x u x group
         constexpr int kAtOnce = kGroups % 3 == 0 ? 3 : 4;  // a part of the loads of one (column, u)
         const auto load = [&](int i) {
@@ -113,8 +114,8 @@ struct ForwardSharedQ {
         }
     }
 
-    // O += P V for 16 keys, of which P has the lane's own so far. v_own and v_other are the lane's addresses for the keys of its
-    // own quad-pair column and of the other one.
+    // O += P V for 16 keys. P holds the lane's own keys so far. v_own and v_other: the lane's addresses for the keys of its own
+    // quad-pair column and of the other.
     __device__ __forceinline__ static void accumulate(Accumulators& o, Probabilities<RowTiles>& p, u32 v_own, u32 v_other) {
         if (!kColumnsRolled) {
             p.exchange();
@@ -130,11 +131,11 @@ struct ForwardSharedQ {
         }
     }
 
-    // Adds the results of all groups to the first one's, through shared memory that nobody reads any more. Returns
-    // whether this warp is of the first group.
+    // Adds the partial results of all groups to the first group's, through shared memory that is no longer read. Returns
+    // whether this warp is in the first group.
     __device__ __forceinline__ static bool combine_key_groups(u32 base, int thread, int group, SoftmaxState<RowTiles>& softmax,
                                                               Accumulators& o) {
-        // Chunk by chunk, those of all threads side by side: no bank conflicts.
+        // Chunk by chunk, with those of all threads adjacent: no bank conflicts.
         constexpr int kGroupThreads = 32 * kGroupWarps;
         constexpr int kBetween = kGroupThreads * kChunkBytes;
         static_assert(KeyGroups == 1 || kPartialChunks<RowTiles, kOutputTiles> * kBetween <= kSharedBytes,
@@ -187,7 +188,7 @@ struct ForwardSharedQ {
         auto& v = tiles.v;
         using StreamK = TileStream<kChunks, kTileKeys, kThreads>;
         using StreamV = TileStream<kChunksV, kTileKeys, kThreads>;
-        // K and V on their way from global to shared memory.
+        // K and V in flight from global to shared memory.
         uint4 staging[larger_of(StreamK::kPasses, StreamV::kPasses)][larger_of(StreamK::kChunksPerRow, StreamV::kChunksPerRow)] =
             {};
         const u32 q_lane = keep_in_register(base + swizzled<kChunks>(warp_row + lane.q_row(), 0));
@@ -198,11 +199,11 @@ struct ForwardSharedQ {
             keep_in_register(base + kOffsetK + swizzled<kChunks>(StreamK::row_of(thread), StreamK::chunk_of(thread)));
         const u32 v_store =
             keep_in_register(base + kOffsetV + swizzled<kChunksV>(StreamV::row_of(thread), StreamV::chunk_of(thread)));
-        // A warp of padding alone counts as one at the last row: a tile past the last key is masked in all warps.
+        // A warp of padding rows counts as one at the last row, so that a tile past the last key is masked in all warps.
         UnmaskedKeys<Step> unmasked(mask, min(row, sequence.seqlen_q() - 1), kWarpRows);
         static_assert(!kRequiredFeatures || KeyGroups == 1, "a feature that is carried along the keys goes by Step");
         Features<RowTiles, kKeyTiles, Grid> features(p, grid, mask, unmasked, LaneScratch(), row, key);
-        if (!(kRequiredFeatures & kFeatureBias)) {  // for which there are no registers there
+        if (!(kRequiredFeatures & kFeatureBias)) {  // which leaves no registers for it
             unmasked.first = keep_in_register(unmasked.first);
             unmasked.span = keep_in_register(unmasked.span);
         }
@@ -237,7 +238,7 @@ struct ForwardSharedQ {
                     bias.add_to(s, p.score_options);
                 }
             }
-            // A tile that reaches past the last key has masked scores, but perhaps in the last group only.
+            // A tile that reaches past the last key has masked scores, but perhaps only in the last group.
             const bool masked = !unmasked.contains(key + group_key);
             if (masked) {
                 features.correct_masked_tile(s, softmax, unmasked, p, mask, row, key + group_key);
@@ -251,7 +252,7 @@ struct ForwardSharedQ {
             if (s.needs_rescale(softmax))
                 features.update_row_max(s, softmax, scale, inverse_scale, rescale_output<ForwardLayout>(o));
             features.set_masked(masked, s);
-            // Rolled to halve the code. Registers cannot be indexed, so the scores move down one tile instead.
+            // Rolled to halve the code. Registers cannot be indexed, so the scores move down by one tile instead.
             u32 v_offset = 0;
 #pragma unroll 1
             for (int tile = 0; tile < kKeyTiles; tile++, v_offset += 16 * kPitchV) {

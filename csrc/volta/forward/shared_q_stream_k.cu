@@ -1,3 +1,4 @@
+// Forward kernel with Q in shared memory, on a stream-K grid.
 #include "volta/forward/shared_q.cuh"
 #include "volta/forward/stream_k.cuh"
 

@@ -1,9 +1,9 @@
-// Grids of equal shares. Where the last round of a grid's blocks would leave most of the GPU idle, the blocks of rows that are left
-// over after the full rounds are cut along the keys, and every place of the GPU gets as much of them: src/plan/stream_k.rs decides
-// which block has what, in the order in which they start.
+// Stream-K grid of the volta forward kernels. Where the last wave of blocks would leave most of the GPU idle, the row tiles
+// left over after the full waves are split along the keys, so that every resident block gets the same amount of work.
+// src/plan/stream_k.rs decides which block takes which keys, in the order in which blocks start.
 //
-// A piece's result goes to scratch memory, and the block that finds all of its block of rows there joins them in the order of the
-// keys. So nobody waits for another, and the output does not depend on who that is.
+// Each split goes to scratch memory. The last block to finish a row tile combines its splits in key order. No block waits, and
+// the output is deterministic.
 #pragma once
 
 #include "semaphore.cuh"
@@ -11,11 +11,12 @@
 
 namespace volta {
 
-// A block's keys: all of a block of rows, or a piece.
+// A block's work: all keys of a row tile, or one split of them.
 struct TileSplit {
-    int row_block;  // of all heads and batch entries
-    int stream_k_tile = 0;  // its number among those that are cut
-    int first = 0, end;  // in steps
+    int row_block;  // number of the row tile, over all heads and batch entries
+    int stream_k_tile = 0;  // number of the row tile among those that are split
+    int first = 0, end;  // range of keys, in steps
+    // number of this split; splits of the row tile
     int index = 0, splits = 1;
 
     __device__ __forceinline__ TileSplit(const StreamKParams& s, int block) : row_block(block), end(0x7fffffff) {
@@ -32,10 +33,11 @@ struct TileSplit {
 };
 
 template <int BlockRows>
+// Grid policy; DataParallelGrid (layout.cuh) is the default one.
 class StreamKGrid {
     const StreamKParams& params_;
 
-    // Where a block of rows lies.
+    // Row, head and batch entry of a row tile.
     struct TileCoord {
         int row, head, batch;
         __device__ __forceinline__ TileCoord(const Problem& p, int row_block) {
@@ -46,7 +48,7 @@ class StreamKGrid {
             head = heads - batch * p.nheads;
         }
     };
-    // For a branch that is rarely taken: remat_thread_index().
+    // Computed again for code that runs rarely (see remat_thread_index()).
     __device__ __forceinline__ TileCoord remat_coord(const Problem& p) const {
         return TileCoord(p, TileSplit(params_, remat_block_index()).row_block);
     }
@@ -57,6 +59,7 @@ public:
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
     template <int Rows>
+    // Coordinates and keys of a block.
     struct Block : TileCoord {
         TileSplit split;
         int head_k;
@@ -68,7 +71,7 @@ public:
         }
         template <int Step>
         __device__ __forceinline__ int key_first(const Mask& mask) const {
-            // where all pieces begin steps, whatever the window: what it hides is masked
+            // Steps begin at the same keys in all splits, whatever the window: keys that it hides are masked.
             return max(mask.key_first(TileCoord::row) / Step * Step, split.first * Step);
         }
         template <int Step>
@@ -78,22 +81,23 @@ public:
     };
 
     template <int Threads, int RowTiles, int OutputTiles>
+    // Stores this split. Returns true for the last block of the row tile, after it has combined all splits.
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
         const TileSplit split(params_, remat_block_index());
         if (split.splits == 1) return true;
-        // those of all threads side by side
+        // those of all threads are adjacent
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
         const int first_split = split.stream_k_tile * params_.most_pieces;
         uint4* first =
             reinterpret_cast<uint4*>(params_.partials) + static_cast<long long>(first_split) * kSplitChunks + threadIdx.x;
         uint4* own = first + split.index * kSplitChunks;
         store_partial(softmax, o, [&](int chunk, uint4 x) { __stcg(own + chunk * Threads, x); });
-        __threadfence();  // what this thread has written comes before the arrival
+        __threadfence();  // this thread's split is visible before the semaphore counts it
         __syncthreads();
         const bool last =
             threadIdx.x == 0 && arrive_is_last(params_.semaphores + split.stream_k_tile, params_.launch_id, split.splits);
         if (!__syncthreads_or(last)) return false;
-        __threadfence();  // ... and that before what others have written is read
+        __threadfence();  // other blocks' splits are read after the count
         softmax = SoftmaxState<RowTiles>();
 #pragma unroll
         for (int mt = 0; mt < RowTiles; mt++)

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..errors import bad_argument
+
 #: Calls so far of each group.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -55,7 +57,7 @@ def _compare(op: str, everyone: Sequence[Mapping[str, Any]]) -> None:
         if any(value != values[0] for value in values):
             found = {str(value): [r for r, v in enumerate(values) if v == value] for value in values}
             given = ", ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in found.items())
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got {given}, expected the same on all ranks")
+            raise bad_argument(name, given, "the same on all ranks", op=f"distributed.{op}")
 
 
 def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import bad_argument, require_tensors
 from .argument_check import check_same_arguments
 from .communication import prepare
 from .groups import Grid, Group, check_layout, gather, grid_of, group_of
@@ -202,6 +203,7 @@ def _attention(
     deterministic: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
+    require_tensors(q=q, k=k, v=v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -246,10 +248,8 @@ def _attention(
     seqlen_q = _check_lengths(op, "q", grid, q_lengths, layout)
     seqlen_k = _check_lengths(op, "k", grid, k_lengths, layout)
     if starts is not None and (starts[-1] != seqlen_q or starts[-1] != seqlen_k):
-        raise ValueError(
-            f"volta_fa.distributed.{op}: cu_seqlens: got {starts[-1]} tokens, "
-            f"expected the {seqlen_q} queries and {seqlen_k} keys of all ranks"
-        )
+        expected = f"the {seqlen_q} queries and {seqlen_k} keys of all ranks"
+        raise bad_argument("cu_seqlens", f"{starts[-1]} tokens", expected, op=f"distributed.{op}")
     for group in groups:
         prepare(group, q.device)
     seed: tuple[int, ...] = ()
@@ -320,9 +320,7 @@ def _starts(op: str, cu_seqlens: Tensor | Sequence[int]) -> list[int]:
     starts = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
     if len(starts) < 2 or starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:])):
         given = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
-        raise ValueError(
-            f"volta_fa.distributed.{op}: cu_seqlens: got {given}, expected at least 2 numbers that begin with 0 and never fall"
-        )
+        raise bad_argument("cu_seqlens", given, "at least 2 numbers that begin with 0 and never fall", op=f"distributed.{op}")
     return starts
 
 
@@ -366,15 +364,15 @@ def _check_locally(
     rank, what = (3, "(total, nheads, headdim), since cu_seqlens is given") if starts else (4, "(batch, seqlen, nheads, headdim)")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != rank:
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got a tensor of rank {t.dim()}, expected rank {rank}, {what}")
+            raise bad_argument(name, f"a tensor of rank {t.dim()}", f"rank {rank}, {what}", op=f"distributed.{op}")
         if t.device != q.device:
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {t.device}, expected {q.device}, that of q")
+            raise bad_argument(name, f"device {t.device}", f"{q.device}, that of q", op=f"distributed.{op}")
         if q.device.type == "cuda" and t.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got dtype {t.dtype}, expected torch.float16 or torch.bfloat16")
+            raise bad_argument(name, f"dtype {t.dtype}", "torch.float16 or torch.bfloat16", op=f"distributed.{op}")
     meta: dict[str, Any] = {}
     for name, option in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if option is not None and option.device != q.device:
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got device {option.device}, expected {q.device}, that of q")
+            raise bad_argument(name, f"device {option.device}", f"{q.device}, that of q", op=f"distributed.{op}")
         if option is not None:
             meta[name] = torch.empty_strided(option.shape, option.stride(), dtype=option.dtype, device="meta")
     if starts is not None:
@@ -392,14 +390,10 @@ def _check_locally(
 def _check_heads(op: str, q: Tensor, k: Tensor, grid: Grid) -> None:
     size, nheads, nheads_k = grid.ulysses_size, q.shape[-2], k.shape[-2]
     if nheads % size:
-        raise ValueError(
-            f"volta_fa.distributed.{op}: q: got {nheads} heads, expected a multiple of the {size} ranks that share them; "
-            "ring_attention takes any number"
-        )
+        expected = f"a multiple of the {size} ranks that share them; ring_attention takes any number"
+        raise bad_argument("q", f"{nheads} heads", expected, op=f"distributed.{op}")
     if nheads_k % size and size % nheads_k:
-        raise ValueError(
-            f"volta_fa.distributed.{op}: k: got {nheads_k} heads, expected a multiple or a divisor of the {size} ranks that share them"
-        )
+        raise bad_argument("k", f"{nheads_k} heads", f"a multiple or a divisor of the {size} ranks that share them", op=f"distributed.{op}")
 
 
 def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layout: str) -> int:
@@ -410,8 +404,10 @@ def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layou
     if grid.ring is None:
         expected = [length(shard_ranges(total, size, u, layout)) for u in range(size)]
     if list(lengths) != expected:
-        raise ValueError(
-            f"volta_fa.distributed.{op}: {name}: got shards of {', '.join(map(str, lengths))} positions, "
-            f"expected {', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}"
+        raise bad_argument(
+            name,
+            f"shards of {', '.join(map(str, lengths))} positions",
+            f"{', '.join(map(str, expected))}, as shard_sequence makes them of {total} with layout={layout!r}",
+            op=f"distributed.{op}",
         )
     return total

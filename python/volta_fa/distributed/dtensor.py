@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ..errors import bad_argument
 from . import ring
 from .argument_check import check_same_arguments
 from .attention import generator_for
@@ -228,14 +229,14 @@ def _ring_problem(op: str, q: Any, k: Any, options: dict[str, Any]) -> ring.Prob
 
     lacking = {"attn_bias", "alibi_slopes", "seqused_k", "cu_seqlens_q", "sinks"} & {name for name, t in options.items() if t is not None}
     if lacking or options.get("dropout_p"):
-        raise NotImplementedError(f"volta_fa: context_parallel: got {', '.join(sorted(lacking)) or 'dropout_p'}, expected none")
+        raise bad_argument("context_parallel", ", ".join(sorted(lacking)) or "dropout_p", "none", error=NotImplementedError)
     group = q.device_mesh.get_group()
     size, rank = group.size(), dist.get_rank(group)
     layout = "zigzag" if _cp_options.enable_load_balance else "contiguous"
     chunks = 2 * size if layout == "zigzag" else size
     for name, t in (("q", q), ("k", k)):
         if t.shape[1] % chunks:
-            raise NotImplementedError(f"volta_fa: context_parallel: {name}: got seqlen {t.shape[1]}, expected a multiple of {chunks}")
+            raise bad_argument(f"context_parallel: {name}", f"seqlen {t.shape[1]}", f"a multiple of {chunks}", error=NotImplementedError)
     local = q._local_tensor
     check_same_arguments(
         [group], f"context_parallel, {op}", lambda: ({"q": str(local.dtype), "shapes": str((q.shape, k.shape))}, None), local.device

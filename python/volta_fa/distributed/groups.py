@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import bad_argument
 from .layout import LAYOUTS, Range, shard_ranges
 
 #: What a sequence is sharded over: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
@@ -40,21 +41,17 @@ def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup
         raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"volta_fa.distributed.{op}: {name}: got a mesh of {group.ndim} dimensions, expected one dimension of it, as mesh['ring'], "
-                "or context_parallel_attention, which takes two"
-            )
+            expected = "one dimension of it, as mesh['ring'], or context_parallel_attention, which takes two"
+            raise bad_argument(name, f"a mesh of {group.ndim} dimensions", expected, op=f"distributed.{op}")
         if group.get_coordinate() is None:
-            raise ValueError(f"volta_fa.distributed.{op}: {name}: got a mesh without rank {dist.get_rank()}, expected one with it")
+            raise bad_argument(name, f"a mesh without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
         return group.get_group()
     found: Any = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         given = "the result of new_group on a rank outside it" if found == dist.GroupMember.NON_GROUP_MEMBER else repr(found)
-        raise ValueError(
-            f"volta_fa.distributed.{op}: {name}: got {given}, expected a process group or mesh that rank {dist.get_rank()} is in"
-        )
+        raise bad_argument(name, given, f"a process group or mesh that rank {dist.get_rank()} is in", op=f"distributed.{op}")
     if dist.get_rank(found) < 0:
-        raise ValueError(f"volta_fa.distributed.{op}: {name}: got a group without rank {dist.get_rank()}, expected one with it")
+        raise bad_argument(name, f"a group without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
     return found
 
 
@@ -62,11 +59,11 @@ def grid_of(op: str, group: Group) -> Grid:
     """A group or a mesh of one dimension is a ring; of two dimensions the first is the ring and the second Ulysses."""
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         if group.get_coordinate() is None:
-            raise ValueError(f"volta_fa.distributed.{op}: mesh: got one without rank {dist.get_rank()}, expected one with it")
+            raise bad_argument("mesh", f"one without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
         ring, ulysses = group.get_group(0), group.get_group(1)
         return Grid(ring, ulysses, dist.get_rank(ring), ring.size(), dist.get_rank(ulysses), ulysses.size())
     if isinstance(group, DeviceMesh) and group.ndim > 2:
-        raise ValueError(f"volta_fa.distributed.{op}: mesh: got {group.ndim} dimensions, expected 1 (a ring) or 2 (ring, Ulysses)")
+        raise bad_argument("mesh", f"{group.ndim} dimensions", "1 (a ring) or 2 (ring, Ulysses)", op=f"distributed.{op}")
     ring = group_of(op, group)
     return Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
 
@@ -74,7 +71,7 @@ def grid_of(op: str, group: Group) -> Grid:
 def check_layout(op: str, layout: str) -> None:
     """Raises for a name that is none."""
     if layout not in LAYOUTS:
-        raise ValueError(f"volta_fa.distributed.{op}: layout: got {layout!r}, expected {' or '.join(map(repr, LAYOUTS))}")
+        raise bad_argument("layout", repr(layout), " or ".join(map(repr, LAYOUTS)), op=f"distributed.{op}")
 
 
 def gather(t: Tensor, group: dist.ProcessGroup, lengths: list[int]) -> list[Tensor]:

@@ -1,14 +1,13 @@
-//! The decode kernels, as Volta's (`src/kernels/volta/decode.rs`). A Turing SM has 64 KB of shared memory for what warps of other tokens
+//! The decode kernels, as Volta's (`src/kernels/shared/decode.rs`). A Turing SM has 64 KB of shared memory for what warps of other tokens
 //! found out: so blocks whose rows are long or many have two warps. Of headdim 256, warps beside each other take more than eight rows.
 //! Four beside each other share what they load, and where there are 64 rows lay down half of what they found out at a time.
 
-use super::super::volta;
+use super::super::shared;
 use super::{CacheFormat, Variant, TURING};
 
+/// [`shared::decode`] of this family.
 const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
-    let volta = volta::decode(name, headdim, rows, threads, blocks_per_sm, registers);
-    let shared_bytes = volta::shared_bytes(&TURING, headdim, rows, threads);
-    Variant { family: TURING, source: "turing/decode/decode.cu", shared_bytes, ..volta }
+    Variant { source: "turing/decode/decode.cu", ..shared::decode(TURING, name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
 /// The same of a cache of bf16.

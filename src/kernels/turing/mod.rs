@@ -1,17 +1,14 @@
 //! Turing: `mma.sync.m16n8k8`, fp16 in, fp32 accumulation; `ldmatrix`.
 
-mod append;
 mod backward;
 mod decode;
-mod dequantize;
 mod forward;
 
-pub use append::APPEND;
 pub use backward::BACKWARD;
 pub use decode::DECODE;
-pub use dequantize::DEQUANTIZE;
 pub use forward::{FORWARD, PREFILL};
 
+use super::shared;
 use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
 
 pub const TURING: Family = Family {
@@ -32,3 +29,7 @@ pub const TURING: Family = Family {
         neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
     }),
 };
+
+/// Kernels whose source no family owns.
+pub const SHARED: &[Variant] =
+    &[shared::append(TURING, CacheFormat::Unquantized, "turing_append", 4, 52), shared::dequantize(TURING, "turing_dequantize", 46)];

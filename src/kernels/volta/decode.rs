@@ -1,42 +1,11 @@
-//! The decode kernels: few queries a sequence over a KV cache. docs/decode-kernels.md has what was tried.
-//!
-//! `block_rows` are queries of all heads of a key head, `step` those of a warp; warps beside each other take the same tokens for other
-//! rows: of two the second finds the bytes in the first cache, four share what each loads (csrc/decode/cooperative_loader.cuh). What decides is
-//! how many bytes an SM has in flight, and so registers: a step of a warp is eight tokens, 32 * headdim bytes. Shared memory holds what
-//! warps with other tokens found out, in fp32, for the merge behind the loop.
+//! The decode kernels: few queries a sequence over a KV cache.
 
-use super::{CacheFormat, Family, FeatureSet, Pass, Variant, VOLTA};
+use super::super::shared;
+use super::{CacheFormat, Pass, Variant, VOLTA};
 
-/// What csrc/decode/block.cuh has in shared memory: outputs, whose rows are four floats longer than columns, half of them at a time where
-/// an SM has no room for all; two floats of states of each part's rows, two of the row; and where the block is.
-pub const fn shared_bytes(family: &Family, headdim: u32, rows: [u32; 2], threads: u32) -> u32 {
-    let [block_rows, step] = rows;
-    let parts = threads / 32 * step / block_rows;
-    let outputs = parts * (headdim + 4) * block_rows * 4;
-    let at_once = if outputs > family.shared_bytes { outputs / 2 } else { outputs };
-    at_once + (parts * 2 + 2) * block_rows * 4 + 256
-}
-
-/// Of `rows` the first are `block_rows`, the second `step`.
-pub const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
-    let [block_rows, step] = rows;
-    Variant {
-        name,
-        family: VOLTA,
-        pass: Pass::Decode,
-        needs: FeatureSet::NONE,
-        requires: FeatureSet::NONE,
-        cache: CacheFormat::Unquantized,
-        source: "volta/decode/decode.cu",
-        headdim,
-        headdim_v: headdim,
-        block_rows,
-        step,
-        threads,
-        shared_bytes: shared_bytes(&VOLTA, headdim, rows, threads),
-        blocks_per_sm,
-        registers,
-    }
+/// [`shared::decode`] of this family.
+const fn decode(name: &'static str, headdim: u32, rows: [u32; 2], threads: u32, blocks_per_sm: u32, registers: u32) -> Variant {
+    Variant { source: "volta/decode/decode.cu", ..shared::decode(VOLTA, name, headdim, rows, threads, blocks_per_sm, registers) }
 }
 
 /// The same of another cache.

@@ -1,19 +1,14 @@
 //! Volta: `mma.sync.m8n8k4`, fp16 in and out, fp32 accumulation.
 
-mod append;
 mod backward;
 mod decode;
-mod dequantize;
 mod forward;
-mod merge;
 
-pub use append::APPEND;
 pub use backward::BACKWARD;
-pub use decode::{decode, shared_bytes, DECODE, LATENTS};
-pub use dequantize::DEQUANTIZE;
+pub use decode::{DECODE, LATENTS};
 pub use forward::{FORWARD, FORWARD_STREAM_K, PREFILL};
-pub use merge::MERGE;
 
+use super::shared;
 use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
@@ -36,3 +31,14 @@ pub const VOLTA: Family = Family {
     has_key_block_offset: true,
     stores_dbias: true,
 };
+
+/// Kernels whose source no family owns.
+pub const SHARED: &[Variant] = &[
+    shared::merge(VOLTA, "volta_merge", 48),
+    shared::append(VOLTA, CacheFormat::Unquantized, "volta_append", 4, 48),
+    shared::append(VOLTA, CacheFormat::Int8, "volta_append_int8", 3, 80),
+    shared::append(VOLTA, CacheFormat::Int4, "volta_append_int4", 3, 80),
+    shared::append(VOLTA, CacheFormat::E5m2, "volta_append_e5m2", 3, 80),
+    shared::append(VOLTA, CacheFormat::E4m3, "volta_append_e4m3", 3, 80),
+    shared::dequantize(VOLTA, "volta_dequantize", 46),
+];

@@ -21,7 +21,7 @@ pub use chunk::{chunks, Chunk, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use super::dropout::Dropout;
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
-use crate::problem::Attention;
+use crate::problem::{Attention, Keys, Queries};
 use layout::compute_kind;
 use tch::{Device, Kind, Tensor};
 
@@ -40,7 +40,7 @@ impl Span {
     /// The whole problem, or each of its entries.
     fn all(inputs: &Inputs, a: &Attention) -> Result<Vec<Span>> {
         let whole = Span { entry: 0, entries: a.batch, q_start: 0, seqlen_q: a.seqlen_q, k_start: 0, seqlen_k: a.seqlen_k };
-        if !a.is_ragged() {
+        if !a.is_varlen() {
             return Ok(vec![whole]);
         }
         let values = |t: &Option<Tensor>| t.as_ref().map(Vec::<i32>::try_from).transpose();
@@ -100,7 +100,14 @@ impl Span {
             _ => t.f_unsqueeze(0),
         };
         Ok(Part {
-            a: Attention { batch: self.entries, seqlen_q: self.seqlen_q, seqlen_k: self.seqlen_k, packed: None, ..*a },
+            a: Attention {
+                batch: self.entries,
+                seqlen_q: self.seqlen_q,
+                seqlen_k: self.seqlen_k,
+                queries: Queries::Dense,
+                keys: Keys::Dense,
+                ..*a
+            },
             first: self.entry,
             q: self.queries(&inputs.q)?,
             k: self.keys(&inputs.k)?,
@@ -147,7 +154,7 @@ struct Sums {
 /// Only where ATen fails, as when memory runs out.
 pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let spans = Span::all(inputs, a)?;
-    if !a.is_ragged() {
+    if !a.is_varlen() {
         return dense::forward(&spans[0].part(inputs, a)?);
     }
     let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), Device::Cpu))?;
@@ -174,7 +181,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
         dsinks: sums_of(&inputs.options.sinks)?,
     };
     let spans = Span::all(inputs, a)?;
-    let [dq, dk, dv] = if a.is_ragged() {
+    let [dq, dk, dv] = if a.is_varlen() {
         // what keys that are not used keep
         let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), Device::Cpu));
         let (dq, dk, dv) = (zeros(&inputs.q)?, zeros(&inputs.k)?, zeros(&inputs.v)?);

@@ -8,15 +8,34 @@
 //! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
 //! nothing outside the tensors is touched.
 
-use super::quantized::Quantized;
-use super::{dequantize, parameters, Call};
+use super::quantized::{bytes, Quantized};
 use crate::error::Result;
-use crate::launch::Launcher;
-use crate::ops::Inputs;
+use crate::ops::{self, inputs::Inputs};
 use crate::options::{scale_of_latents, Options};
 use crate::params::CacheFormat;
-use crate::problem::{Attention, CachedAttention, CachedSequence};
+use crate::problem::{Attention, Cache, Keys, RequestedFeatures};
 use tch::{Device, Kind, Tensor};
+
+fn cache_of(a: &Attention) -> &Cache {
+    a.cache().expect("the keys are in a cache")
+}
+
+/// Returns the quantized caches of a call, k and v.
+fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 2]> {
+    let o = &inputs.options;
+    let scale = |each: &Option<Tensor>, fp8: &Option<Tensor>| -> Result<Option<Tensor>> {
+        let given = if format.has_scales() { each } else { fp8 };
+        let Some(t) = given else { return Ok(None) };
+        // (batch, nheads_k): tokens are a dimension between the two
+        Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
+    };
+    let zero_point = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    let (k_scale, v_scale) = (scale(&o.k_scale, &o.k_descale)?, scale(&o.v_scale, &o.v_descale)?);
+    Ok([
+        Quantized { data: bytes(&inputs.k, format)?, scale: k_scale, zero_point: zero_point(&o.k_zero_point) },
+        Quantized { data: bytes(&inputs.v, format)?, scale: v_scale, zero_point: zero_point(&o.v_zero_point) },
+    ])
+}
 
 /// A number for each sequence, (batch) int64: read from memory, or the same for all.
 struct Numbers {
@@ -69,12 +88,12 @@ struct Sequences {
 }
 
 impl Sequences {
-    fn of(call: &Call, a: &CachedAttention) -> Result<Sequences> {
-        let o = &call.options;
-        let numbers = Numbers { batch: a.batch, device: call.q.device() };
-        let (q_start, seqlen_q, q_possible) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q.unwrap_or(0), a.seqlen_q)?;
-        let cu_new = a.total_new.and(o.cu_seqlens_k_new.as_ref().or(o.cu_seqlens_q.as_ref()));
-        let (new_start, seqlen_new, new_possible) = numbers.ranges(cu_new, a.total_new.unwrap_or(0), a.seqlen_new)?;
+    fn of(inputs: &Inputs, a: &Attention) -> Result<Sequences> {
+        let o = &inputs.options;
+        let numbers = Numbers { batch: a.batch, device: inputs.q.device() };
+        let (q_start, seqlen_q, q_possible) = numbers.ranges(o.cu_seqlens_q.as_ref(), a.total_q().unwrap_or(0), a.seqlen_q)?;
+        let cu_new = a.appended.total.and(o.cu_seqlens_k_new.as_ref().or(o.cu_seqlens_q.as_ref()));
+        let (new_start, seqlen_new, new_possible) = numbers.ranges(cu_new, a.appended.total.unwrap_or(0), a.appended.seqlen)?;
         let (cached, leftpad) = (numbers.of(&o.cache_seqlens, a.seqlen_k)?, numbers.of(&o.leftpad_k, 0)?);
         let end = cached.f_add(&seqlen_new)?;
         let possible = all([leftpad.f_ge(0)?, leftpad.f_le_tensor(&cached)?, end.f_le(a.seqlen_k)?, q_possible, new_possible])?;
@@ -91,20 +110,20 @@ struct Places {
 
 impl Places {
     /// Of the positions (int64) of sequences with these numbers, of the same shape.
-    fn of(call: &Call, a: &CachedAttention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
+    fn of(inputs: &Inputs, a: &Attention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
         let inside = all([position.f_ge(0)?, position.f_lt(a.seqlen_k)?])?;
         let position = position.f_masked_fill(&inside.f_logical_not()?, 0)?;
-        let (entry, row) = match &call.options.block_table {
+        let (entry, row) = match &inputs.options.block_table {
             Some(table) => {
-                let page = position.f_floor_divide_scalar(a.rows)?;
-                (table.f_index(&[Some(sequence), Some(&page)])?.f_to_kind(Kind::Int64)?, position.f_remainder(a.rows)?)
+                let page = position.f_floor_divide_scalar(cache_of(a).rows)?;
+                (table.f_index(&[Some(sequence), Some(&page)])?.f_to_kind(Kind::Int64)?, position.f_remainder(cache_of(a).rows)?)
             }
-            None => match &call.options.cache_batch_idx {
+            None => match &inputs.options.cache_batch_idx {
                 Some(entries) => (entries.f_index(&[Some(sequence)])?.f_to_kind(Kind::Int64)?, position),
                 None => (sequence.shallow_clone(), position),
             },
         };
-        let exist = all([inside, entry.f_ge(0)?, entry.f_lt(a.entries)?])?;
+        let exist = all([inside, entry.f_ge(0)?, entry.f_lt(cache_of(a).entries)?])?;
         let missing = exist.f_logical_not()?;
         Ok(Places { entry: entry.f_masked_fill(&missing, 0)?, row: row.f_masked_fill(&missing, 0)?, exist })
     }
@@ -127,7 +146,7 @@ fn tokens(t: &Tensor) -> Result<Tensor> {
 
 /// The sequence that each of `count` tokens belongs to, and which of its tokens it is. Of one that belongs to none some sequence, and a
 /// number outside of it.
-fn owners(a: &CachedAttention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
+fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
         true => token.f_bucketize(starts, false, true)?.f_add_scalar(-1)?.f_clamp(0, (a.batch - 1).max(0))?,
@@ -138,26 +157,26 @@ fn owners(a: &CachedAttention, starts: &Tensor, packed: bool, count: i64) -> Res
 }
 
 /// `x` (tokens, heads, headdim), rotated by these positions (tokens); NaN where the tables do not have one.
-fn rotate(x: &Tensor, position: &Tensor, call: &Call, a: &CachedAttention) -> Result<Tensor> {
-    let (Some(cos), Some(sin)) = (&call.options.rotary_cos, &call.options.rotary_sin) else { return Ok(x.shallow_clone()) };
+fn rotate(x: &Tensor, position: &Tensor, inputs: &Inputs, a: &Attention) -> Result<Tensor> {
+    let (Some(cos), Some(sin)) = (&inputs.options.rotary_cos, &inputs.options.rotary_sin) else { return Ok(x.shallow_clone()) };
     let rotated = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
     rotated.shallow_clone().f_copy_(x)?;
     let kind = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    if a.rotary_rows == 0 {
-        let _ = rotated.f_narrow(-1, 0, a.rotary_dim)?.f_fill_(f64::NAN)?;
+    if a.appended.rotary.rows == 0 {
+        let _ = rotated.f_narrow(-1, 0, a.appended.rotary.dim)?.f_fill_(f64::NAN)?;
         return Ok(rotated);
     }
-    let missing = all([position.f_ge(0)?, position.f_lt(a.rotary_rows)?])?.f_logical_not()?;
+    let missing = all([position.f_ge(0)?, position.f_lt(a.appended.rotary.rows)?])?.f_logical_not()?;
     let row = position.f_masked_fill(&missing, 0)?;
     // (tokens, 1, rotary_dim / 2): broadcast over heads
     let table = |t: &Tensor| -> Result<Tensor> {
         Ok(t.f_index_select(0, &row)?.f_to_kind(kind)?.f_masked_fill(&missing.f_unsqueeze(-1)?, f64::NAN)?.f_unsqueeze(1)?)
     };
     let (cos, sin) = (table(cos)?, table(sin)?);
-    let half = a.rotary_dim / 2;
+    let half = a.appended.rotary.dim / 2;
     let pairs = |t: &Tensor| -> Result<[Tensor; 2]> {
-        let t = t.f_narrow(-1, 0, a.rotary_dim)?;
-        let (t, of_pair) = match call.options.rotary_interleaved {
+        let t = t.f_narrow(-1, 0, a.appended.rotary.dim)?;
+        let (t, of_pair) = match inputs.options.rotary_interleaved {
             true => (t.f_unflatten(-1, [half, 2].as_slice())?, -1),
             false => (t.f_unflatten(-1, [2, half].as_slice())?, -2),
         };
@@ -172,19 +191,19 @@ fn rotate(x: &Tensor, position: &Tensor, call: &Call, a: &CachedAttention) -> Re
 }
 
 /// Writes k and v behind what is cached, those of sequences where that is possible.
-fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
-    let Some([k, v]) = &call.appended else { return Ok(()) };
+fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
+    let Some([k, v]) = &inputs.appended else { return Ok(()) };
     let (k, v) = (tokens(k)?, tokens(v)?);
     let count = k.size()[0];
-    if [count, a.entries, a.rows, a.nheads_k, a.seqlen_k].contains(&0) {
+    if [count, cache_of(a).entries, cache_of(a).rows, a.nheads_k, a.seqlen_k].contains(&0) {
         return Ok(());
     }
-    let (sequence, number) = owners(a, &s.new_start, a.total_new.is_some(), count)?;
+    let (sequence, number) = owners(a, &s.new_start, a.appended.total.is_some(), count)?;
     let of = |t: &Tensor| t.f_index_select(0, &sequence);
     let position = of(&s.cached)?.f_add(&number)?;
-    let mut places = Places::of(call, a, &sequence, &position)?;
+    let mut places = Places::of(inputs, a, &sequence, &position)?;
     let written = all([places.exist.shallow_clone(), of(&s.possible)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
-    let k = rotate(&k, &position, call, a)?;
+    let k = rotate(&k, &position, inputs, a)?;
     // What has no place repeats the last token that has one: the same value twice, in whatever order. Where none has, what is there
     // is written again.
     let last = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_masked_fill(&written.f_logical_not()?, -1)?;
@@ -197,18 +216,20 @@ fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
         let values = values.f_index_select(0, &source)?.f_where_self(any, &places.read(cache)?)?;
         places.write(cache, &values)
     };
-    if a.format == CacheFormat::Unquantized {
-        write(&call.k_cache, &k, &any)?;
-        return write(&call.v_cache, &v, &any);
+    if a.cache_format() == CacheFormat::Unquantized {
+        write(&inputs.k, &k, &any)?;
+        return write(&inputs.v, &v, &any);
     }
     let any_head = any.f_squeeze_dim(-1)?;
-    for (cache, new) in Quantized::caches(call, a.format)?.into_iter().zip([&k, &v]) {
+    for (cache, new) in quantized_caches(inputs, a.cache_format())?.into_iter().zip([&k, &v]) {
         // fp8's scale is the sequence's, where it is not that of all; others' are what is written
         let scale = match &cache.scale {
-            Some(scale) if !a.format.has_scales() && scale.dim() == 3 => Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?),
+            Some(scale) if !a.cache_format().has_scales() && scale.dim() == 3 => {
+                Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?)
+            }
             other => other.as_ref().map(Tensor::shallow_clone),
         };
-        let values = Quantized::of(new, a.format, scale.as_ref())?;
+        let values = Quantized::of(new, a.cache_format(), scale.as_ref())?;
         write(&cache.data, &values.data, &any)?;
         for (to, from) in [(&cache.scale, &values.scale), (&cache.zero_point, &values.zero_point)] {
             if let (Some(to), Some(from)) = (to, from) {
@@ -220,21 +241,21 @@ fn append(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<()> {
 }
 
 /// q, rotated where it is.
-fn queries(call: &Call, a: &CachedAttention, s: &Sequences) -> Result<Tensor> {
-    let q = &call.q;
-    if a.rotary_dim == 0 || a.is_empty() {
+fn queries(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<Tensor> {
+    let q = &inputs.q;
+    if a.appended.rotary.dim == 0 || a.has_no_output() {
         return Ok(q.shallow_clone());
     }
     let rows = tokens(q)?;
-    let (sequence, number) = owners(a, &s.q_start, a.total_q.is_some(), rows.size()[0])?;
+    let (sequence, number) = owners(a, &s.q_start, a.total_q().is_some(), rows.size()[0])?;
     let first = s.cached.f_index_select(0, &sequence)?;
     let position = if a.queries_have_positions() { first.f_add(&number)? } else { first };
-    Ok(rotate(&rows, &position, call, a)?.f_view(q.size().as_slice())?)
+    Ok(rotate(&rows, &position, inputs, a)?.f_view(q.size().as_slice())?)
 }
 
 /// Which tokens of each sequence, (batch, seqlen_k) from the first that exists on and before `end`, some query sees, and where they are.
-fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
-    let device = call.q.device();
+fn seen(inputs: &Inputs, a: &Attention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
+    let device = inputs.q.device();
     let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
     let mut wanted = all([position.f_lt_tensor(&end.f_unsqueeze(1)?)?, s.possible.f_unsqueeze(1)?, s.seqlen_q.f_ge(1)?.f_unsqueeze(1)?])?;
     if let Some(left) = a.window.left {
@@ -242,7 +263,7 @@ fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k:
         wanted = all([wanted, position.f_ge_tensor(&first.f_unsqueeze(1)?)?])?;
     }
     let sequence = Tensor::f_arange(a.batch, (Kind::Int64, device))?.f_unsqueeze(1)?.f_expand([a.batch, seqlen_k], false)?;
-    let places = Places::of(call, a, &sequence, &position.f_masked_fill(&wanted.f_logical_not()?, 0)?)?;
+    let places = Places::of(inputs, a, &sequence, &position.f_masked_fill(&wanted.f_logical_not()?, 0)?)?;
     Ok((wanted, places))
 }
 
@@ -250,8 +271,8 @@ fn seen(call: &Call, a: &CachedAttention, s: &Sequences, end: &Tensor, seqlen_k:
 ///
 /// # Errors
 /// `Value`, naming the argument.
-pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<()> {
-    let o = &call.options;
+pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()> {
+    let o = &inputs.options;
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
     let named = |name| if a.has_latents() { scale_of_latents(name).unwrap_or(name) } else { name };
     let refuse = |name: &str, values: &Tensor| -> Result<()> {
@@ -270,11 +291,11 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
     for (name, t) in of_heads {
         t.as_ref().map_or(Ok(()), |t| refuse(named(name), t))?;
     }
-    if !a.format.has_scales() || [a.batch, a.entries, a.rows, a.nheads_k, seqlen_k].contains(&0) {
+    if !a.cache_format().has_scales() || [a.batch, cache_of(a).entries, cache_of(a).rows, a.nheads_k, seqlen_k].contains(&0) {
         return Ok(());
     }
-    let s = Sequences::of(call, a)?;
-    let (wanted, places) = seen(call, a, &s, &s.cached, seqlen_k)?;
+    let s = Sequences::of(inputs, a)?;
+    let (wanted, places) = seen(inputs, a, &s, &s.cached, seqlen_k)?;
     let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
     for (name, t) in o.token_scales() {
         t.as_ref().map_or(Ok(()), |t| refuse(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
@@ -284,38 +305,38 @@ pub fn check_scales(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(
 
 /// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
 /// looked at, (batch): whether the cache has all that a query sees.
-fn keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-    let o = &call.options;
-    let quantized = match a.format {
+fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    let o = &inputs.options;
+    let quantized = match a.cache_format() {
         CacheFormat::Unquantized => None,
-        format => Some(Quantized::caches(call, format)?),
+        format => Some(quantized_caches(inputs, format)?),
     };
     // what a quantized cache stands for, of what `part` takes of each of its tensors
     let numbers = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
         let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
-        let scale = if a.format.has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
+        let scale = if a.cache_format().has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
         let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
-        taken.numbers(a.format, kind)
+        taken.numbers(a.cache_format(), kind)
     };
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
         return Ok(match &quantized {
-            None => (first(&call.k_cache)?, first(&call.v_cache)?, None),
+            None => (first(&inputs.k)?, first(&inputs.v)?, None),
             Some([k, v]) => (numbers(k, &first)?, numbers(v, &first)?, None),
         });
     }
-    let device = call.q.device();
-    if [a.entries, a.rows, seqlen_k, a.batch].contains(&0) {
+    let device = inputs.q.device();
+    if [cache_of(a).entries, cache_of(a).rows, seqlen_k, a.batch].contains(&0) {
         let zeros = |headdim| Tensor::f_zeros([a.batch, seqlen_k, a.nheads_k, headdim], (kind, device));
         let nothing_seen = s.end.f_sub(&s.leftpad)?.f_le(0)?.f_logical_or(&s.seqlen_q.f_le(0)?)?;
         return Ok((zeros(a.headdim)?, zeros(a.headdim_v)?, Some(nothing_seen)));
     }
-    let (wanted, places) = seen(call, a, s, &s.end, seqlen_k)?;
+    let (wanted, places) = seen(inputs, a, s, &s.end, seqlen_k)?;
     let unwanted = wanted.f_logical_not()?;
     let hidden = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
     // zeros where there is nothing: what the cache holds behind a sequence may be NaN
     let (k, v) = match &quantized {
-        None => (places.read(&call.k_cache)?, places.read(&call.v_cache)?),
+        None => (places.read(&inputs.k)?, places.read(&inputs.v)?),
         Some([k, v]) => (numbers(k, &|t| places.read(t))?, numbers(v, &|t| places.read(t))?),
     };
     let gathered = |mut tokens: Tensor| -> Result<Tensor> { Ok(tokens.f_masked_fill_(&hidden, 0.0)?) };
@@ -324,8 +345,8 @@ fn keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i
 }
 
 /// [`keys`], and (batch), int32: how many of them each sequence has; -1 where it cannot be.
-fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
-    let (k, v, complete) = keys(call, a, s, kind, seqlen_k)?;
+fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
+    let (k, v, complete) = keys(inputs, a, s, kind, seqlen_k)?;
     let possible = match complete {
         Some(complete) => all([s.possible.shallow_clone(), complete])?,
         None => s.possible.shallow_clone(),
@@ -336,59 +357,55 @@ fn used_keys(call: &Call, a: &CachedAttention, s: &Sequences, kind: Kind, seqlen
 
 /// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim), those of a quantized one in fp32, and
 /// lengths as [`used_keys`] has them.
-pub fn collected(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let kind = if a.format == CacheFormat::Unquantized { call.q.kind() } else { Kind::Float };
-    let (k, _, used) = used_keys(call, a, &Sequences::of(call, a)?, kind, seqlen_k)?;
+pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
+    let (k, _, used) = used_keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
     Ok((k, used))
 }
 
-/// (out, softmax_lse). `seqlen_k`: the most keys that a sequence has, as far as anybody knows.
+/// Computes the op with ATen: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
 ///
 /// # Errors
-/// Where ATen fails, or `fwd`.
-pub fn forward(call: &Call, a: &CachedAttention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
-    let s = Sequences::of(call, a)?;
-    append(call, a, &s)?;
-    let q = queries(call, a, &s)?;
-    let kind = q.kind();
-    // what a quantized cache stands for is rounded to no 16-bit type where nobody needs it
-    if a.format != CacheFormat::Unquantized && matches!(kind, Kind::Half | Kind::BFloat16) && q.device() == Device::Cpu {
-        let q = q.f_to_kind(Kind::Float)?;
-        let (out, softmax_lse) = attend_to(&q, call, a, used_keys(call, a, &s, q.kind(), seqlen_k)?, seqlen_k)?;
-        return Ok((out.f_to_kind(kind)?, softmax_lse));
-    }
-    attend_to(&q, call, a, used_keys(call, a, &s, kind, seqlen_k)?, seqlen_k)
+/// Where ATen or `fwd` fails.
+pub fn forward(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let s = Sequences::of(inputs, a)?;
+    append(inputs, a, &s)?;
+    let (q, kind) = (queries(inputs, a, &s)?, inputs.q.kind());
+    // dequantized values are rounded to no 16-bit type unless kernels need it
+    let is_16_bit = matches!(kind, Kind::Half | Kind::BFloat16);
+    let computes_in_fp32 = a.cache_format() != CacheFormat::Unquantized && is_16_bit && q.device() == Device::Cpu;
+    let q = if computes_in_fp32 { q.f_to_kind(Kind::Float)? } else { q };
+    let keys = used_keys(inputs, a, &s, q.kind(), seqlen_k)?;
+    let (out, softmax_lse) = attend_to(&q, inputs, a, keys, seqlen_k)?;
+    Ok((out.f_to_kind(kind)?, softmax_lse))
 }
 
-/// The same where k and v have been written; `q` is the call's, rotated if asked. `known`: the sequences, where somebody has looked.
+/// Computes the same after a kernel has appended and rotated q.
 ///
 /// # Errors
-/// As [`forward`]; a kernel that cannot be launched.
-pub fn attend(
-    q: &Tensor,
-    call: &Call,
-    a: &CachedAttention,
-    seqlen_k: i64,
-    known: Option<&[CachedSequence]>,
-    launcher: &dyn Launcher,
-) -> Result<(Tensor, Tensor)> {
-    let keys = match a.format != CacheFormat::Unquantized && seqlen_k > 0 {
-        true => dequantize::run(call, a, seqlen_k, known, launcher)?,
-        false => used_keys(call, a, &Sequences::of(call, a)?, q.kind(), seqlen_k)?,
-    };
-    attend_to(q, call, a, keys, seqlen_k)
+/// As [`forward`].
+pub fn attend(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
+    let keys = used_keys(inputs, a, &Sequences::of(inputs, a)?, inputs.q.kind(), seqlen_k)?;
+    attend_to(&inputs.q, inputs, a, keys, seqlen_k)
 }
 
-/// The keys and values, and how many of them each sequence has: [`used_keys`]. fwd makes NaN of a length that cannot be.
-fn attend_to(
+/// Returns uninitialized results without elements.
+pub fn no_output(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
+    let device = inputs.q.device();
+    let out = Tensor::f_empty(a.query_shape(a.headdim_v), (inputs.q.kind(), device))?;
+    Ok((out, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
+}
+
+/// Attends `q`, the call's or rotated, to keys, values and key counts as [`used_keys`] returns them. `fwd` computes NaN for invalid counts.
+pub fn attend_to(
     q: &Tensor,
-    call: &Call,
-    a: &CachedAttention,
+    inputs: &Inputs,
+    a: &Attention,
     (mut k, mut v, used): (Tensor, Tensor, Tensor),
     seqlen_k: i64,
 ) -> Result<(Tensor, Tensor)> {
     let device = q.device();
-    let o = &call.options;
+    let o = &inputs.options;
     let mut options = Options::<Tensor> {
         seqused_k: Some(used),
         alibi_slopes: o.alibi_slopes.as_ref().map(Tensor::shallow_clone),
@@ -408,10 +425,12 @@ fn attend_to(
         options.max_seqlen_k = Some(seqlen_k.max(1));
         (k, v) = (tokens(&k)?, tokens(&v)?);
     }
-    let inputs = Inputs { q: q.shallow_clone(), k, v, rng_state: None, options };
+    let dense = Inputs { q: q.shallow_clone(), k, v, appended: None, rng_state: None, options, stream: inputs.stream };
     if a.has_latents() {
-        // a headdim that fwd has no kernels for; its CPU backend takes any
-        return super::super::forward_on_cpu(&inputs, &Attention { seqlen_k, ..parameters::attention(a) });
+        // fwd has no kernels for this headdim; its CPU backend takes any
+        let keys = a.total_q().map_or(Keys::Dense, |_| Keys::Packed { total: a.batch * seqlen_k });
+        let features = RequestedFeatures { seqused_k: true, ..a.features };
+        return ops::forward_on_cpu(&dense, &Attention { seqlen_k, keys, features, ..*a });
     }
-    super::super::forward(&super::super::Call { inputs, stream: call.stream })
+    ops::forward(&dense)
 }

@@ -1,118 +1,139 @@
-//! `volta_fa::fwd_kvcache`: attention of new queries over keys and values in a cache, to which more may be appended first.
+//! `volta_fa::fwd_kvcache` and `volta_fa::fwd_mla`: attention of new queries over a cache, after an optional append.
 
-mod append;
-mod dequantize;
-mod device;
 mod gather;
-pub(crate) mod mla;
-mod parameters;
-mod prefill;
+mod kernels;
 mod quantized;
 
-use super::{checks_lengths, Target};
-use crate::error::{Error, Result};
-use crate::options::KvCacheOptions;
+use super::bf16::saturated;
+use super::inputs::{int32_values, Described, Inputs, Target};
+use crate::error::Result;
+use crate::launch::Launcher;
+use crate::limits::LATENT_HEADDIMS;
+use crate::options::Options;
 use crate::params::CacheFormat;
-use crate::plan;
-use crate::problem::{self, Backend, CacheValues, CachedAttention, CachedSequence, TensorDesc};
-use crate::tensor::{describe, is_readable};
-use std::ffi::c_void;
+use crate::problem::{self, Attention, Backend, Cache, CacheLayout, CacheValues, CachedSequence, DType, Keys};
+use crate::tensor::{is_readable, readable};
 use tch::{Kind, Tensor};
 
-/// What the op takes.
-pub(crate) struct Call {
-    pub q: Tensor,
-    pub k_cache: Tensor,
-    pub v_cache: Tensor,
-    /// k and v, written to the caches behind cache_seqlens before anything is read
-    pub appended: Option<[Tensor; 2]>,
-    pub options: KvCacheOptions<Tensor>,
-    /// the current stream of q's device
-    pub stream: *mut c_void,
+/// A validated call.
+struct Prepared {
+    target: Target,
+    a: Attention,
+    /// Lengths, if the call checks them.
+    sequences: Option<Vec<CachedSequence>>,
 }
 
-/// (out, softmax_lse).
+/// Computes `volta_fa::fwd_kvcache`: (out, softmax_lse).
 ///
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
-pub(crate) fn forward(call: &Call) -> Result<(Tensor, Tensor)> {
-    let q = describe(&call.q)?;
-    let target = Target::of(&q, call.stream)?;
-    let a = validate(call, &q, target.backend())?;
-    let sequences = match checks_lengths(&target, q.device, call.options.check_lengths)? {
-        true => Some(sequences(call, &a)?),
-        false => None,
-    };
-    // what the gathered tokens take memory for
-    let seqlen_k = sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0));
-    if sequences.is_some() && a.format != CacheFormat::Unquantized {
-        gather::check_scales(call, &a, seqlen_k)?;
-    }
+pub(crate) fn forward(inputs: &Inputs) -> Result<(Tensor, Tensor)> {
+    let Prepared { target, a, sequences } = prepare(inputs, validate)?;
+    let seqlen_k = longest(&a, &sequences);
     match target {
-        Target::Kernels(launcher) if has_room(&a) => {
-            let q = append::run(call, &a, &*launcher)?;
-            if a.is_empty() {
-                empty(call, &a)
-            } else if readable(call, &a) {
-                device::attend(&q, call, &a, &*launcher)
-            } else {
-                gather::attend(&q, call, &a, seqlen_k, sequences.as_deref(), &*launcher)
-            }
-        }
-        _ => gather::forward(call, &a, seqlen_k),
+        Target::Kernels(launcher) if has_room(&a) => kernels::append_and_attend(inputs, &a, seqlen_k, sequences.as_deref(), &*launcher),
+        _ => gather::forward(inputs, &a, seqlen_k),
     }
 }
 
-/// Whether the cache can hold a token at all. A tensor without elements may have no address, by which kernels tell what is given.
-fn has_room(a: &CachedAttention) -> bool {
-    a.seqlen_k > 0 && a.entries > 0
-}
-
-/// Whether the kernels can attend to the caches where they are: all rows on 16-byte boundaries, of whole groups of 16 bytes. Of a cache that
-/// is not fp16 they read what decode reads, of a quantized one beside fp16 queries.
-fn readable(call: &Call, a: &CachedAttention) -> bool {
-    let own = match (call.q.kind(), a.format) {
-        (Kind::Half, CacheFormat::Unquantized) => true,
-        (Kind::Half, _) | (Kind::BFloat16, CacheFormat::Unquantized) => {
-            plan::decode_rows(&parameters::attention(a)) <= plan::MAX_DECODE_ROWS
+/// Computes `volta_fa::fwd_mla`: (out, softmax_lse). k is the cache of latents.
+///
+/// # Errors
+/// Wrong arguments; a device that no kernel runs on.
+pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
+    let Prepared { target, a, sequences } = prepare(&inputs, validate_mla)?;
+    let o = &mut inputs.options;
+    let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
+    (o.v_scale, o.v_descale) = (own(&o.k_scale), own(&o.k_descale));
+    inputs.v = inputs.k.f_narrow(-1, 0, LATENT_HEADDIMS[0])?;
+    match target {
+        _ if a.has_no_output() => gather::no_output(&inputs, &a),
+        Target::Cpu => gather::forward(&inputs, &a, longest(&a, &sequences)),
+        Target::Kernels(launcher) if has_room(&a) && inputs.q.kind() == Kind::Half && is_readable(&inputs.k) => {
+            kernels::attend(&inputs, &a, &*launcher)
         }
-        _ => false,
-    };
-    own && [&call.k_cache, &call.v_cache].into_iter().all(is_readable)
+        Target::Kernels(launcher) => attend_to_copied_latents(&inputs, &a, longest(&a, &sequences), &*launcher),
+    }
 }
 
-/// What [`forward`] would refuse of tensors that may have no data, as far as their sizes are known.
-pub(crate) fn check(call: &Call) -> Result<()> {
-    validate(call, &describe(&call.q)?, Backend::Meta).map(|_| ())
+/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
+pub(crate) fn check(inputs: &Inputs) -> Result<()> {
+    validate(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
-/// `q` is the description of call.q.
-fn validate(call: &Call, q: &TensorDesc, backend: Backend) -> Result<CachedAttention> {
-    let options = call.options.try_map(describe)?;
-    let appended = call.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?;
-    let appended = appended.as_ref().map(|[k, v]| [k, v]);
-    problem::validate_kvcache(q, &describe(&call.k_cache)?, &describe(&call.v_cache)?, appended, &options, backend)
+/// Rejects what [`forward_mla`] would reject, as far as sizes are known.
+pub(crate) fn check_mla(inputs: &Inputs) -> Result<()> {
+    validate_mla(&inputs.describe()?, Backend::Meta).map(|_| ())
 }
 
-/// Reads and checks the values in the call's int32 tensors, which on a GPU means waiting for it.
-fn sequences(call: &Call, a: &CachedAttention) -> Result<Vec<CachedSequence>> {
-    let o = &call.options;
-    let values = |t: &Option<Tensor>| {
-        t.as_ref().map(|t| Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?.f_reshape([-1_i64].as_slice())?)).transpose()
-    };
+fn validate(d: &Described, backend: Backend) -> Result<Attention> {
+    let appended = d.appended.as_ref().map(|[k, v]| [k, v]);
+    problem::validate_kvcache(&d.q, &d.k, &d.v, appended, &d.options, backend)
+}
+
+fn validate_mla(d: &Described, backend: Backend) -> Result<Attention> {
+    problem::validate_mla(&d.q, &d.k, &d.options, backend)
+}
+
+/// Chooses a backend and validates; reads lengths and scales if the call checks them.
+fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attention>) -> Result<Prepared> {
+    let described = inputs.describe()?;
+    let target = Target::of(&described.q, inputs.stream)?;
+    let checks_lengths = target.checks_lengths(described.q.device, inputs.options.check_lengths)?;
+    let a = validate(&described, target.backend())?;
+    let mut sequences = None;
+    if checks_lengths {
+        sequences = Some(checked_sequences(inputs, &a)?);
+        if a.cache_format() != CacheFormat::Unquantized {
+            gather::check_scales(inputs, &a, longest(&a, &sequences))?;
+        }
+    }
+    Ok(Prepared { target, a, sequences })
+}
+
+/// Reads and checks the values of the call's int32 tensors. On a GPU this synchronizes.
+fn checked_sequences(inputs: &Inputs, a: &Attention) -> Result<Vec<CachedSequence>> {
+    let o = &inputs.options;
     let values = CacheValues {
-        cache_seqlens: values(&o.cache_seqlens)?,
-        cu_seqlens_q: values(&o.cu_seqlens_q)?,
-        cu_seqlens_k_new: values(&o.cu_seqlens_k_new)?,
-        block_table: values(&o.block_table)?,
-        cache_batch_idx: values(&o.cache_batch_idx)?,
-        leftpad_k: values(&o.leftpad_k)?,
+        cache_seqlens: int32_values(&o.cache_seqlens)?,
+        cu_seqlens_q: int32_values(&o.cu_seqlens_q)?,
+        cu_seqlens_k_new: int32_values(&o.cu_seqlens_k_new)?,
+        block_table: int32_values(&o.block_table)?,
+        cache_batch_idx: int32_values(&o.cache_batch_idx)?,
+        leftpad_k: int32_values(&o.leftpad_k)?,
     };
     problem::validate_kvcache_values(a, &values)
 }
 
-/// No output element: nothing but shapes.
-fn empty(call: &Call, a: &CachedAttention) -> Result<(Tensor, Tensor)> {
-    let device = call.q.device();
-    Ok((Tensor::f_empty(a.out_shape(), (call.q.kind(), device))?, Tensor::f_empty(a.lse_shape(), (Kind::Float, device))?))
+/// Returns the keys of the longest sequence, as far as it is known: gathered tokens take memory for it.
+fn longest(a: &Attention, sequences: &Option<Vec<CachedSequence>>) -> i64 {
+    sequences.as_ref().map_or(a.seqlen_k, |all| all.iter().map(CachedSequence::seqlen_k).max().unwrap_or(0))
+}
+
+/// Returns true if the cache can hold a token. A tensor without elements may have no address, and kernels take null for "not given".
+fn has_room(a: &Attention) -> bool {
+    a.seqlen_k > 0 && a.cache().is_some_and(|cache| cache.entries > 0)
+}
+
+/// Attends to fp16 copies of latents: decode kernels cannot read bf16 ones, those beside bf16 queries, and rows off 16-byte boundaries.
+fn attend_to_copied_latents(inputs: &Inputs, a: &Attention, seqlen_k: i64, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let half = |t: &Tensor| readable(&if t.kind() == Kind::Half { t.shallow_clone() } else { saturated(t)? });
+    let (tokens, used) = gather::collected(inputs, a, seqlen_k)?;
+    let tokens = match seqlen_k {
+        // a tensor without elements may have no address, and kernels take null for "not given"
+        0 => Tensor::f_zeros([a.batch, 1, 1, a.headdim], (Kind::Half, inputs.q.device()))?,
+        _ => half(&tokens)?,
+    };
+    let rows = tokens.size()[1];
+    let cache = Cache { layout: CacheLayout::Entries, entries: a.batch, rows, format: CacheFormat::Unquantized };
+    let dense = Attention { dtype: DType::Half, keys: Keys::Latents(cache), seqlen_k: rows, ..*a };
+    let options = Options {
+        cache_seqlens: Some(used),
+        cu_seqlens_q: inputs.options.cu_seqlens_q.as_ref().map(Tensor::shallow_clone),
+        ..Options::default()
+    };
+    let v = tokens.f_narrow(-1, 0, a.headdim_v)?;
+    let copied = Inputs { q: half(&inputs.q)?, k: tokens, v, options, ..inputs.share() };
+    let (out, softmax_lse) = kernels::attend(&copied, &dense, launcher)?;
+    Ok((out.f_to_kind(inputs.q.kind())?, softmax_lse))
 }

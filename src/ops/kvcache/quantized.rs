@@ -1,6 +1,5 @@
 //! Quantized caches by ATen operations: python/volta_fa/kv_cache/formats.py defines what this computes, to the bit.
 
-use super::Call;
 use crate::error::Result;
 use crate::params::CacheFormat;
 use tch::{Kind, Scalar, Tensor};
@@ -45,22 +44,6 @@ pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
 }
 
 impl Quantized {
-    /// The caches of a call, k and v, where they are quantized.
-    pub fn caches(call: &Call, format: CacheFormat) -> Result<[Quantized; 2]> {
-        let o = &call.options;
-        let own = |t: &Option<Tensor>| t.as_ref().map(Tensor::shallow_clone);
-        let fp8 = |t: &Option<Tensor>| -> Result<Option<Tensor>> {
-            let Some(t) = t else { return Ok(None) };
-            // (batch, nheads_k): a token between the two
-            Ok(Some(if t.dim() == 2 { t.f_unsqueeze(1)? } else { t.shallow_clone() }))
-        };
-        let one = |cache: &Tensor, scale: &Option<Tensor>, zero_point: &Option<Tensor>, descale: &Option<Tensor>| -> Result<Quantized> {
-            let scale = if format.has_scales() { own(scale) } else { fp8(descale)? };
-            Ok(Quantized { data: bytes(cache, format)?, scale, zero_point: own(zero_point) })
-        };
-        Ok([one(&call.k_cache, &o.k_scale, &o.k_zero_point, &o.k_descale)?, one(&call.v_cache, &o.v_scale, &o.v_zero_point, &o.v_descale)?])
-    }
-
     /// The numbers, in fp32 (fp64 where that is asked for) and rounded to `kind`.
     pub fn numbers(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
         let exact = if kind == Kind::Double { Kind::Double } else { Kind::Float };

@@ -1,0 +1,241 @@
+// Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
+// src/ops/kvcache/append.rs has the rules. For all families.
+//
+// Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
+// iteration. A row of a quantized cache has a scale, so a whole warp takes it.
+#include "shared/append/quantize.cuh"
+#include "cache.cuh"
+#include "half.cuh"
+#include "volta_fa_params.h"
+
+namespace append {
+
+// Format of the cache's elements. (One kernel for all formats would not fit the instruction cache.)
+constexpr CacheFormat kFormat = CacheFormat::CACHE_FORMAT;
+constexpr bool kQuantizes = kFormat != CacheFormat::Unquantized;
+
+// Columns that a thread has at a time.
+constexpr int kColumns = 2;
+
+// Whether two columns of 16-bit elements at p can be accessed as a word; `left`: columns that exist, at least one.
+__device__ __forceinline__ bool is_word(const unsigned short* p, int left) {
+    return left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(unsigned) == 0;
+}
+__device__ __forceinline__ unsigned load(const unsigned short* p, int left) {
+    if (is_word(p, left)) return *reinterpret_cast<const unsigned*>(p);
+    return p[0] | (left > 1 ? static_cast<unsigned>(p[1]) << 16 : 0);
+}
+__device__ __forceinline__ void store(unsigned short* p, unsigned x, int left) {
+    if (is_word(p, left)) {
+        *reinterpret_cast<unsigned*>(p) = x;
+    } else {
+        p[0] = static_cast<unsigned short>(x);
+        if (left > 1) p[1] = static_cast<unsigned short>(x >> 16);
+    }
+}
+
+template <ElementType Element>
+__device__ __forceinline__ float2 to_floats(unsigned pair) {
+    return Element == ElementType::Bf16 ? bf16x2_to_float2(pair) : to_float2(pair);
+}
+template <ElementType Element>
+__device__ __forceinline__ unsigned from_floats(float lo, float hi) {
+    return Element == ElementType::Bf16 ? to_bf16x2(lo, hi) : to_half2(lo, hi);
+}
+
+// Element i of a row of cos or sin, as fp32.
+__device__ __forceinline__ float factor(const void* row, ElementType element, int i) {
+    if (element == ElementType::Float) return static_cast<const float*>(row)[i];
+    const unsigned x = static_cast<const unsigned short*>(row)[i];
+    return element == ElementType::Bf16 ? bf16x2_to_float2(x).x : to_float2(x).x;
+}
+
+// Rotary embedding of the rows at one position.
+class Rotation {
+    const AppendParams& p_;
+    const char *cos_, *sin_;
+    bool exists_;
+
+public:
+    __device__ __forceinline__ Rotation(const AppendParams& p, int position)
+        : p_(p), cos_(row(p.rotary_cos, p.rotary_cos_stride, position)), sin_(row(p.rotary_sin, p.rotary_sin_stride, position)),
+          exists_(position < p.rotary_rows) {}
+
+    // Returns columns `column` and column + 1 of a row, rotated; x: both columns. Computed in fp32, rounded once to the element
+    // type. rotary_dim is even. Positions past the cos and sin tables give NaN.
+    template <ElementType Element>
+    __device__ __forceinline__ unsigned apply(unsigned x, const unsigned short* row, int column) const {
+        if (column >= p_.rotary_dim) return x;
+        const int half = p_.rotary_dim / 2;
+        // The column that each is rotated with: interleaved, the other of the pair; else the same column of the other half.
+        const auto partner = [&](int c) { return c < half ? c + half : c - half; };
+        const unsigned other = p_.rotary_interleaved ? __byte_perm(x, 0, 0x1032)
+                                                     : row[partner(column)] | static_cast<unsigned>(row[partner(column + 1)]) << 16;
+        const float2 own = to_floats<Element>(x), with = to_floats<Element>(other);
+        float rotated[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; i++) {
+            const int c = column + i;
+            const bool first = p_.rotary_interleaved ? i == 0 : c < half;
+            const int at = p_.rotary_interleaved ? c / 2 : c < half ? c : c - half;
+            const float cos = exists_ ? factor(cos_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
+            const float sin = exists_ ? factor(sin_, p_.rotary_element, at) : __int_as_float(0x7fc00000);
+            // Each product and their sum are rounded, as in PyTorch.
+            const float product = __fmul_rn(i == 0 ? with.x : with.y, sin);
+            rotated[i] = __fadd_rn(__fmul_rn(i == 0 ? own.x : own.y, cos), first ? -product : product);
+        }
+        return from_floats<Element>(rotated[0], rotated[1]);
+    }
+
+private:
+    __device__ __forceinline__ const char* row(const void* table, long long stride, int position) const {
+        const int bytes = p_.rotary_element == ElementType::Float ? 4 : 2;
+        return static_cast<const char*>(table) + position * stride * bytes;
+    }
+};
+
+// Address of a row of one head of one batch entry.
+__device__ __forceinline__ const unsigned short* row_of(const Operand& x, int batch, int head, long long row) {
+    return x.ptr + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
+}
+
+// Reduces `low` and `high` to the minimum and maximum over a warp; NaN if one of the numbers is.
+__device__ __forceinline__ void bounds_of_warp(float& low, float& high) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const float other_low = __shfl_xor_sync(~0u, low, distance), other_high = __shfl_xor_sync(~0u, high, distance);
+        low = other_low != other_low || other_low < low ? other_low : low;
+        high = other_high != other_high || other_high > high ? other_high : high;
+    }
+}
+
+// Writes a row of a quantized cache. Lanes have columns 2 * (lane + 32 * i) and the next. All lanes of a warp call it together.
+constexpr int kPairs = 4;  // pairs of columns of a lane, in a row of up to 256 columns
+__device__ __forceinline__ void write_row(const CacheScale& scales, const CacheScale& zero_points, const Operand& to, int batch,
+                                          int head, int page, int row, int columns, const float2 (&x)[kPairs]) {
+    const int lane = threadIdx.x & 31;
+    unsigned char* data = bytes_of_page(to, page, row, head);
+    constexpr bool kTokenScales = kFormat == CacheFormat::Int8 || kFormat == CacheFormat::Int4;
+    RowScale of_row = {};
+    float scale = 1.f;
+    if constexpr (kTokenScales) {
+        float low = __int_as_float(0x7f800000), high = __int_as_float(0xff800000);
+#pragma unroll
+        for (int i = 0; i < kPairs; i++) {
+            const int column = kColumns * (lane + 32 * i);
+            const float pair[kColumns] = {x[i].x, x[i].y};
+#pragma unroll
+            for (int c = 0; c < kColumns; c++)
+                if (column + c < columns) {
+                    low = pair[c] != pair[c] || pair[c] < low ? pair[c] : low;
+                    high = pair[c] != pair[c] || pair[c] > high ? pair[c] : high;
+                }
+        }
+        bounds_of_warp(low, high);
+        of_row = RowScale::of<kFormat>(low, high);
+        if (lane == 0) {
+            const float nan = __int_as_float(0x7fc00000);
+            *scale_of_page(scales, page, row, head) = of_row.finite ? of_row.scale : nan;
+            if constexpr (kFormat == CacheFormat::Int4)
+                *scale_of_page(zero_points, page, row, head) = of_row.finite ? of_row.zero_point : nan;
+        }
+    } else {
+        scale = scale_of_sequence(scales, batch, head);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+        const int column = kColumns * (lane + 32 * i);
+        if (column >= columns) continue;
+        if constexpr (kFormat == CacheFormat::Int4) {
+            data[column / 2] = static_cast<unsigned char>(of_row.code<kFormat>(x[i].x) | of_row.code<kFormat>(x[i].y) << 4);
+        } else {
+            unsigned codes[kColumns];
+            if constexpr (kTokenScales)
+                codes[0] = of_row.code<kFormat>(x[i].x), codes[1] = of_row.code<kFormat>(x[i].y);
+            else
+                codes[0] = fp8_code<kFormat>(x[i].x, scale), codes[1] = fp8_code<kFormat>(x[i].y, scale);
+            data[column] = static_cast<unsigned char>(codes[0]);
+            if (column + 1 < columns) data[column + 1] = static_cast<unsigned char>(codes[1]);
+        }
+    }
+}
+
+// Appends the block's rows of K and V to a quantized cache, one row per warp at a time.
+template <ElementType Element>
+__device__ __forceinline__ void append_quantized(const AppendParams& p, const CacheSeqlenInfo& sequence, int head_k, int batch,
+                                                 int first, int new_rows) {
+    const int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x / 32; i < 2 * new_rows; i += THREADS / 32) {
+        const int row = first + i / 2, position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
+        const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
+        if (!has_page(p.cache, page)) continue;
+        const bool is_v = i % 2;
+        const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
+        const int columns = is_v ? p.problem.headdim_v : p.problem.headdim;
+        const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
+        float2 x[kPairs] = {};
+#pragma unroll
+        for (int pair = 0; pair < kPairs; pair++) {
+            const int column = kColumns * (lane + 32 * pair);
+            if (column >= columns) continue;
+            unsigned word = load(source + column, columns - column);
+            if (!is_v) word = Rotation(p, position).apply<Element>(word, source, column);
+            x[pair] = to_floats<Element>(word);
+        }
+        const CacheScale &scale = is_v ? p.scales.v : p.scales.k, &zero = is_v ? p.scales.v_zero_point : p.scales.k_zero_point;
+        const int at = position - index * p.cache.rows;
+        write_row(scale, zero, to, batch, head_k, page, at, columns, x);
+    }
+}
+
+template <ElementType Element>
+// Runs the kernel, for one element type of k, v and q. A block has BLOCK_ROWS tokens of a KV head and its query heads.
+__device__ __forceinline__ void append(const AppendParams& p) {
+    const Problem& problem = p.problem;
+    const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
+    const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
+    const int group = p.rotary_dim > 0 ? problem.nheads / problem.nheads_k : 0;
+    const int seqlen_knew = sequence.valid() ? sequence.seqlen_knew() : 0;
+    const int rows = min(max(seqlen_knew, group > 0 ? sequence.seqlen_q() : 0) - first, BLOCK_ROWS);
+    // Units of a row: pairs of columns of K, of V, and of Q for each query head.
+    const int pairs = (problem.headdim + kColumns - 1) / kColumns, pairs_v = (problem.headdim_v + kColumns - 1) / kColumns;
+    const int units = pairs + pairs_v + group * pairs;
+    if constexpr (kQuantizes) append_quantized<Element>(p, sequence, head_k, batch, first, min(seqlen_knew - first, BLOCK_ROWS));
+    for (int i = threadIdx.x; i < rows * units; i += THREADS) {
+        const int row = first + i / units, unit = i % units;
+        const int position = sequence.k_offset() + sequence.seqlen_k_cache() + row;
+        if (unit < pairs + pairs_v) {
+            if (kQuantizes || row >= seqlen_knew) continue;
+            const int index = position / p.cache.rows, page = page_of(p.cache, batch, index);
+            if (!has_page(p.cache, page)) continue;
+            const bool is_v = unit >= pairs;
+            const Operand &from = is_v ? p.v : p.k, &to = is_v ? p.cache.v : p.cache.k;
+            const int column = (is_v ? unit - pairs : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
+            const unsigned short* source = row_of(from, batch, head_k, sequence.knew_offset() + row);
+            unsigned x = load(source + column, columns - column);
+            if (!is_v) x = Rotation(p, position).apply<Element>(x, source, column);
+            const unsigned short* place = row_of_page(to, page, position - index * p.cache.rows) + head_k * to.head_stride;
+            store(const_cast<unsigned short*>(place) + column, x, columns - column);
+        } else if (row < sequence.seqlen_q()) {
+            const int of_q = unit - pairs - pairs_v, head = head_k * group + of_q / pairs, column = of_q % pairs * kColumns;
+            const unsigned short* source = row_of(p.q, batch, head, sequence.q_offset() + row);
+            // NaN for an invalid sequence.
+            const int of_row = p.queries_have_positions ? position : position - row;
+            const unsigned x = Rotation(p, sequence.valid() ? of_row : p.rotary_rows)
+                                   .apply<Element>(load(source + column, problem.headdim - column), source, column);
+            const Output& to = p.rotated_q;
+            unsigned short* place =
+                to.ptr + batch * to.batch_stride + head * to.head_stride + (sequence.q_offset() + row) * to.row_stride;
+            store(place + column, x, problem.headdim - column);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const AppendParams p) {
+    if (p.element == ElementType::Bf16)
+        append<ElementType::Bf16>(p);
+    else
+        append<ElementType::Half>(p);
+}
+
+}  // namespace append

@@ -1,0 +1,140 @@
+// Converts the tokens of a quantized KV cache to contiguous fp16 or bf16 rows, for kernels that read no quantized cache
+// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/dequantize.rs launches it. For all
+// families.
+//
+// Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16
+// bytes of output. Computed in fp32 and rounded once, bitwise identical to python/volta_fa/kv_cache/formats.py.
+#include "cache.cuh"
+#include "half.cuh"
+#include "quantized.cuh"
+#include "volta_fa_params.h"
+
+namespace dequantize {
+
+// Columns that a thread has at a time.
+constexpr int kColumns = 8;
+
+// Returns what a code stands for, before zero point and scale.
+template <CacheFormat Format>
+__device__ __forceinline__ float code_value(unsigned code) {
+    if constexpr (Format == CacheFormat::Int8) return static_cast<float>(static_cast<signed char>(code));
+    if constexpr (Format == CacheFormat::Int4) return static_cast<float>(code);
+    if constexpr (Format == CacheFormat::E5m2) return to_float2(code << 8).x;
+    // e4m3 bits in fp16's exponent and mantissa are 2^-8 times the number: the exponent biases are 7 and 15.
+    const unsigned magnitude = code & 0x7f;
+    const float x = 256.f * to_float2((code & 0x80) << 8 | magnitude << 7).x;
+    return magnitude == 0x7f ? __int_as_float(0x7fc00000) : x;
+}
+
+// Loads the codes of eight columns, or of the `left` bytes that exist, from p on: in column order from the lowest bits.
+template <int Bytes>
+__device__ __forceinline__ uint2 load(const unsigned char* p, int left) {
+    uint2 x = make_uint2(0, 0);
+    if (left >= Bytes && reinterpret_cast<size_t>(p) % Bytes == 0) {
+        if constexpr (Bytes == 8) return *reinterpret_cast<const uint2*>(p);
+        x.x = *reinterpret_cast<const unsigned*>(p);
+        return x;
+    }
+#pragma unroll
+    for (int i = 0; i < Bytes; i++)
+        if (i < left) (i < 4 ? x.x : x.y) |= static_cast<unsigned>(p[i]) << i % 4 * 8;
+    return x;
+}
+
+// Stores eight columns, or the `left` that exist.
+__device__ __forceinline__ void store(unsigned short* p, const uint4& x, int left) {
+    if (left >= kColumns && reinterpret_cast<size_t>(p) % sizeof(uint4) == 0) {
+        *reinterpret_cast<uint4*>(p) = x;
+        return;
+    }
+    const unsigned words[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < kColumns; i++)
+        if (i < left) p[i] = static_cast<unsigned short>(words[i / 2] >> i % 2 * 16);
+}
+
+// Converts eight columns of a row of K or V, from `column` on.
+template <CacheFormat Format, ElementType Element>
+__device__ __forceinline__ uint4 dequantize8(const DequantizeParams& p, bool is_v, int batch, int head, int page, int row,
+                                             int column, int columns) {
+    constexpr bool kInt4 = Format == CacheFormat::Int4, kTokenScales = Format == CacheFormat::Int8 || kInt4;
+    constexpr int kBits = kInt4 ? 4 : 8, kBytes = kColumns * kBits / 8;
+    const CacheScale& scales = is_v ? p.scales.v : p.scales.k;
+    const float scale = kTokenScales ? *scale_of_page(scales, page, row, head) : scale_of_sequence(scales, batch, head);
+    const float zero = kInt4 ? *scale_of_page(is_v ? p.scales.v_zero_point : p.scales.k_zero_point, page, row, head) : 0.f;
+    const unsigned char* bytes = bytes_of_page(is_v ? p.cache.v : p.cache.k, page, row, head);
+    const uint2 codes = load<kBytes>(bytes + column * kBits / 8, (columns - column) * kBits / 8);
+    float x[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; i++) {
+        const unsigned word = i * kBits < 32 ? codes.x : codes.y;
+        x[i] = code_value<Format>(word >> i * kBits % 32 & ((1u << kBits) - 1));
+        if constexpr (kInt4) x[i] = __fsub_rn(x[i], zero);
+        x[i] = __fmul_rn(x[i], scale);
+    }
+    const auto pair = [&](int i) {
+        return Element == ElementType::Bf16 ? to_bf16x2(x[2 * i], x[2 * i + 1]) : to_half2(x[2 * i], x[2 * i + 1]);
+    };
+    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+}
+
+template <CacheFormat Format, ElementType Element>
+__device__ __forceinline__ void dequantize(const DequantizeParams& p) {
+    const Problem& problem = p.problem;
+    const int head = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;
+    const CacheSeqlenInfo sequence(problem, p.lengths, p.cache, batch);
+    const int seqlen_q = sequence.seqlen_q(), end = min(sequence.seqlen_k(), problem.seqlen_k);
+    // First token that some query sees. Less than a step before it is written too, as zeros: attention kernels load and mask
+    // these keys.
+    const int seen = seqlen_q > 0 ? min(max(end - seqlen_q - problem.window_left, 0), end) : end;
+    // bf16 output is scanned for its maximum (src/ops/bf16.rs), so all of it is written.
+    const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
+    // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
+    if (p.seqused_k && first == 0 && head == 0) {
+        bool complete = sequence.valid();
+        if (p.cache.block_table)
+            for (int i = seen / p.cache.rows + threadIdx.x; i * p.cache.rows < end; i += THREADS)
+                complete &= has_page(p.cache, page_of(p.cache, batch, i));
+        complete = __syncthreads_and(complete);
+        if (threadIdx.x == 0) p.seqused_k[batch] = complete ? end : -1;
+    }
+    const int units_k = (problem.headdim + kColumns - 1) / kColumns, units_v = (problem.headdim_v + kColumns - 1) / kColumns;
+    const int units = units_k + units_v, rows = min(first + BLOCK_ROWS, end) - begin;
+    for (int i = threadIdx.x; i < rows * units; i += THREADS) {
+        const int row = begin + i / units, unit = i % units;
+        const bool is_v = unit >= units_k;
+        const int column = (is_v ? unit - units_k : unit) * kColumns, columns = is_v ? problem.headdim_v : problem.headdim;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (row >= seen) {
+            const int position = sequence.k_offset() + row, index = position / p.cache.rows;
+            const int page = page_of(p.cache, batch, index);
+            if (has_page(p.cache, page))
+                x = dequantize8<Format, Element>(p, is_v, batch, head, page, position - index * p.cache.rows, column, columns);
+        }
+        const Output& to = is_v ? p.v : p.k;
+        store(to.ptr + batch * to.batch_stride + row * to.row_stride + head * to.head_stride + column, x, columns - column);
+    }
+}
+
+template <CacheFormat Format>
+__device__ __forceinline__ void dequantize(const DequantizeParams& p) {
+    if (p.element == ElementType::Bf16)
+        dequantize<Format, ElementType::Bf16>(p);
+    else
+        dequantize<Format, ElementType::Half>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const DequantizeParams p) {
+    switch (p.scales.format) {
+        case CacheFormat::Int8:
+            return dequantize<CacheFormat::Int8>(p);
+        case CacheFormat::Int4:
+            return dequantize<CacheFormat::Int4>(p);
+        case CacheFormat::E5m2:
+            return dequantize<CacheFormat::E5m2>(p);
+        default:
+            return dequantize<CacheFormat::E4m3>(p);
+    }
+}
+
+}  // namespace dequantize

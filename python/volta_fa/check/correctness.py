@@ -1,0 +1,295 @@
+"""Checks kernels against the fp64 CPU backend. Runs each problem twice, in memory pre-filled with NaN."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import cached, tolerance
+from .cache_cases import CacheCase, CacheInputs
+from .cases import Case
+from .kernels import FORWARD, Target, problems
+from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
+
+
+@dataclass
+class Worst:
+    """The result that came nearest to what is allowed, or went beyond it the most."""
+
+    share: float = 0.0  # error over what is allowed
+    result: str = ""
+    kind: str = ""  # largest or rms
+    error: float = 0.0
+    allowed: float = 0.0
+    problem: str = ""
+    seed: int = 0
+
+
+@dataclass
+class KernelResult:
+    """What is known of a kernel."""
+
+    kernel: str
+    family: str
+    pass_: str
+    problems: int = 0
+    runs_with: list[str] = field(default_factory=list)
+    #: what the kernel did wrong
+    failures: list[str] = field(default_factory=list)
+    #: why a problem could not be checked, which is not its fault
+    inconclusive: list[str] = field(default_factory=list)
+    worst: Worst = field(default_factory=Worst)
+    poisoned: bool = True  # its results' memory was full of NaN each time
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was checked and nothing was wrong."""
+        return not self.failures and not self.inconclusive
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it: infinite errors as text."""
+        data = asdict(self)
+        data["pass"] = data.pop("pass_")
+        for name in ("share", "error"):
+            if not math.isfinite(data["worst"][name]):
+                data["worst"][name] = str(data["worst"][name])
+        return {**data, "passed": self.passed}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> KernelResult:
+        """The inverse of `data`."""
+        worst: dict[str, Any] = {n: float(value) if n in ("share", "error") else value for n, value in data["worst"].items()}
+        fields = {name: value for name, value in data.items() if name not in ("pass", "passed", "worst")}
+        return cls(**fields, pass_=data["pass"], worst=Worst(**worst))
+
+
+#: Backward's results that each kind of kernel computes; those of the rest of its pass do not speak against it.
+_OF_PASS = {
+    "BackwardDkDv": ("dk", "dv", "dattn_bias"),
+    "BackwardDq": ("dq",),
+    "BackwardPostprocess": ("dq",),
+}
+
+
+class DeviceLost(Exception):
+    """A kernel took the CUDA context with it: this process can launch no other. Has the result so far."""
+
+    def __init__(self, result: KernelResult):
+        super().__init__(result.failures[-1])
+        self.result = result
+
+
+def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> KernelResult:
+    """Run the kernel's problems. What fails is put down, whatever it is, and the next problem follows; but where the device is lost,
+    nothing more can follow in this process, which DeviceLost says."""
+    result = KernelResult(variant["name"], variant["family"], variant["pass"])
+    if variant["pass"] == "Merge":
+        _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
+        return result
+    with_cache = variant["pass"] in cached.PASSES
+    for problem in (cached.problems if with_cache else problems)(variant)[: 1 if quick else None]:
+        own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
+        check: Callable[..., None] = _check_cached if with_cache else _check_problem
+        _guarded(result, target, str(problem), own_seed, lambda: check(result, target, variant, problem, own_seed))
+    return result
+
+
+def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
+    result.problems += 1
+    try:
+        work()
+        target.synchronize()
+    except (WrongReference, torch.cuda.OutOfMemoryError) as error:
+        result.inconclusive.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        result.failures.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+        try:
+            target.synchronize()
+        except Exception as lost:
+            raise DeviceLost(result) from lost
+
+
+def _is_planned(result: KernelResult, target: Target, planned: list[str], problem: object) -> bool:
+    if target.has_kernels and result.kernel not in planned:
+        result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+        return False
+    result.runs_with = sorted({*result.runs_with, *planned} - {result.kernel})
+    return True
+
+
+def _check_cached(result: KernelResult, target: Target, variant: dict[str, Any], problem: CacheCase, seed: int) -> None:
+    kernels = cached.planned(target, problem, variant)
+    if not _is_planned(result, target, [kernel["name"] for kernel in kernels], problem):
+        return
+    inputs = cached.draw(problem, seed, target.device, kernels)
+    first, second = _twice(result, target, variant, inputs, lambda: cached.run(inputs))
+    _same_bits(result, inputs, seed, first, second)
+    expected = cached.expect(inputs)
+    _judge(result, inputs, seed, {name: first[name] for name in ("out", "softmax_lse")}, expected)
+    written = cached.written(inputs)
+    for name, given in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
+        value, exact = first[name].cpu(), expected.values[name]
+        lost = int((_bits(value) != _bits(given.cpu()))[~written].sum())
+        if lost:
+            result.failures.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
+        if written.any():
+            # a sum of two products in fp32, rounded once
+            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact[written]))
+            value = cached.numbers(inputs, name[0], value)
+            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value[written], exact[written]), allowed)
+
+
+def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any], problem: Case, seed: int) -> None:
+    if not _is_planned(result, target, target.planned(problem, variant), problem):
+        return
+    inputs = Inputs.draw(problem, seed, target.device)
+    if result.pass_ in FORWARD:
+        (out, lse, rng_state), again = _twice(result, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
+        expected = expect_forward(inputs, rng_state)
+        found = {"out": out, "softmax_lse": lse}
+        _same_bits(result, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
+        _judge(result, inputs, seed, found, expected)
+        return
+    rng_state = torch.tensor([seed, 7], device=target.device)
+    forward = expect_forward(inputs, rng_state)
+    expected = expect_backward(inputs, forward, rng_state)
+    # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
+    out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
+    runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
+    unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
+    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(result.pass_, run)} for run in runs)
+    ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
+    _same_bits(result, inputs, seed, *ordered)
+    for run in (first, second):
+        _judge(result, inputs, seed, run, expected)
+
+
+_Result = TypeVar("_Result")
+AnyInputs = Inputs | CacheInputs
+
+
+def _generator(target: Target, seed: int) -> torch.Generator:
+    return torch.Generator(target.device).manual_seed(seed)
+
+
+def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
+    found = []
+    for _ in range(2):
+        result.poisoned &= poison(target, inputs)
+        with target.running(variant):
+            found.append(work())
+            target.synchronize()
+    return found
+
+
+def poison(target: Target, inputs: AnyInputs) -> bool:
+    """Leave NaN in the memory that the caching allocator hands out next: results, row statistics, dq's accumulator in fp32. An element
+    that no kernel writes is one then. (The simulator does so by itself, and the CPU backend's memory is ATen's.) Returns whether such
+    memory is what comes next."""
+    if target.kind != "cuda":
+        return True
+    rows = inputs.q.numel() // max(inputs.q.shape[-1], 1)
+    # of every result, twice; of row statistics, in fp32; of the accumulator, rounded up to tiles; of what a decode kernel's blocks share
+    sizes = [t.nbytes for t in inputs.given for _ in range(2)] + [4 * rows, 16 * rows, 4 * inputs.q.numel(), 8 * inputs.q.numel()]
+    sizes.append(inputs.scratch_bytes)
+    # all bits set are NaN in every floating-point type
+    held = [torch.full((max(size, 1),), 255, dtype=torch.uint8, device=target.device) for size in sizes]
+    del held
+    probe = torch.empty(inputs.q.nbytes, dtype=torch.uint8, device=target.device)
+    return bool((probe == 255).all())
+
+
+def _same_bits(result: KernelResult, inputs: AnyInputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    for name, a in first.items():
+        different = int((_bits(a) != _bits(second[name])).sum())
+        if different:
+            result.failures.append(f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})")
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def _judge(result: KernelResult, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
+    for name, tensor in found.items():
+        value, exact = tensor.cpu(), expected.values[name]
+        if name == "softmax_lse":
+            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), expected.lse_tolerance)
+            continue
+        if name in ("out", "dq") and expected.keyless is not None and (value[expected.keyless] != 0).any():
+            result.failures.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
+        budget = expected.budgets[name]
+        _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), budget.allowed)
+        _put_down(result, inputs, seed, name, "rms", tolerance.rms_error(value, exact), budget.allowed_rms)
+
+
+def _put_down(result: KernelResult, inputs: AnyInputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
+    share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
+    if share > result.worst.share:
+        result.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
+    if share > 1:
+        result.failures.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
+
+
+def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
+    """Merged states have no eager counterpart that rounds: a result may be two units in the last place off."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        states: list[Tensor] = []
+        for _ in range(2):
+            out, lse = torch.randn(2, 77, 3, 40, generator=generator), 3 * torch.randn(2, 3, 77, generator=generator)
+            lse.flatten()[:: 5 + len(states)] = math.inf  # rows without a key
+            states += [out.to(dtype), lse]
+        expected = torch.ops.volta_fa.merge_attention_states(states[0].double(), states[1], states[2].double(), states[3])
+        on_device = [t.to(target.device) for t in states]
+        runs = []
+        for _ in range(2):
+            with target.running():
+                runs.append(torch.ops.volta_fa.merge_attention_states(*on_device))
+                target.synchronize()
+        eps = torch.finfo(dtype).eps
+        for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
+            allowed = (2 * eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))
+            error = tolerance.max_error(value.cpu(), exact)
+            share = error / allowed
+            place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
+            if share > result.worst.share:
+                result.worst = Worst(share, name, "largest", error, allowed, place, seed)
+            if share > 1:
+                result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+            if not torch.equal(_bits(value), _bits(again)):
+                result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
+
+
+def share_blame(results: Sequence[KernelResult]) -> None:
+    """Kernels that prepare and finish a backward pass take part in many, so a wrong result may be theirs or the main kernel's. What one
+    of those passes with is right: then the failures about it are struck out. What none passes with is wrong: then those about the
+    others are, as far as they are about what it computes."""
+    for helper in results:
+        if helper.pass_ not in _HELPERS or not helper.failures:
+            continue
+        others = [v for v in results if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
+        failed = [v for v in others if v.failures]
+        if any(v.passed for v in others) and any(v.kernel in helper.runs_with for v in failed):
+            names = ", ".join(v.kernel for v in failed if v.kernel in helper.runs_with)
+            _absolve(helper, f"failed with {names} alone, which failed with others too")
+        elif len(failed) > 1 and failed == others:
+            for result in failed:
+                if all(text.startswith(_HELPERS[helper.pass_]) for text in result.failures):
+                    _absolve(result, f"not judged: {helper.kernel} failed")
+
+
+#: What of a failure says that it may be a helper's: the result's name.
+_HELPERS = {"BackwardPreprocess": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardPostprocess": ("dq: ",)}
+
+
+def _absolve(result: KernelResult, why: str) -> None:
+    result.failures, result.worst, result.note = [], Worst(), why

@@ -1,0 +1,356 @@
+"""The error that a result may have: at most 2x (gradients: 3x) that of PyTorch's eager attention in the same dtype on the same inputs.
+
+The tests load this file by its path, so it imports nothing but torch. It handles dense problems; callers split packed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+
+# ---- the yardstick: eager attention --------------------------------------------------------------------------------
+
+
+def dropped_numbers(dropout_p: float) -> int:
+    """How many of the 2^15 random numbers drop a probability: never all."""
+    return min(round(dropout_p * 2**15), 2**15 - 1)
+
+
+def kept_share(dropout_p: float) -> float:
+    """The share of probabilities that dropout keeps, whose inverse is their factor."""
+    return 1 - dropped_numbers(dropout_p) / 2**15
+
+
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """(seqlen_q, seqlen_k) bool: query i sees key j where i+o-left <= j <= i+o+right, o = seqlen_k - seqlen_q."""
+    i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    j = torch.arange(seqlen_k, device=device)[None, :]
+    if is_causal:
+        window_right = 0
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if window_left >= 0:
+        seen &= j >= i - window_left
+    if window_right >= 0:
+        seen &= j <= i + window_right
+    return seen
+
+
+def heads_first(t: Tensor, nheads: int) -> Tensor:
+    """(batch, seqlen, nheads_k, headdim) to (batch, nheads, seqlen, headdim), key heads repeated for their queries."""
+    return t.repeat_interleave(nheads // t.shape[2], dim=2).transpose(1, 2)
+
+
+def sum_groups(t: Tensor, nheads_k: int) -> Tensor:
+    """The gradient of `heads_first`'s repetition."""
+    batch, nheads, seqlen, headdim = t.shape
+    return t.reshape(batch, nheads_k, nheads // nheads_k, seqlen, headdim).sum(2).transpose(1, 2)
+
+
+def distance(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """|i + o - j| of ALiBi."""
+    i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    return (i - torch.arange(seqlen_k, device=device)[None, :]).abs()
+
+
+def by_row(sinks: Tensor, like: Tensor) -> Tensor:
+    """The sink of each row of `like`, (batch, nheads, seqlen_q, 1)."""
+    return sinks[None, :, None, None].expand(*like.shape[:3], 1)
+
+
+@dataclass
+class Eager:
+    """Attention with all its scores, every step in the dtype of the inputs."""
+
+    out: Tensor  # (batch, seqlen_q, nheads, headdim_v)
+    softmax_lse: Tensor  # (batch, nheads, seqlen_q)
+    probabilities: Tensor  # (batch, nheads, seqlen_q, seqlen_k), before dropout
+    tanh: Tensor | None  # of softcap
+    largest_score: float  # of those that are computed and those that count; only of fp64 tensors, for what is exact
+
+
+@dataclass
+class Scores:
+    """What the softmax gets."""
+
+    scores: Tensor  # (batch, nheads, seqlen_q, seqlen_k), -inf where a key is hidden
+    logits: Tensor  # the same, and the sinks as a column more
+    tanh: Tensor | None  # of softcap
+    products: Tensor  # softmax_scale * q.k, before anything happens to them
+
+
+def score(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **mask: Any,
+) -> Scores:
+    """The scores of a dense problem, every step in the dtype of the inputs."""
+    nheads = q.shape[2]
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    seen = visible(q.shape[1], k.shape[1], device=q.device, **mask)
+    scores = products = (heads_first(q, nheads) * scale) @ heads_first(k, nheads).transpose(-1, -2)
+    tanh = None
+    if softcap > 0:
+        tanh = torch.tanh(scores / softcap)
+        scores = softcap * tanh
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * distance(q.shape[1], k.shape[1], q.device)
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        seen = seen & attn_bias
+    elif attn_bias is not None:
+        scores = scores + attn_bias
+    scores = scores.masked_fill(~seen, -math.inf)
+    logits = scores if sinks is None else torch.cat([scores, by_row(sinks, scores)], -1)
+    return Scores(scores, logits, tanh, products)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    kept: Tensor | None = None,
+    **options: Any,
+) -> Eager:
+    """PyTorch's own eager attention of a dense problem with `score`'s options, every step in the dtype of the inputs, or in fp32 from
+    where an fp32 tensor (slopes, a bias, sinks) comes in. `kept` is dropout's mask."""
+    s = score(q, k, **options)
+    # a row of -inf would be one of NaN, in the gradients too
+    none = (s.logits == -math.inf).all(-1, keepdim=True)
+    probabilities = s.logits.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)[..., : k.shape[1]]
+    weights = probabilities if kept is None else probabilities * kept / kept_share(dropout_p)
+    out = (weights.to(v.dtype) @ heads_first(v, q.shape[2])).transpose(1, 2)
+    lse = s.logits.detach().logsumexp(-1).masked_fill(none.squeeze(-1), math.inf)
+    exact = q.dtype == torch.float64
+    largest_score = max(largest(s.products), largest(s.scores[probabilities > 1e-9])) if exact else 0.0
+    return Eager(out, lse, probabilities, s.tanh, largest_score)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`attend`'s out."""
+    return attend(q, k, v, **options).out
+
+
+def gradient_names(attn_bias: Tensor | None = None, sinks: Tensor | None = None, **_: Any) -> list[str]:
+    """What the backward passes of these options return."""
+    names = ["dq", "dk", "dv"]
+    if attn_bias is not None and attn_bias.dtype != torch.bool:
+        names.append("dattn_bias")
+    return names if sinks is None else [*names, "dsinks"]
+
+
+def eager_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """The gradients of `gradient_names`, by autograd through `eager`."""
+    names = gradient_names(**options)
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in (("dq", q), ("dk", k), ("dv", v))}
+    options = dict(options)
+    for name in names[3:]:
+        leaves[name] = options[name[1:]] = options[name[1:]].detach().clone().requires_grad_()
+    with torch.enable_grad():
+        out = eager(leaves["dq"], leaves["dk"], leaves["dv"], **options)
+        found = torch.autograd.grad(out, list(leaves.values()), dout, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values())]
+
+
+# ---- errors and what is allowed ------------------------------------------------------------------------------------
+
+
+def max_error(found: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference; equal infinities agree, a NaN on one side only is infinitely wrong."""
+    if found.numel() == 0:
+        return 0.0
+    found, expected = found.double(), expected.double()
+    difference = (found - expected).abs()
+    agree = (found == expected) | (found.isnan() & expected.isnan())
+    return difference.masked_fill(agree, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+
+
+def rms_error(found: Tensor, expected: Tensor) -> float:
+    """Root of the mean square difference."""
+    if found.numel() == 0:
+        return 0.0
+    return (found.double() - expected.double()).square().mean().sqrt().nan_to_num(nan=math.inf).item()
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What a result gets of its probabilities' rounding to the dtype of the inputs, in which tensor cores (and eager attention) take
+    them: hardly more than this, by the largest error and by the root mean square."""
+
+    largest: float = 0.0
+    rms: float = 0.0
+
+
+@dataclass
+class Budget:
+    """How far one result may be from the fp64 reference: `factor` times the error of eager attention in the same
+    dtype on the same inputs, by the largest error and by the root mean square. (One key of a thousand left out
+    hides below the largest rounding error of the first rows, not below the mean.)
+
+    Eager's error may be nearly zero by luck (one key: every probability is exactly 1; a result of one or two elements), so
+    no less is allowed than what a perfect implementation has too: the rounding of its result, half a unit in the last place
+    of each element, of the sums that lead to it, `sums`, and of the probabilities in them, `rounded`.
+    """
+
+    eager_error: float
+    eager_rms: float
+    factor: float
+    largest: float
+    rms: float
+    sums: float
+    dtype: torch.dtype
+    rounded: Rounded
+
+    @classmethod
+    def of(cls, eager: Tensor, ref: Tensor, factor: float, sums: float, rounded: Rounded | None = None) -> Budget:
+        """From eager's result and the reference."""
+        size = (largest(ref), rms_error(ref, torch.zeros_like(ref)))
+        return cls(max_error(eager, ref), rms_error(eager, ref), factor, *size, sums, eager.dtype, rounded or Rounded())
+
+    def _unavoidable(self, size: float, rounded: float) -> float:
+        return torch.finfo(self.dtype).eps / 2 * size + self.sums + rounded
+
+    @property
+    def allowed(self) -> float:
+        """The largest error."""
+        return max(self.factor * self.eager_error, self._unavoidable(self.largest, self.rounded.largest))
+
+    @property
+    def allowed_rms(self) -> float:
+        """The root mean square error."""
+        return max(self.factor * self.eager_rms, self._unavoidable(self.rms, self.rounded.rms))
+
+
+class Exact(Protocol):
+    """What budgets want to know of the fp64 result: an `Eager` of fp64 tensors has it."""
+
+    out: Tensor
+    softmax_lse: Tensor
+    probabilities: Tensor
+    tanh: Tensor | None
+    largest_score: float
+
+
+def accumulation_eps(dtype: torch.dtype) -> float:
+    """Unit of rounding of the type that sums are kept in: fp64 for fp64, fp32 for all others."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def largest(t: Tensor) -> float:
+    """The largest absolute value."""
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def largest_row(t: Tensor) -> float:
+    """The largest norm of a row."""
+    return t.double().norm(dim=-1).max().item() if t.numel() else 0.0
+
+
+#: Standard deviations of a rounding error that "hardly more" means, here and below.
+_DEVIATIONS = 4
+
+
+def score_error(ref: Exact, q: Tensor) -> float:
+    """What rounded sums put on a score, and so, relative to it, on its probability.
+
+    A unit in the last place of the largest, where fp64 judges. An fp64 result is judged by one that is as much a sum of headdim rounded
+    products, which one BLAS adds in another order than the next. In such a sum each step rounds the sum so far, which grows to the
+    score: the square of the error has headdim / 3 times the score's, times 1/12 of a unit's.
+    """
+    units = 1.0
+    if q.dtype == torch.float64:
+        units = max(units, _DEVIATIONS * math.sqrt(q.shape[-1] / 3 / 12))
+    return accumulation_eps(q.dtype) * (1 + units * ref.largest_score)
+
+
+def forward_sums(ref: Exact, q: Tensor, v: Tensor, dropout_p: float = 0.0, **_: Any) -> float:
+    """What rounded sums alone may put on out."""
+    return score_error(ref, q) * largest(v) / kept_share(dropout_p)
+
+
+def rounded_probabilities(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Rounded:
+    """Of weights @ values, (batch, nheads, rows, n) and (batch, nheads, n, columns) in fp64: probabilities and what they weigh.
+
+    A rounded number is off by an even distribution over a unit in its last place. Relative to it that is at most eps / 2, with a
+    variance of (eps / 2)^2 / 3 over the square of the mantissa, which is anywhere between 1 and 2: on average 3 / (8 ln 2) of it.
+    """
+    if weights.numel() == 0 or values.numel() == 0:
+        return Rounded()
+    half = torch.finfo(dtype).eps / 2
+    variance = half**2 / 3 * 3 / (8 * math.log(2)) * (weights**2 @ values**2)
+    # No sum gets more than all its roundings the same way.
+    error = torch.minimum(_DEVIATIONS * variance.sqrt(), half * (weights.abs() @ values.abs()))
+    # The mean square of few numbers varies, by sqrt(2 / n) of itself. One rounding serves all columns, so rows are counted, by weight.
+    rows = variance.sum(-1)
+    count = (rows.sum() ** 2 / (rows**2).sum()).nan_to_num(nan=1.0).item()
+    return Rounded(largest(error), variance.mean().sqrt().item() * (1 + _DEVIATIONS / math.sqrt(2 * count)))
+
+
+def gradient_sums(ref: Exact, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[float]:
+    """What rounded sums alone may put on each of `gradient_names`."""
+    scale = options.get("softmax_scale")
+    scale = abs(q.shape[3] ** -0.5 if scale is None else scale)
+    factor = 1 / kept_share(options.get("dropout_p", 0.0))
+    eps = score_error(ref, q)
+    # |dP| and |delta| by Cauchy-Schwarz; dk and dv add up independent roundings of every query row that sees a key.
+    dp = largest_row(dout) * largest_row(v) * factor
+    rows = math.sqrt(q.shape[1] * q.shape[2] / max(k.shape[2], 1))
+    sums = [eps * dp * largest(k) * scale, eps * dp * largest(q) * scale * rows, eps * largest(dout) * rows * factor]
+    attn_bias, sinks = options.get("attn_bias"), options.get("sinks")
+    noise = delta_noise(ref, dout)
+    from_delta = noise * ref.probabilities
+    if ref.tanh is not None:
+        from_delta = from_delta * (1 - ref.tanh**2)
+    heads = [heads_first(t.double(), q.shape[2]) for t in (q, k)]
+    sums[0] += largest(torch.einsum("bhij,bhjd->bhid", from_delta, heads[1])) * scale
+    of_heads = torch.einsum("bhij,bhid->bhjd", from_delta**2, heads[0] ** 2)
+    sums[1] += largest(sum_groups(of_heads, k.shape[2]).sqrt()) * scale
+    if attn_bias is not None and attn_bias.dtype != torch.bool:
+        shared = ref.probabilities.numel() / max(attn_bias.numel(), 1)
+        along_keys = ref.probabilities.sum(-1, keepdim=True) if attn_bias.shape[-1] == 1 else ref.probabilities
+        of_delta = (along_keys * noise).square().sum_to_size(attn_bias.shape).sqrt()
+        sums.append(eps * dp * math.sqrt(shared) + largest(of_delta))
+    if sinks is not None:
+        of_sinks = torch.exp(by_row(sinks.double(), noise) - ref.softmax_lse[..., None])
+        of_delta = (of_sinks * noise).square().sum((0, 2, 3)).sqrt()
+        sums.append(eps * dp * math.sqrt(q.shape[0] * q.shape[1]) + largest(of_delta))
+    return sums
+
+
+def delta_noise(ref: Exact, dout: Tensor) -> Tensor:
+    """(batch, nheads, seqlen_q, 1): four standard deviations of what the rounding of `out` makes of each row's delta, the
+    sum of dout * out. Backward gets no more than that `out`; eager keeps probabilities instead, so that it is exact where
+    one key has all the attention or a bias has one element for all keys of a row."""
+    rounding = ref.out.to(dout.dtype).double() - ref.out
+    return _DEVIATIONS * (dout.double() * rounding).norm(dim=-1).transpose(1, 2)[..., None]
+
+
+def lse_tolerance(ref: Exact, dtype: torch.dtype) -> float:
+    """softmax_lse is an fp32 sum of fp32 sums: a few roundings of its own size and of the scores'.
+
+    The kernels get it through the hardware's approximate ex2 and lg2 and a row maximum that may lag behind, a few
+    bits worse. An error of 2^-17 changes each probability of the backward pass by less than 1% of fp16's rounding.
+    """
+    roundings = 64 if dtype in (torch.float16, torch.bfloat16) else 8
+    finite = ref.softmax_lse[ref.softmax_lse.isfinite()]
+    return roundings * torch.finfo(torch.float32).eps * (1 + max(ref.largest_score, largest(finite)))

@@ -1,0 +1,268 @@
+"""The attention function that transformers calls in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument
+from ...limits import MAX_DECODE_ROWS, MAX_HEADDIM
+from . import releases, sharded_sequences
+from .continuous_batching import continuous_batch
+from .mask_function import is_range
+from .mask_rule import MaskRule, sequence_arguments
+from .quantized_cache import QuantizedStates, arguments
+
+#: Arguments of attention functions that change the result and have no counterpart in the operators.
+_UNSUPPORTED = {
+    "head_mask": "a factor for each head",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "sinks": "sinks that differ from token to token",
+}
+#: Classes that set is_causal, although their attention to an image is not: eager attention ignores the attribute.
+_NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes a layer's attention, by `volta_fa::fwd`, or by `volta_fa::fwd_kvcache` for few queries without a gradient.
+
+    Args:
+        query: (batch, nheads, seqlen_q, headdim); key and value: (batch, nheads_k, seqlen_k, headdim), value's headdim may
+            differ. Up to 256; a headdim that is not a multiple of 8 costs a copy. float16 or bfloat16 on CUDA. key and value may be
+            the states that a `QuantizedCache` returns.
+        attention_mask: what `mask` returned, or a tensor that broadcasts to (batch, nheads, seqlen_q, seqlen_k): bool, True
+            where visible, or floating-point, added to the scores; or int32, the range that `mask` returns for one query. With None,
+            `is_causal`, or else the module's is_causal if it has one, applies (the last query sees the last key), in a window of
+            `sliding_window`.
+        softcap, s_aux (nheads), dropout, scaling: the op's softcap, sinks, dropout_p and softmax_scale.
+        position_bias: floating-point, broadcasts to (batch, nheads, seqlen_q, seqlen_k), added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, the op's cu_seqlens and max_seqlen. They replace
+            the mask: a tensor raises NotImplementedError, unless it comes from tracing, where it describes the same sequences.
+        kwargs: `cache` is that of continuous batching.
+
+    Returns (out, None), out (batch, seqlen_q, nheads, headdim of value).
+
+    Raises, before anything runs, NotImplementedError for unsupported arguments, such as output_attentions, and ValueError for wrong
+    ones.
+    """
+    options: dict[str, Any] = {"sinks": s_aux, "softmax_scale": scaling, "softcap": softcap or 0.0}
+    sharded = sharded_sequences.active()
+    if sharded is not None:
+        unsupported = dict(attention_mask=attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q)
+        _check_supported(module, query, key, value, None, False, kwargs)
+        causal = _is_causal(module, is_causal)
+        return sharded.attention(
+            query, key, value, unsupported, dropout, scaling, sliding_window, softcap or 0.0, causal, s_aux, bool(deterministic)
+        ), None
+    packed = cu_seq_lens_q is not None
+    cache = kwargs.pop("cache", None)
+    if cache is not None:
+        lengths = dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, max_length_q=max_length_q, max_length_k=max_length_k)
+        options |= {"is_causal": True, "window_left": -1 if sliding_window is None else sliding_window - 1}
+        return continuous_batch(module, query, key, value, cache, options, lengths | kwargs), None
+
+    _check_supported(module, query, key, value, attention_mask, packed, kwargs)
+    batch, seqlen_q, keys = query.shape[0], query.shape[2], key.shape[2]
+    rule = attention_mask if isinstance(attention_mask, MaskRule) else None
+    if rule is not None and tuple(rule.shape) != (batch, 1, seqlen_q, keys):
+        # its cu_seqlens are on the GPU, and checking them there would wait for it
+        raise bad_argument("attention_mask", rule, f"shape ({batch}, 1, {seqlen_q}, {keys})")
+    quantized = isinstance(key, QuantizedStates)
+    if quantized and (packed or dropout > 0.0 or position_bias is not None):
+        name = "cu_seq_lens_q" if packed else "dropout" if dropout > 0.0 else "position_bias"
+        raise bad_argument(name, "it with a QuantizedCache", "none", error=NotImplementedError)
+
+    tensors = (query, key, value) if s_aux is None else (query, key, value, s_aux)
+    # with more rows the tiles of the forward kernels are full, and those are faster
+    few = quantized or (
+        seqlen_q < (keys if rule is None else rule.seqlen_k)
+        and seqlen_q * query.shape[1] // max(1, key.shape[1]) < MAX_DECODE_ROWS
+        and dropout == 0.0
+        and position_bias is None
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+    if rule is not None and (
+        # a bias is for positions in the batch, not in a sequence; and fwd has no padding before cached keys
+        (position_bias is not None and not packed and rule.cu_seqlens_q is not None) or (rule.leftpad_k is not None and not few)
+    ):
+        attention_mask = rule.as_tensor()
+    visible = _visible_keys(module, query, key, attention_mask, few, packed, _is_causal(module, is_causal), sliding_window)
+    options |= {"window_left": visible.window_left, "window_right": visible.window_right}
+    bias, sequences = visible.bias, visible.sequences
+    if scaling is None:
+        options["softmax_scale"] = _softmax_scale(module, query)
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+            raise bad_argument("cu_seq_lens_q", "it without all of cu_seq_lens_k, max_length_q and max_length_k", "them too")
+        sequences = sequence_arguments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if position_bias is not None:
+        if packed:
+            raise bad_argument("position_bias", "it together with cu_seq_lens_q", "one of them", error=NotImplementedError)
+        bias = _sum_of_biases(bias, position_bias[..., : visible.keys])
+
+    q = query.transpose(1, 2)
+    if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
+        if bias is not None or sequences:
+            raise bad_argument(
+                "attention_mask",
+                f"one that is more than causality, a window and padding before or after a sequence, in {type(module).__name__} with a "
+                "QuantizedCache",
+                "one of these",
+                error=NotImplementedError,
+            )
+        kv_cache = arguments(key.stored, value.stored)
+        q = q if key.turn is None else q @ key.turn
+    else:
+        k, v = (t[:, :, : visible.keys].transpose(1, 2) for t in (key, value))
+        kv_cache = {"k_cache": k, "v_cache": v}
+    if few and bias is None and not sequences:
+        out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+            q if q.stride(-1) == 1 else q.contiguous(),
+            kv_cache.pop("k_cache"),
+            kv_cache.pop("v_cache"),
+            **kv_cache,
+            **visible.cache_lengths,
+            **options,
+        )
+        return out, None
+    if sequences:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    options |= {"dropout_p": dropout, "deterministic": bool(deterministic)}
+    out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, attn_bias=bias, **options)
+    return out.view(batch, seqlen_q, *out.shape[-2:]), None
+
+
+_NONE: Mapping[str, Any] = {}
+
+
+class _VisibleKeys(NamedTuple):
+    """The keys that each query sees, as arguments of the operators."""
+
+    keys: int  # the first of the given keys, without the empty end of a static cache
+    window_left: int = -1
+    window_right: int = -1
+    bias: Tensor | None = None
+    cache_lengths: Mapping[str, Tensor] = _NONE  # leftpad_k and cache_seqlens of `volta_fa::fwd_kvcache`
+    sequences: Mapping[str, Any] = _NONE  # cu_seqlens and max_seqlen of `volta_fa::fwd`
+
+
+def _visible_keys(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    few: bool,
+    packed: bool,
+    is_causal: bool,
+    sliding_window: int | None,
+) -> _VisibleKeys:
+    """Translates a mask, or without one what the module and the arguments say.
+
+    Args:
+        few: whether `volta_fa::fwd_kvcache` may run.
+        packed: whether cu_seq_lens_q is given, which replaces masks in memory.
+    """
+    keys = key.shape[2]
+    if mask is not None and is_range(mask) and not packed:
+        begin, end = mask[:, 0, 0]
+        if few and query.shape[2] == 1:
+            return _VisibleKeys(keys, cache_lengths={"leftpad_k": begin, "cache_seqlens": end})
+        position = torch.arange(keys, device=query.device)
+        return _VisibleKeys(keys, bias=((position >= begin[:, None]) & (position < end[:, None]))[:, None, None, :])
+    if isinstance(mask, MaskRule):
+        lengths = {} if mask.leftpad_k is None else {"leftpad_k": mask.leftpad_k}
+        sequences = {}
+        if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
+            sequences = sequence_arguments(mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
+        return _VisibleKeys(mask.seqlen_k, mask.window_left, mask.window_right, None, lengths, sequences)
+    if mask is None or packed:
+        window = -1 if sliding_window is None else sliding_window - 1
+        return _VisibleKeys(keys, window, 0 if is_causal else window)
+    bias = mask[..., :keys] if releases.VERSION < (5, 0) else mask  # some models of 4.57 make it too long
+    # causal by a table of the module's own, whatever the mask shows
+    is_causal = _is_old_gpt2(module) and not module.is_cross_attention
+    return _VisibleKeys(keys, window_right=0 if is_causal else -1, bias=bias)
+
+
+def _is_causal(module: torch.nn.Module, argument: bool | None) -> bool:
+    if argument is None:
+        return bool(getattr(module, "is_causal", False)) and type(module).__name__ not in _NOT_CAUSAL
+    return bool(argument)
+
+
+def _softmax_scale(module: Any, query: Tensor) -> float:
+    """Returns what a module without the argument `scaling` multiplies scores by."""
+    scale = query.shape[-1] ** -0.5
+    if _is_old_gpt2(module):
+        scale = scale if module.scale_attn_weights else 1.0
+        scale /= module.layer_idx + 1 if module.scale_attn_by_inverse_layer_idx else 1
+    return scale
+
+
+def _is_old_gpt2(module: torch.nn.Module) -> bool:
+    """Recognizes GPT-2 and the decision transformer of transformers 4.57, whose eager attention reads its scale from the module and is
+    causal by a table of its own."""
+    return releases.VERSION < (5, 0) and hasattr(module, "scale_attn_by_inverse_layer_idx")
+
+
+def _check_supported(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packed: bool, kwargs: dict[str, Any]
+) -> None:
+    """Raises NotImplementedError for what the operators do not compute."""
+    name, config = type(module).__name__, getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        expected = "False: the weights are never in memory; attn_implementation='eager' has them"
+        raise bad_argument("output_attentions", True, expected, error=NotImplementedError)
+    for argument in _UNSUPPORTED:
+        if kwargs.get(argument) is not None:
+            raise _unsupported(argument, name)
+    if attention_mask is not None and (not isinstance(attention_mask, MaskRule) or attention_mask.leftpad_k is not None):
+        additive = attention_mask.is_floating_point()
+        # 4.57's ViT and its relatives pass it as the mask, and eager multiplies by it
+        if additive and attention_mask.dim() == 4 and attention_mask.shape[2:] == (1, 1) and key.shape[2] > 1:
+            raise _unsupported("head_mask", name)
+        if packed and (additive or not torch.compiler.is_compiling()):
+            got = f"one that is more than causality or a window in {name}, and cu_seq_lens_q"
+            raise bad_argument("attention_mask", got, "one of them", error=NotImplementedError)
+    if packed and getattr(config, "attention_chunk_size", None):
+        got = f"it in {name}, which attends in chunks"
+        raise bad_argument("cu_seq_lens_q", got, "None: packed sequences have no chunks", error=NotImplementedError)
+    headdim = max(query.shape[-1], value.shape[-1])
+    if headdim > MAX_HEADDIM:
+        raise bad_argument("headdim", f"{headdim} in {name}", f"at most {MAX_HEADDIM}", error=NotImplementedError)
+
+
+def _unsupported(argument: str, module: str) -> Exception:
+    got = f"{_UNSUPPORTED[argument]} in {module}"
+    return bad_argument(argument, got, "None: use attn_implementation='eager'", error=NotImplementedError)
+
+
+def _sum_of_biases(bias: Tensor | None, position_bias: Tensor) -> Tensor:
+    if bias is None:
+        return position_bias
+    if bias.dtype == torch.bool:
+        return torch.where(bias, position_bias, float("-inf"))
+    return bias + position_bias

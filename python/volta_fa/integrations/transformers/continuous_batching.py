@@ -1,0 +1,135 @@
+"""Continuous batching of transformers (`generate_batch`): the attention of its batches, and the names that its modules ask for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument
+from . import releases
+from .mask_rule import sequence_arguments
+from .releases import NAME, PAGED_NAME
+
+#: The first supported transformers. In 5.13 the cache of sliding layers gives wrong tokens, with its own attention too; the releases
+#: between are untested.
+_FIRST_RELEASE = (5, 17)
+
+
+def continuous_batch(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """Computes attention of a batch of `generate_batch`: packed sequences, whose earlier keys are in the pages of `cache`.
+
+    `cache.update` writes the new keys into the pages and returns the gathered keys of each sequence. In steps in which each sequence has
+    one query it may give a block_table instead: then `volta_fa::fwd_kvcache` appends, and reads the pages in place.
+
+    Args:
+        query, key, value: (1, nheads or nheads_k, tokens, headdim).
+        options: arguments of both operators.
+        kwargs: those of the attention function. `cache.update` adds to them.
+
+    Returns (1, tokens, nheads, headdim).
+    """
+    if not hasattr(cache, "update"):
+        got = f"a {type(cache).__name__} in {type(module).__name__}"
+        raise bad_argument("cache", got, "the cache of transformers' continuous batching", error=NotImplementedError)
+    check_release()
+    parameters = inspect.signature(cache.update).parameters
+    if "kwargs" in parameters:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    elif {"read_index", "write_index"} <= set(parameters):
+        key, value = _older_cache(module, key, value, cache, options["window_left"] >= 0, kwargs)
+    else:
+        got = f"the one of transformers {releases.transformers_version}"
+        raise bad_argument("cache", got, "an update method as in 5.17 or 5.23: install one of these", error=NotImplementedError)
+    cu_seqlens_k = kwargs["cu_seq_lens_k"]
+    if kwargs.get("block_table") is not None:
+        q, k, v = (t.squeeze(0).transpose(0, 1).unsqueeze(1) for t in (query, key, value))
+        # the lengths are those with the new token
+        cached = cu_seqlens_k.diff()[: len(q)] - 1
+        out, _softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+            q, kwargs["k_cache"], kwargs["v_cache"], k, v, cache_seqlens=cached, block_table=kwargs["block_table"], **options
+        )
+        return out.transpose(0, 1)
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    sequences = sequence_arguments(kwargs["cu_seq_lens_q"], cu_seqlens_k, kwargs["max_length_q"], kwargs["max_length_k"])
+    out, _softmax_lse, _rng_state = torch.ops.volta_fa.fwd(q, k, v, **sequences, **options)
+    return out.unsqueeze(0)
+
+
+def check_release() -> None:
+    """Raises NotImplementedError for a transformers without a supported continuous batching."""
+    if releases.VERSION < _FIRST_RELEASE:
+        got = f"transformers {releases.transformers_version}"
+        raise bad_argument("generate_batch", got, "5.17 or later, whose continuous batching volta_fa follows", error=NotImplementedError)
+
+
+def _older_cache(
+    module: torch.nn.Module, key: Tensor, value: Tensor, cache: Any, has_window: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Does what `cache.update(kwargs=...)` does, with the cache of transformers 5.17.
+
+    That one takes indices, and all layers of a kind share a group with one of several block tables.
+    """
+    for name in ("cu_seq_lens_k", "max_seqlen_k"):
+        if isinstance(kwargs[name], dict):
+            kwargs[name] = kwargs[name]["sliding_attention" if has_window else "full_attention"]
+    kwargs |= {"max_length_q": kwargs["max_seqlen_q"], "max_length_k": kwargs["max_seqlen_k"]}
+    if kwargs.get("block_table") is None:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
+        return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    kwargs["block_table"] = kwargs["block_table"][group]
+    kwargs |= {"k_cache": cache.key_cache[layer].view(shape), "v_cache": cache.value_cache[layer].view(shape)}
+    return key, value
+
+
+def register() -> None:
+    """Makes continuous batching treat volta_fa like flash-attn: without mask tensors, and with block tables.
+
+    It decides both by the names of implementations. Does nothing where a release has other modules.
+    """
+    try:
+        from transformers.generation.continuous_batching import cache, continuous_api, initialization
+    except ImportError:
+        return  # another version's
+
+    def with_ours(ask: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(ask)
+        def asked(config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any) -> bool:
+            name = requested_attention_implementation if config is None else config._attn_implementation
+            return name in (NAME, PAGED_NAME) or ask(config, requested_attention_implementation, **kwargs)
+
+        return asked
+
+    for module in (cache, continuous_api, initialization):
+        if hasattr(module, "is_flash_attention_requested"):
+            module.is_flash_attention_requested = with_ours(module.is_flash_attention_requested)  # type: ignore[attr-defined]
+
+    # transformers lets flash-attn read pages, by its names and on GPUs only; ours does it wherever the op runs
+    theirs: Any = initialization
+    ensure = getattr(theirs, "ensure_decode_fast_path_is_available", None)
+    if ensure is not None:
+
+        @functools.wraps(ensure)
+        def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+            if config._attn_implementation not in (NAME, PAGED_NAME):
+                return ensure(config, cb_config, *args, **kwargs)
+            if hasattr(theirs, "ATTN_TYPE_TO_ALLOCATOR"):
+                kinds = theirs.group_layers_by_attn_type(config)
+                have_tables = all(theirs.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
+            else:  # up to 5.17
+                kinds = getattr(config, "layer_types", None)
+                windows = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+                have_tables = not windows
+            if not have_tables:
+                cb_config.max_blocks_per_request = 0
+
+        theirs.ensure_decode_fast_path_is_available = ensured

@@ -1,0 +1,226 @@
+"""The mask function: what transformers calls once a forward, and passes to the attention function in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import masking_utils
+
+from . import sharded_sequences
+from .mask_rule import MaskRule
+from .patterns import NeedsTensor, Pattern, pattern_of
+
+#: Model types whose own code adds to the mask or compares it with 0, and so needs eager's additive masks.
+_CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
+
+
+def mask(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Returns the mask that transformers passes to `attention` in every layer. It calls this once a forward and kind of layer.
+
+    Args:
+        attention_mask: (batch, keys) bool, False for padding.
+        mask_function: of a batch entry, a head, a query and a key: whether the query sees the key.
+
+    Returns one of:
+        None, if every query sees every key.
+        A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full.
+        The range of keys that one query sees, int32 (2, 1, 1, batch): the first key, and the one after the last. For one query after
+        padding, or over a static cache in compiled code.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. For padding after cached keys or between
+        tokens, for patterns that are not transformers' own, and while tracing or capturing a CUDA graph, when values are unknown.
+        Eager's additive mask, for models that calculate with it.
+    """
+    sharded = sharded_sequences.active()
+    if sharded is not None:
+        sharded.check_mask(mask_function, attention_mask)
+        return None
+    if getattr(kwargs.get("config"), "model_type", None) in _CALCULATE_WITH_MASKS:
+        return masking_utils.eager_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            **kwargs,
+        )
+    tracing = _is_tracing()
+    try:
+        if tracing and (attention_mask is not None or kwargs.get("q_length") != 1):
+            raise NeedsTensor
+        pattern = pattern_of(mask_function)
+        if (
+            kwargs.get("q_length") == 1
+            and pattern.sequences is None
+            and (tracing or (pattern.window_right == 0 and not allow_is_causal_skip))
+        ):
+            # decoding gets a tensor of one shape at every step
+            return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
+        if tracing:
+            raise NeedsTensor
+        # transformers forbids leaving out the mask where compiled code expects a tensor at every step. For packed sequences it
+        # always forbids that, because SDPA needs the tensor.
+        allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
+        if not allowed and pattern.sequences is None:
+            raise NeedsTensor
+        return _rule(pattern, batch_size, kv_length, kv_offset, attention_mask, *_queries(**kwargs))
+    except NeedsTensor:
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            **kwargs,
+        )
+
+
+def _is_tracing() -> bool:
+    """Returns whether tensor values are unknown: while compiling, tracing or capturing a CUDA graph."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _queries(
+    q_length: int = 0,
+    q_offset: int | Tensor = 0,
+    device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.device | str, int, int]:
+    """Returns the device of the queries, their number and the position of the first."""
+    if cache_position is None:
+        return device, q_length, int(q_offset)
+    # transformers 4.57 passes all positions
+    first, last = cache_position[[0, -1]].tolist()
+    if last - first != len(cache_position) - 1:
+        raise NeedsTensor
+    return cache_position.device, len(cache_position), first
+
+
+def _rule(
+    pattern: Pattern,
+    batch: int,
+    kv_length: int,
+    kv_offset: int,
+    padding_mask: Tensor | None,
+    device: torch.device | str,
+    seqlen_q: int,
+    q_offset: int,
+) -> Tensor | None:
+    """Returns the mask of a pattern with padding. Raises NeedsTensor where only a tensor describes it."""
+    left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
+    if left >= 0 or right >= 0:
+        # the op aligns the last query with the last key, and causality hides later keys
+        seqlen_k = q_offset + seqlen_q - kv_offset
+        if not 0 < seqlen_k <= kv_length or (right != 0 and seqlen_k != kv_length):
+            raise NeedsTensor
+        if left >= seqlen_k - 1:
+            left = -1
+        if right >= seqlen_q - 1 and right > 0:
+            right = -1
+
+    cu_seqlens_q = cu_seqlens_k = leftpad_k = None
+    if pattern.sequences is not None:
+        if seqlen_q != seqlen_k or padding_mask is not None:
+            raise NeedsTensor
+        cu_seqlens_q = cu_seqlens_k = _cu_seqlens(_changes(pattern.sequences.expand(batch, -1)))
+    elif padding_mask is not None:
+        padding_mask = F.pad(padding_mask, (0, max(0, kv_offset + kv_length - padding_mask.shape[1])))
+        padding_mask = padding_mask[:, kv_offset : kv_offset + seqlen_k].expand(batch, -1)
+        changes = _changes(padding_mask)
+        begins = changes & padding_mask  # of runs of tokens
+        facts = [padding_mask.all(), (begins.sum(1) > 1).any(), padding_mask[:, -1].all()]
+        complete, broken, ends = torch.stack(facts).tolist()  # one wait for the GPU
+        unlimited = left < 0 and (right < 0 or seqlen_q == 1)
+        if complete:
+            pass
+        elif unlimited and seqlen_q == 1 and not broken:
+            return _range_of_tokens(padding_mask)
+        elif unlimited and (broken or seqlen_q == 1):
+            # one query: the mask is small beside the cache
+            return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
+        elif broken:
+            raise NeedsTensor
+        elif unlimited:
+            # every query sees the keys that are not padding, also in cross-attention, where queries are other tokens
+            cu_seqlens_k = _cu_seqlens(changes)
+            begins[:, 0] |= ~padding_mask.any(1)
+            cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
+        elif seqlen_q == seqlen_k:
+            cu_seqlens_q = cu_seqlens_k = _cu_seqlens(changes)
+        elif ends:
+            leftpad_k = padding_mask.to(torch.int8).argmax(1).int()
+        else:
+            raise NeedsTensor
+
+    one_each = cu_seqlens_q is None or len(cu_seqlens_q) == batch + 1
+    if not one_each:
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
+    # None would leave causality to the module, and some causal modules do not have the attribute
+    if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
+        return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
+    return None
+
+
+def _range(
+    pattern: Pattern,
+    batch: int,
+    kv_length: int,
+    kv_offset: int | Tensor,
+    padding_mask: Tensor | None,
+    device: torch.device | str,
+    q_offset: int | Tensor,
+) -> Tensor:
+    """Returns the range of keys that one query at position q_offset sees. Does not read q_offset, so it may be traced."""
+    position = torch.as_tensor(q_offset - kv_offset, dtype=torch.int32, device=device)
+    left, right = pattern.window_left, pattern.window_right
+    begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
+    end = torch.full_like(position, kv_length) if right < 0 else (position + right + 1).clamp(max=kv_length)
+    seen = torch.stack((begin, end)).view(2, 1).expand(2, batch)
+    if padding_mask is not None and not bool(padding_mask.all()):
+        offset = int(kv_offset)
+        tokens = F.pad(padding_mask, (0, max(0, offset + kv_length - padding_mask.shape[1])))
+        tokens = tokens[:, offset : offset + kv_length].expand(batch, -1)
+        if bool(((_changes(tokens) & tokens).sum(1) > 1).any()):
+            raise NeedsTensor
+        first, last = _range_of_tokens(tokens)[:, 0, 0]
+        begin, end = torch.maximum(seen[0], first), torch.minimum(seen[1], last)
+        seen = torch.stack((torch.minimum(begin, end), end))
+    return seen.contiguous()[:, None, None]
+
+
+def _range_of_tokens(tokens: Tensor) -> Tensor:
+    """Returns begin and end of the run of True, int32 (2, 1, 1, batch), in (batch, keys) bool with at most one run."""
+    count = tokens.sum(1, dtype=torch.int32)
+    first = tokens.to(torch.int8).argmax(1).int()
+    return torch.stack((first, first + count))[:, None, None]
+
+
+def is_range(attention_mask: Tensor | None) -> bool:
+    """Returns whether a mask is a range of keys, which `_range` makes."""
+    return attention_mask is not None and not isinstance(attention_mask, MaskRule) and attention_mask.dtype == torch.int32
+
+
+def _changes(values: Tensor) -> Tensor:
+    """Returns where a row begins or its value changes, (batch, seqlen) bool."""
+    return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+
+
+def _cu_seqlens(begins: Tensor) -> Tensor:
+    return F.pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=begins.numel())

@@ -1,0 +1,118 @@
+"""Masks without memory: `MaskRule` describes causality, windows, packed sequences and padding in a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class MaskRule(Tensor):
+    """A mask of shape (batch, 1, seqlen_q, keys), dtype bool, True where visible, that has attributes instead of memory.
+
+    `attention` passes the attributes to the operators. Any other operation on it gets `as_tensor()` in its place.
+
+    Attributes:
+        window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
+            o = seqlen_k - seqlen_q; -1 is no limit.
+        seqlen_k: number of keys without the empty end of a static cache.
+        cu_seqlens_q, cu_seqlens_k: int32, where the sequences begin among the batch * seqlen_q queries and the batch *
+            seqlen_k keys, and at the end the number of these; None if each entry of the batch is one sequence. A run of padding is
+            a sequence too, so tokens stay in place.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence.
+        leftpad_k: int32 (batch), number of keys at the beginning that are padding and hidden; None for none.
+    """
+
+    window_left: int
+    window_right: int
+    seqlen_k: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    leftpad_k: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, int, int, int],
+        device: torch.device | str,
+        window_left: int = -1,
+        window_right: int = -1,
+        seqlen_k: int | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+    ) -> MaskRule:
+        """Returns a mask of a shape on a device. The other arguments are the attributes."""
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        self.window_left, self.window_right = window_left, window_right
+        self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
+        self.cu_seqlens_q, self.cu_seqlens_k, self.leftpad_k = cu_seqlens_q, cu_seqlens_k, leftpad_k
+        self.max_seqlen_q = self.max_seqlen_k = 0
+        if cu_seqlens_q is not None:
+            assert cu_seqlens_k is not None
+            self.max_seqlen_q, self.max_seqlen_k = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]).tolist()
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is a placeholder without arguments' defaults
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # gradient checkpointing
+            return args[0]
+        if func is torch.ops.aten.alias.default:  # a slice of all keys, which some models take
+            return args[0]._copy(args[0].device)
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):  # layers on several devices
+            return args[0]._copy((kwargs or {}).get("device") or args[0].device)
+        args, kwargs = tree_map_only(cls, cls.as_tensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy(self, device: torch.device | str) -> MaskRule:
+        copy = Tensor._make_wrapper_subclass(type(self), self.shape, dtype=torch.bool, device=torch.device(device))
+        copy.__dict__.update({name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.__dict__.items()})
+        return copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's has the default only
+        return (
+            f"MaskRule(shape={tuple(self.shape)}, window=({self.window_left}, {self.window_right}), "
+            f"seqlen_k={self.seqlen_k}, cu_seqlens_q={self.cu_seqlens_q}, cu_seqlens_k={self.cu_seqlens_k}, leftpad_k={self.leftpad_k})"
+        )
+
+    def as_tensor(self) -> Tensor:
+        """Returns the mask in memory."""
+        batch, _, seqlen_q, keys = self.shape
+        i = torch.arange(seqlen_q, device=self.device)[:, None] + self.seqlen_k - seqlen_q
+        j = torch.arange(keys, device=self.device)
+        visible = (j < self.seqlen_k).expand(batch, 1, seqlen_q, keys)
+        if self.window_left >= 0:
+            visible = visible & (j >= i - self.window_left)
+        if self.window_right >= 0:
+            visible = visible & (j <= i + self.window_right)
+        if self.leftpad_k is not None:
+            visible = visible & (j >= self.leftpad_k[:, None, None, None])
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            sequence_q, sequence_k = (
+                torch.bucketize(torch.arange(batch * length, dtype=torch.int32, device=self.device), cu_seqlens, right=True).view(
+                    batch, 1, length
+                )
+                for length, cu_seqlens in ((seqlen_q, self.cu_seqlens_q), (self.seqlen_k, self.cu_seqlens_k))
+            )
+            same = sequence_q[..., :, None] == sequence_k[..., None, :]
+            visible = visible & F.pad(same, (0, keys - self.seqlen_k))
+        return visible
+
+
+def sequence_arguments(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor
+) -> dict[str, Any]:
+    """Returns the arguments of `volta_fa::fwd` for packed sequences."""
+    return {
+        "cu_seqlens_q": cu_seqlens_q.int(),
+        "cu_seqlens_k": cu_seqlens_k.int(),
+        "max_seqlen_q": int(max_seqlen_q),
+        "max_seqlen_k": int(max_seqlen_k),
+    }

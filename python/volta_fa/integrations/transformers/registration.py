@@ -1,0 +1,66 @@
+"""Registers the attention function and the mask function with transformers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ...version import __version__
+from . import continuous_batching, releases
+from .attention_function import attention
+from .mask_function import mask
+from .releases import NAME, PAGED_NAME, transformers_version
+
+
+def register() -> None:
+    """Registers the functions, and makes transformers refuse the name for models that would ignore it.
+
+    Raises ImportError before transformers 4.57, and warns from 6.0 on.
+    """
+    if releases.VERSION < (4, 57):
+        raise ImportError(f"volta_fa {__version__} needs transformers 4.57 or 5.x, and {transformers_version} is installed")
+    if releases.VERSION >= (6, 0):
+        warnings.warn(
+            f"volta_fa {__version__} is tested with transformers 4.57 and 5.x, and {transformers_version} is installed", stacklevel=3
+        )
+    for name in (NAME, PAGED_NAME):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
+
+    # transformers accepts any registered name for any model. A model without the interface would run its own attention.
+    models: Any = PreTrainedModel  # whose methods are replaced
+    accept = models.get_correct_attn_implementation
+    ask = models._can_set_attn_implementation.__func__
+
+    # transformers reads the source of the class's module. A class from a notebook has none, and other attention classes in a
+    # program say nothing about a derived model. So the check is of the model of transformers that the class derives from.
+    @functools.wraps(ask)
+    def can_set(cls: type[PreTrainedModel]) -> bool:
+        for base in cls.__mro__:
+            if base is not PreTrainedModel and base.__module__.startswith("transformers.") and issubclass(base, PreTrainedModel):
+                return ask(base)
+        try:
+            inspect.getsource(sys.modules[cls.__module__])
+        except (KeyError, OSError, TypeError):
+            return True
+        return ask(cls)
+
+    @functools.wraps(accept)
+    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == PAGED_NAME:
+            continuous_batching.check_release()
+        if requested_attention in (NAME, PAGED_NAME) and not self._can_set_attn_implementation():
+            raise ValueError(
+                f"attn_implementation: got {NAME!r}, and {type(self).__name__} of transformers {transformers_version} does not use the "
+                "attention interface: expected 'sdpa', which volta_fa.enable_sdpa() also runs, or 'eager'"
+            )
+        return accept(self, requested_attention, *args, **kwargs)
+
+    models._can_set_attn_implementation = classmethod(can_set)
+    models.get_correct_attn_implementation = checked
+    continuous_batching.register()

@@ -1,0 +1,22 @@
+"""The installed release of transformers, and the names under which it knows volta_fa."""
+
+from __future__ import annotations
+
+from ...version import __version__
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: F401  they came with 4.57
+except ImportError as error:
+    raise ImportError(
+        f"volta_fa {__version__} needs transformers 4.57 or 5.x ({error}): run `pip install 'transformers>=4.57,<6'`"
+    ) from error
+
+#: The value of `attn_implementation`.
+NAME = "volta_fa"
+#: What continuous batching makes of it up to transformers 5.17, while it generates.
+PAGED_NAME = f"paged|{NAME}"
+#: The installed release.
+transformers_version: str = transformers.__version__
+#: Major and minor number of the installed transformers.
+VERSION = tuple(int(part) for part in transformers_version.split(".")[:2])

@@ -1,0 +1,135 @@
+"""Models over sequences that are sharded over devices: `context_parallel`, and what it puts in place of attention and mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...errors import bad_argument
+from .patterns import NeedsTensor, pattern_of
+
+if TYPE_CHECKING:
+    from ...distributed.groups import Group
+
+#: What the attention and mask functions call while `context_parallel` is open.
+_active: Sharded | None = None
+
+
+def active() -> Sharded | None:
+    """Returns what `context_parallel` has put in place; None outside of it."""
+    return _active
+
+
+@contextmanager
+def context_parallel(mesh: Any = None, *, cu_seqlens: Any = None, layout: str = "zigzag") -> Iterator[None]:
+    """Runs models with `attn_implementation="volta_fa"` over sequences that are sharded over `mesh`, in all threads.
+
+        with volta_fa.transformers.context_parallel(mesh):
+            shards = (shard_sequence(t, mesh) for t in (input_ids, position_ids, shift_labels))
+            ...
+            loss.backward()
+
+    Shard tokens, position ids and labels with `volta_fa.distributed.shard_sequence`. A loss shifts labels by one position, and the
+    next position may be on another rank: shift labels before sharding, and pass them as `shift_labels`. Run the backward pass inside
+    too, because activation checkpointing computes forward passes in it.
+
+    Args:
+        mesh, layout: as of `volta_fa.distributed.context_parallel_attention`.
+        cu_seqlens: for packed batches of one row: where the sequences begin in it, as of the same function.
+
+    Inside, attention raises NotImplementedError for caches, padding and masks other than causality or a window of transformers' own.
+    """
+    global _active
+    before, _active = _active, Sharded(mesh, cu_seqlens, layout)
+    try:
+        yield
+    finally:
+        _active = before
+
+
+@dataclass
+class Sharded:
+    """A mesh, and how sequences lie in it."""
+
+    mesh: Group
+    cu_seqlens: Tensor | Sequence[int] | None
+    layout: str
+
+    def check_mask(self, mask_function: Callable[..., Any], attention_mask: Tensor | None) -> None:
+        """Raises NotImplementedError for masks other than causality and a window, which each layer states itself.
+
+        Packed sequences in a pattern are ignored: the chunks of a shard do not follow
+        each other, so position ids that begin again have no meaning here.
+        """
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise bad_argument(
+                "attention_mask",
+                "padding with context_parallel",
+                "sequences without: pack them (cu_seqlens)",
+                error=NotImplementedError,
+            )
+        try:
+            pattern_of(mask_function)
+        except NeedsTensor as error:
+            raise bad_argument(
+                "attention_mask",
+                f"{getattr(mask_function, '__qualname__', mask_function)} with context_parallel",
+                "causality or a window of transformers' own",
+                error=NotImplementedError,
+            ) from error
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        unsupported: Mapping[str, Any],
+        dropout: float,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float,
+        is_causal: bool,
+        sinks: Tensor | None,
+        deterministic: bool,
+    ) -> Tensor:
+        """Replaces the attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, nheads, headdim) out.
+
+        Args:
+            unsupported: arguments that must be None, by name.
+        """
+        from ...distributed import context_parallel_attention
+
+        for name, argument in unsupported.items():
+            if argument is not None:
+                raise bad_argument(name, "it with context_parallel", "None", error=NotImplementedError)
+        if query.shape[2] != key.shape[2]:
+            got = f"{key.shape[2]} keys for {query.shape[2]} queries with context_parallel"
+            raise bad_argument("key", got, "training, without a cache", error=NotImplementedError)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        batch = q.shape[0]
+        if self.cu_seqlens is not None:
+            if batch != 1:
+                raise bad_argument("cu_seqlens", f"a batch of {batch} with context_parallel", "1: all tokens in one row")
+            q, k, v = (t[0] for t in (q, k, v))
+        window = -1 if sliding_window is None else sliding_window - 1
+        out = context_parallel_attention(
+            q,
+            k,
+            v,
+            self.mesh,
+            softmax_scale=scaling,
+            is_causal=is_causal,
+            window_left=window,
+            window_right=-1 if is_causal else window,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout,
+            cu_seqlens=self.cu_seqlens,
+            layout=self.layout,
+            deterministic=deterministic,
+        )
+        return out if self.cu_seqlens is None else out.unsqueeze(0)

@@ -1,0 +1,37 @@
+//! Every limit of what the operators take, once. Python reads them from `_info()`.
+
+use std::ops::RangeInclusive;
+
+/// Largest headdim of q, k and v that the compiled kernels take.
+pub const MAX_HEADDIM: i64 = 256;
+/// Columns that kernels read together: 16 bytes of fp16. Other headdims are padded with zeros.
+pub const HEADDIM_MULTIPLE: i64 = 8;
+/// Columns of a latent of multi-head latent attention (its values), and the columns after it that encode positions. No published model
+/// has others.
+pub const LATENT_HEADDIMS: [i64; 2] = [512, 64];
+/// Longest sequence. Rows and keys are int32 in the kernels. The mask (csrc/mask.cuh) adds up to three sequence lengths and a tile, and
+/// the byte offset of a key in an fp32 bias must not overflow (`Bias::load4` in csrc/score_mod.cuh).
+pub const MAX_SEQLEN: i64 = (1 << 29) - 1;
+/// Largest `max_seqlen_q` and `max_seqlen_k`: any length that int32 cu_seqlens can express.
+pub const MAX_GIVEN_SEQLEN: i64 = i32::MAX as i64;
+/// Most sequences of a call. Each has up to 32 rows of scratch memory beyond its own, and kernels count these rows in int32.
+pub const MAX_SEQUENCES: i64 = 1 << 25;
+/// Most query heads: grids have heads on an axis of at most 65535 blocks.
+pub const MAX_HEADS: i64 = MAX_GRID_YZ;
+/// Largest stride between rows, in elements: kernels step by 32-bit multiples (`TileStream` in csrc/tile.cuh).
+pub const MAX_ROW_STRIDE: i64 = (1 << 32) - 1;
+/// Largest headdim of the merge kernel, which counts the chunks of a block's rows in int32.
+pub const MAX_MERGED_HEADDIM: i64 = 1 << 20;
+/// Softcaps other than 0. Kernels compute a capped score as cap - 2 * cap / (e^2x + 1) (csrc/score_mod.cuh), with an error of about
+/// cap * 2^-23. At 1e4 the simulator shows 4e-4 root mean square; rounding a probability to fp16 costs 5e-4. Below 1e-4 all scores are
+/// equal within that rounding.
+pub const SOFTCAPS: RangeInclusive<f64> = 1e-4..=1e4;
+/// Page sizes are multiples of this: kernels load 16 rows together, and every server's page size is a multiple of it.
+pub const PAGE_SIZE_MULTIPLE: i64 = 16;
+/// Most rows (queries times query heads per KV head) that decode kernels take. Sequences with more rows run on forward tiles, which load
+/// each key for more rows.
+pub const MAX_DECODE_ROWS: i64 = 64;
+/// Largest y and z extents of a CUDA grid.
+pub const MAX_GRID_YZ: i64 = 65535;
+/// Most stream-K splits of a launch: they travel in the kernel's parameters, at most 4096 bytes (`StreamKParams`).
+pub const MAX_STREAM_K_SPLITS: usize = 440;

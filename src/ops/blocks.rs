@@ -1,0 +1,253 @@
+//! Parameter blocks: what kernels read of a call's tensors and problem.
+//!
+//! [`readable`] copies tensors that kernels cannot read, and [`Blocks`] points into the others. Callers hold the tensors while launches
+//! are enqueued; the caching allocator keeps the memory for their stream.
+
+use super::dropout;
+use super::inputs::Inputs;
+use crate::error::Result;
+use crate::options::Options;
+use crate::params::{Cache, CacheScale, CacheScales, ElementType, Lengths, Operand, Problem, ScoreOptions};
+use crate::plan;
+use crate::problem::{Attention, CacheLayout};
+use crate::tensor::{self, is_readable, operand};
+use std::ptr::{null, null_mut};
+use tch::{Kind, Tensor};
+
+/// Keys of a bias that kernels read together.
+const BIAS_GROUP: i64 = 4;
+/// Alignment of the rows of a bias, bytes.
+const BIAS_ALIGNMENT: usize = 16;
+
+/// The parts of parameter blocks that kernels share, for a launch of some batch entries.
+pub struct Blocks {
+    pub q: Operand,
+    /// Keys, or the cache that holds them.
+    pub k: Operand,
+    /// Values, or the cache that holds them.
+    pub v: Operand,
+    pub problem: Problem,
+    pub lengths: Lengths,
+    pub score_options: ScoreOptions,
+    pub cache: Cache,
+    pub scales: CacheScales,
+    /// Element type of q.
+    pub element: ElementType,
+}
+
+impl Blocks {
+    /// Fills the blocks for `batches` entries from entry `first` on. The inputs are [`readable`].
+    pub fn new(inputs: &Inputs, a: &Attention, (first, batches): (i64, i64)) -> Blocks {
+        let o = &inputs.options;
+        let first_entry = if has_entry_numbers(o) { 0 } else { first };
+        let [k, v] = [&inputs.k, &inputs.v].map(|t| operand(t, if a.cache().is_some() { first_entry } else { first }));
+        Blocks {
+            q: operand(&inputs.q, first),
+            k,
+            v,
+            problem: plan::problem_block(a, batches),
+            lengths: lengths(o, a, first),
+            score_options: score_options(inputs, a, first),
+            cache: cache(o, a, [k, v], first, first_entry),
+            scales: scales(o, a, first, first_entry),
+            element: tensor::element_type(&inputs.q),
+        }
+    }
+}
+
+/// Returns true if memory says which entries or pages belong to a sequence. Otherwise sequence `i` of a launch has entry `i`, so blocks
+/// begin at the launch's first entry.
+fn has_entry_numbers(o: &Options<Tensor>) -> bool {
+    o.block_table.is_some() || o.cache_batch_idx.is_some()
+}
+
+fn lengths(o: &Options<Tensor>, a: &Attention, first: i64) -> Lengths {
+    Lengths {
+        cu_seqlens_q: element(&o.cu_seqlens_q, first),
+        cu_seqlens_k: element(&o.cu_seqlens_k, first),
+        seqused_k: element(&o.seqused_k, first),
+        total_q: a.total_q().unwrap_or(0) as i32,
+        total_k: a.total_k().unwrap_or(0) as i32,
+        // the backward pass has scratch memory
+        scratch_rows: 0,
+        first_batch: first as i32,
+    }
+}
+
+fn cache(o: &Options<Tensor>, a: &Attention, [k, v]: [Operand; 2], first: i64, first_entry: i64) -> Cache {
+    const NO_KEYS: Operand = Operand { ptr: null(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+    let Some(cache) = a.cache() else {
+        return Cache {
+            k: NO_KEYS,
+            v: NO_KEYS,
+            entries: 0,
+            rows: 0,
+            block_table: null(),
+            block_table_stride: 0,
+            max_pages: 0,
+            cache_batch_idx: null(),
+            leftpad_k: null(),
+            cache_seqlens: null(),
+            cu_seqlens_k_new: null(),
+            seqlen_new: 0,
+            total_new: 0,
+        };
+    };
+    let block_table_stride = o.block_table.as_ref().map_or(0, |t| t.stride()[0]);
+    // new tokens are packed like q unless they have cu_seqlens of their own
+    let cu_seqlens_k_new = if o.cu_seqlens_k_new.is_some() { &o.cu_seqlens_k_new } else { &o.cu_seqlens_q };
+    Cache {
+        k,
+        v,
+        entries: (cache.entries - first_entry) as i32,
+        rows: cache.rows as i32,
+        block_table: element(&o.block_table, first * block_table_stride),
+        block_table_stride,
+        max_pages: if let CacheLayout::Pages { max_pages } = cache.layout { max_pages as i32 } else { 0 },
+        cache_batch_idx: element(&o.cache_batch_idx, first),
+        leftpad_k: element(&o.leftpad_k, first),
+        cache_seqlens: element(&o.cache_seqlens, first),
+        cu_seqlens_k_new: if a.appended.total.is_some() { element(cu_seqlens_k_new, first) } else { null() },
+        seqlen_new: a.appended.seqlen as i32,
+        total_new: a.appended.total.unwrap_or(0) as i32,
+    }
+}
+
+/// Scales and zero points of a quantized cache.
+fn scales(o: &Options<Tensor>, a: &Attention, first: i64, first_entry: i64) -> CacheScales {
+    const NONE: CacheScale = CacheScale { ptr: null_mut(), batch_stride: 0, row_stride: 0, head_stride: 0 };
+    let scale = |t: &Option<Tensor>| {
+        let Some(t) = t else { return NONE };
+        let (sizes, strides) = (t.size(), t.stride());
+        let (strides, first) = match strides[..] {
+            [entry, row, head] => ([entry, row, head], first_entry),
+            [sequence, head] => ([sequence, 0, head], first),
+            [head] => ([0, 0, if sizes[0] == 1 { 0 } else { head }], 0),
+            _ => ([0; 3], 0),
+        };
+        let [batch_stride, row_stride, head_stride] = strides;
+        let ptr = (t.data_ptr() as *mut f32).wrapping_offset((first * batch_stride) as isize);
+        CacheScale { ptr, batch_stride, row_stride, head_stride }
+    };
+    let format = a.cache_format();
+    let of = |each: &Option<Tensor>, fp8: &Option<Tensor>| scale(if format.has_scales() { each } else { fp8 });
+    CacheScales {
+        format,
+        k: of(&o.k_scale, &o.k_descale),
+        v: of(&o.v_scale, &o.v_descale),
+        k_zero_point: scale(&o.k_zero_point),
+        v_zero_point: scale(&o.v_zero_point),
+    }
+}
+
+fn score_options(inputs: &Inputs, a: &Attention, first: i64) -> ScoreOptions {
+    let bias = &inputs.options.attn_bias;
+    let [batch, head, row, _] = bias.as_ref().map_or([0; 4], broadcast_strides);
+    let slopes = &inputs.options.alibi_slopes;
+    let alibi_batch_stride = slopes.as_ref().map_or(0, |t| if t.dim() == 2 { a.nheads } else { 0 });
+    let dropout = dropout::Rule::new(a.features.dropout_p);
+    ScoreOptions {
+        bias: element::<u8>(bias, bias.as_ref().map_or(0, |t| first * batch * element_size(t))).cast(),
+        bias_batch_stride: batch,
+        bias_head_stride: head,
+        bias_row_stride: row,
+        bias_is_fp32: bias.as_ref().is_some_and(|t| t.kind() == Kind::Float) as i32,
+        alibi_slopes: element(slopes, first * alibi_batch_stride),
+        alibi_batch_stride,
+        sinks: element(&inputs.options.sinks, 0),
+        rng_state: element(&inputs.rng_state, 0),
+        dropout_threshold: dropout.threshold * 0x10001,
+        dropout_inverted: if dropout.keeps_below { u32::MAX } else { 0 },
+        dropout_scale: dropout.scale() as f32,
+        softcap: a.features.softcap as f32,
+        inverse_softcap: if a.features.softcap > 0.0 { (1.0 / a.features.softcap) as f32 } else { 0.0 },
+    }
+}
+
+/// Converts inputs to types and layouts that kernels read. None: all are readable.
+pub fn readable(inputs: &Inputs, a: &Attention) -> Result<Option<Inputs>> {
+    let o = &inputs.options;
+    let has_scores = [&o.attn_bias, &o.alibi_slopes, &o.sinks, &inputs.rng_state].into_iter().any(Option::is_some);
+    if !has_scores && [&inputs.q, &inputs.k, &inputs.v].into_iter().all(is_readable) {
+        return Ok(None);
+    }
+    let mut inputs = inputs.share();
+    for t in [&mut inputs.q, &mut inputs.k, &mut inputs.v] {
+        *t = tensor::readable(t)?;
+    }
+    let o = &mut inputs.options;
+    for (t, change) in [
+        (&mut o.attn_bias, &(|t: &Tensor| readable_bias(t, a.seqlen_k)) as &dyn Fn(&Tensor) -> Result<Tensor>),
+        (&mut o.alibi_slopes, &|t: &Tensor| Ok(t.f_contiguous()?)),
+        (&mut o.sinks, &|t: &Tensor| Ok(t.f_to_kind(Kind::Float)?.f_contiguous()?)),
+    ] {
+        *t = t.as_ref().map(change).transpose()?;
+    }
+    inputs.rng_state = inputs.rng_state.filter(|_| a.features.dropout_p > 0.0);
+    Ok(Some(inputs))
+}
+
+/// Returns a pointer to an element of an fp32 tensor.
+pub fn at(t: &Tensor, element: i64) -> *mut f32 {
+    (t.data_ptr() as *mut f32).wrapping_offset(element as isize)
+}
+
+/// Returns the softmax_lse of a launch's first batch entry. Kernels find packed sequences themselves.
+pub fn lse_at(softmax_lse: &Tensor, a: &Attention, first: i64) -> *mut f32 {
+    at(softmax_lse, if a.total_q().is_some() { 0 } else { first * a.nheads * a.seqlen_q })
+}
+
+fn element_size(t: &Tensor) -> i64 {
+    t.kind().elt_size_in_bytes() as i64
+}
+
+/// Returns a pointer to an element; null without a tensor.
+fn element<T>(t: &Option<Tensor>, i: i64) -> *const T {
+    t.as_ref().map_or(null(), |t| (t.data_ptr() as *const T).wrapping_offset(i as isize))
+}
+
+/// Returns strides that repeat dimensions of size 1.
+pub fn broadcast_strides(t: &Tensor) -> [i64; 4] {
+    let (sizes, strides) = (t.size(), t.stride());
+    std::array::from_fn(|i| if sizes[i] == 1 { 0 } else { strides[i] })
+}
+
+/// Returns the bias in fp16 or fp32 with contiguous, aligned rows of `seqlen_k` keys, padded to whole groups; -inf for False. Copies it if
+/// necessary. Broadcast dimensions other than the keys keep size 1.
+fn readable_bias(bias: &Tensor, seqlen_k: i64) -> Result<Tensor> {
+    let has_kind = matches!(bias.kind(), Kind::Half | Kind::Float);
+    let strides = bias.stride();
+    let multiple = (BIAS_ALIGNMENT as i64) / element_size(bias);
+    let is_aligned = bias.data_ptr() as usize % BIAS_ALIGNMENT == 0
+        && bias.size()[3] % BIAS_GROUP == 0
+        && bias.size()[3] >= seqlen_k
+        && strides[3] == 1
+        && (0..3).all(|i| bias.size()[i] == 1 || strides[i] % multiple == 0);
+    if has_kind && is_aligned {
+        return Ok(bias.shallow_clone());
+    }
+    let kind = match bias.kind() {
+        Kind::Bool | Kind::Half => Kind::Half,
+        _ => Kind::Float,
+    };
+    let mut sizes = bias.size();
+    // rows on 16-byte boundaries in either type
+    sizes[3] = (seqlen_k + 7) / 8 * 8;
+    // beside packed keys it may be longer than all of them
+    let mut once = if bias.size()[3] > seqlen_k { bias.f_narrow(3, 0, seqlen_k)? } else { bias.shallow_clone() };
+    for i in 0..3 {
+        // the copy of an expanded mask repeats too, and stays small
+        if strides[i] == 0 && sizes[i] > 1 {
+            once = once.f_narrow(i as i64, 0, 1)?;
+            sizes[i] = 1;
+        }
+    }
+    let copy = Tensor::f_zeros(&sizes, (kind, bias.device()))?;
+    let mut keys = copy.f_narrow(3, 0, seqlen_k)?;
+    if bias.kind() == Kind::Bool {
+        let _ = keys.f_masked_fill_(&once.f_logical_not()?, f64::NEG_INFINITY)?;
+    } else {
+        keys.f_copy_(&once)?;
+    }
+    Ok(copy)
+}

@@ -1,0 +1,165 @@
+//! What operators take and return, and where they compute.
+
+use crate::error::{Error, Result};
+use crate::launch::driver::Driver;
+use crate::launch::Launcher;
+use crate::options::Options;
+use crate::problem::{self, Backend, DType, Device, TensorDesc};
+use crate::tensor::describe;
+use std::convert::Infallible;
+use std::ffi::c_void;
+use tch::{Kind, Tensor};
+
+/// Tensors and options of an attention operator.
+pub(crate) struct Inputs {
+    pub q: Tensor,
+    /// Keys; the cache that holds them.
+    pub k: Tensor,
+    /// Values; the cache that holds them. In a cache of latents, the first columns of k.
+    pub v: Tensor,
+    /// New k and v, which a call appends to the caches before it attends.
+    pub appended: Option<[Tensor; 2]>,
+    /// (2) int64, seed and offset; given with dropout.
+    pub rng_state: Option<Tensor>,
+    pub options: Options<Tensor>,
+    /// Current stream of q's device.
+    pub stream: *mut c_void,
+}
+
+impl Inputs {
+    /// Returns another handle of the same tensors.
+    pub fn share(&self) -> Inputs {
+        let Ok(options) = self.options.try_map(|t| Ok::<_, Infallible>(t.shallow_clone()));
+        Inputs {
+            q: self.q.shallow_clone(),
+            k: self.k.shallow_clone(),
+            v: self.v.shallow_clone(),
+            appended: self.appended.as_ref().map(|new| new.each_ref().map(Tensor::shallow_clone)),
+            rng_state: self.rng_state.as_ref().map(Tensor::shallow_clone),
+            options,
+            stream: self.stream,
+        }
+    }
+}
+
+/// Descriptions of the inputs, for validation.
+pub(super) struct Described {
+    pub q: TensorDesc,
+    pub k: TensorDesc,
+    pub v: TensorDesc,
+    pub appended: Option<[TensorDesc; 2]>,
+    pub rng_state: Option<TensorDesc>,
+    pub options: problem::Options,
+}
+
+impl Inputs {
+    /// Describes every tensor.
+    ///
+    /// # Errors
+    /// A tensor without strides, or on a device that operators do not run on.
+    pub(super) fn describe(&self) -> Result<Described> {
+        Ok(Described {
+            q: describe(&self.q)?,
+            k: describe(&self.k)?,
+            v: describe(&self.v)?,
+            appended: self.appended.as_ref().map(|[k, v]| Ok::<_, Error>([describe(k)?, describe(v)?])).transpose()?,
+            rng_state: self.rng_state.as_ref().map(describe).transpose()?,
+            options: self.options.try_map(describe)?,
+        })
+    }
+}
+
+/// What `volta_fa::bwd` takes beyond the inputs of `volta_fa::fwd`.
+pub(crate) struct Saved {
+    pub dout: Tensor,
+    pub out: Tensor,
+    pub softmax_lse: Tensor,
+    pub attn_bias_requires_grad: bool,
+}
+
+/// What `volta_fa::bwd` returns.
+pub(crate) struct Gradients {
+    pub dq: Tensor,
+    pub dk: Tensor,
+    pub dv: Tensor,
+    /// Given with a bias that requires a gradient.
+    pub dattn_bias: Option<Tensor>,
+    /// Given with sinks.
+    pub dsinks: Option<Tensor>,
+}
+
+/// What computes a call.
+pub(super) enum Target {
+    Cpu,
+    Kernels(Box<dyn Launcher>),
+}
+
+impl Target {
+    /// Chooses by q.
+    pub fn of(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
+        match q.device {
+            Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
+            Device::Cpu if matches!(q.dtype, DType::Half | DType::BFloat16) => simulated(),
+            Device::Cpu => Ok(Target::Cpu),
+            // reached only by the dispatcher's checks, with tensors on several devices
+            Device::Meta => Err(Error::unsupported("a meta tensor has no data to compute with")),
+        }
+    }
+
+    /// Returns what validation needs to know of it.
+    pub fn backend(&self) -> Backend {
+        match self {
+            Target::Cpu => Backend::Cpu,
+            Target::Kernels(_) => Backend::Kernels,
+        }
+    }
+
+    /// Returns true if the call checks the values of its length tensors. On a GPU that synchronizes, so it needs a request by the call
+    /// or the environment; kernels skip sequences with invalid lengths (csrc/seqlen_info.cuh). Simulated kernels check unless the
+    /// environment says no. The CPU backend relies on the check.
+    pub fn checks_lengths(&self, device: Device, requested: bool) -> Result<bool> {
+        const VARIABLE: &str = "VOLTA_FA_CHECK_LENGTHS";
+        let value = std::env::var_os(VARIABLE).unwrap_or_default();
+        let environment = match value.to_str() {
+            Some("") => None,
+            Some("0") => Some(false),
+            Some("1") => Some(true),
+            _ => return Err(Error::value(VARIABLE, format!("`{}`", value.to_string_lossy()), "0 or 1")),
+        };
+        Ok(requested || matches!(self, Target::Cpu) || environment.unwrap_or(device == Device::Cpu))
+    }
+}
+
+/// Chooses for fp16 and bf16 CPU tensors: the simulator if the environment requests it, else the CPU backend.
+#[cfg(feature = "sim")]
+fn simulated() -> Result<Target> {
+    Ok(match crate::launch::simulator::Simulator::from_env()? {
+        Some(simulator) => Target::Kernels(Box::new(simulator)),
+        None => Target::Cpu,
+    })
+}
+
+#[cfg(not(feature = "sim"))]
+fn simulated() -> Result<Target> {
+    match std::env::var("VOLTA_FA_SIMULATE") {
+        Ok(value) if !value.is_empty() && value != "0" => {
+            Err(Error::unsupported("VOLTA_FA_SIMULATE is set, but this library was built without the simulator (cargo feature `sim`)"))
+        }
+        _ => Ok(Target::Cpu),
+    }
+}
+
+/// Rejects a gradient of a bias that has none.
+pub(super) fn check_bias_gradient(inputs: &Inputs, saved: &Saved) -> Result<()> {
+    let reject = |given| Err(Error::value("attn_bias_requires_grad", given, "False: there is no gradient"));
+    match &inputs.options.attn_bias {
+        None if saved.attn_bias_requires_grad => reject("True without an attn_bias"),
+        Some(bias) if saved.attn_bias_requires_grad && bias.kind() == Kind::Bool => reject("True for an attn_bias of dtype torch.bool"),
+        _ => Ok(()),
+    }
+}
+
+/// Copies an int32 tensor to the host. On a GPU this synchronizes.
+pub(super) fn int32_values(t: &Option<Tensor>) -> Result<Option<Vec<i32>>> {
+    t.as_ref().map(|t| Ok(Vec::<i32>::try_from(t.f_to_device(tch::Device::Cpu)?.f_reshape([-1_i64].as_slice())?)?)).transpose()
+}

@@ -1,0 +1,235 @@
+//! The kernels beside a cache: append, decode, prefill and dequantize.
+
+use super::gather;
+use crate::error::Result;
+use crate::launch::{bytes_of, Launcher, MemoryRange};
+use crate::limits::MAX_DECODE_ROWS;
+use crate::log;
+use crate::ops::blocks::{self, at, lse_at, Blocks};
+use crate::ops::inputs::Inputs;
+use crate::ops::launches::{launch_id, memory_ranges, run};
+use crate::params::{AppendParams, CacheFormat, DecodeParams, DequantizeParams, ElementType, FwdParams};
+use crate::plan::{self, DecodePlan};
+use crate::problem::{Attention, CachedSequence, DType};
+use crate::tensor::{self, is_readable, operand, output, without_padding};
+use std::ptr::{null, null_mut};
+use tch::{Kind, Tensor};
+
+/// Computes `volta_fa::fwd_kvcache` on kernels: (out, softmax_lse). `seqlen_k`: keys of the longest sequence, as far as it is known.
+/// `sequences`: their lengths, if the call checked them.
+///
+/// # Errors
+/// A kernel that cannot be launched.
+pub fn append_and_attend(
+    inputs: &Inputs,
+    a: &Attention,
+    seqlen_k: i64,
+    sequences: Option<&[CachedSequence]>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor)> {
+    let rotated = append(inputs, a, launcher)?;
+    let inputs = rotated.as_ref().unwrap_or(inputs);
+    if reads_in_place(inputs, a) && !a.has_no_output() {
+        return attend(inputs, a, launcher);
+    }
+    let dequantized = match a.cache_format() == CacheFormat::Unquantized || seqlen_k == 0 || a.has_no_output() {
+        true => None,
+        false => Some(dequantize(inputs, &Attention { seqlen_k, ..*a }, sequences, launcher)?),
+    };
+    match dequantized {
+        _ if a.has_no_output() => gather::no_output(inputs, a),
+        Some(keys) => gather::attend_to(&inputs.q, inputs, a, keys, seqlen_k),
+        None => gather::attend(inputs, a, seqlen_k),
+    }
+}
+
+/// Writes k and v after cache_seqlens in one launch, rotated if requested. Returns the inputs with q rotated, if it was.
+///
+/// Token i after cache_seqlens has position cache_seqlens + i, and k is rotated by it. Row i of q has the same position under a mask, else
+/// the first one, as in flash-attn. Rotations are computed in fp32 and rounded once.
+fn append(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<Option<Inputs>> {
+    let (Inputs { q, options: o, .. }, Some([k, v])) = (inputs, &inputs.appended) else { return Ok(None) };
+    let rotates = a.appended.rotary.dim > 0 && !a.has_no_output();
+    let rows = a.appended.seqlen.max(if rotates { a.seqlen_q } else { 0 });
+    if [a.batch, rows, a.nheads_k].contains(&0) {
+        return Ok(None);
+    }
+    let planned = plan::append(rows, a.nheads_k, a.cache_format(), &launcher.limits()?)?;
+    log::append(a, rows, &planned)?;
+    let rotated = match rotates {
+        true => tensor::empty(&q.size(), q.kind(), q.device(), launcher.output_alignment())?,
+        false => q.shallow_clone(),
+    };
+    let mut ranges = memory_ranges(inputs, a, launcher, [("q, rotated", rotates.then_some(&rotated))]);
+    launcher.begin(&ranges);
+    // the launch writes the caches and the scales of their tokens, and keeps what else they hold
+    let scales = o.token_scales().map(|(name, _)| name);
+    for range in &mut ranges {
+        range.writable |= a.key_names().contains(&range.name) || scales.contains(&range.name);
+    }
+    let table = |t: &Option<Tensor>| t.as_ref().map_or((null(), 0), |t| (t.data_ptr() as *const u16, t.stride()[0]));
+    let ((rotary_cos, rotary_cos_stride), (rotary_sin, rotary_sin_stride)) = (table(&o.rotary_cos), table(&o.rotary_sin));
+    for (first, batches) in plan::batch_chunks(a.batch) {
+        let Blocks { q, cache, problem, lengths, scales, element, .. } = Blocks::new(inputs, a, (first, batches));
+        let params = AppendParams {
+            cache,
+            k: operand(k, first),
+            v: operand(v, first),
+            q,
+            rotated_q: output(&rotated, first),
+            problem,
+            lengths,
+            rotary_cos,
+            rotary_sin,
+            rotary_cos_stride,
+            rotary_sin_stride,
+            rotary_dim: a.appended.rotary.dim as i32,
+            rotary_rows: a.appended.rotary.rows as i32,
+            rotary_interleaved: o.rotary_interleaved as i32,
+            queries_have_positions: a.queries_have_positions() as i32,
+            element,
+            scales,
+            rotary_element: o.rotary_cos.as_ref().map_or(ElementType::Float, tensor::element_type),
+        };
+        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+    }
+    Ok(rotates.then(|| Inputs { q: rotated, ..inputs.share() }))
+}
+
+/// Returns true if kernels read the caches in place: all rows begin on 16-byte boundaries and have whole groups of 16 bytes. Only decode
+/// kernels read caches that are not fp16, and they read quantized ones beside fp16 queries.
+fn reads_in_place(inputs: &Inputs, a: &Attention) -> bool {
+    let has_kernel = match (a.dtype, a.cache_format()) {
+        (DType::Half, CacheFormat::Unquantized) => true,
+        (DType::Half, _) | (DType::BFloat16, CacheFormat::Unquantized) => a.rows_per_kv_head() <= MAX_DECODE_ROWS,
+        _ => false,
+    };
+    has_kernel && [&inputs.k, &inputs.v].into_iter().all(is_readable)
+}
+
+/// Attends to a cache that kernels can read in place: (out, softmax_lse). Sequences of few rows run on decode kernels, others on forward
+/// tiles. Caches of latents have decode kernels alone, for any number of rows.
+pub fn attend(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
+    let a = &given.padded();
+    let converted = blocks::readable(inputs, a)?;
+    let inputs = converted.as_ref().unwrap_or(inputs);
+    let q = &inputs.q;
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let (out, softmax_lse) = (empty(&a.query_shape(a.headdim_v), q.kind())?, empty(&a.lse_shape(), Kind::Float)?);
+    let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS && !a.has_latents();
+    // The host does not know the lengths of packed queries: each of the two kernels skips the other's sequences.
+    let has_short = !has_long || a.total_q().is_some();
+    let decode_plan = if has_short { Some(plan::decode(a, has_long, &launcher.limits()?)?) } else { None };
+    // one allocation: partials are pairs of floats or more, so the semaphores after them are aligned
+    let scratch = decode_plan.map(|plan| empty(&[plan.partials + 2 * plan.semaphores], Kind::Float)).transpose()?;
+    let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch.as_ref())];
+    let ranges = memory_ranges(inputs, a, launcher, written);
+    launcher.begin(&ranges);
+    if has_long {
+        // prefill writes nothing for sequences with invalid lengths or pages
+        for t in [&out, &softmax_lse] {
+            let _ = t.shallow_clone().f_fill_(f64::NAN)?;
+        }
+    }
+    if let (Some(plan), Some(scratch)) = (&decode_plan, &scratch) {
+        decode(plan, inputs, a, [&out, &softmax_lse, scratch], &ranges, launcher)?;
+    }
+    if has_long {
+        prefill(inputs, a, [&out, &softmax_lse], &ranges, launcher)?;
+    }
+    Ok((without_padding(out, given.headdim_v)?, softmax_lse))
+}
+
+/// Launches a decode kernel.
+fn decode(
+    plan: &DecodePlan,
+    inputs: &Inputs,
+    a: &Attention,
+    [out, softmax_lse, scratch]: [&Tensor; 3],
+    ranges: &[MemoryRange],
+    launcher: &dyn Launcher,
+) -> Result<()> {
+    log::decode(a, plan)?;
+    let Blocks { q, cache, problem, lengths, score_options, scales, .. } = Blocks::new(inputs, a, (0, a.batch));
+    let params = DecodeParams {
+        q,
+        out: output(out, 0),
+        softmax_lse: at(softmax_lse, 0),
+        cache,
+        problem,
+        lengths,
+        score_options,
+        max_rows: plan.max_rows.min(i64::from(i32::MAX)) as i32,
+        num_splits: a.num_splits.clamp(0, i64::from(i32::MAX)) as i32,
+        partials: at(scratch, 0),
+        semaphores: at(scratch, plan.partials).cast(),
+        launch_id: launch_id(),
+        scales,
+    };
+    // one schedule has the tiles of all sequences, so the grid has no batch axis
+    run(launcher, &plan.kernel, 1, bytes_of(&params), ranges)
+}
+
+/// Launches forward tiles for sequences with more rows than decode kernels take.
+fn prefill(
+    inputs: &Inputs,
+    a: &Attention,
+    [out, softmax_lse]: [&Tensor; 2],
+    ranges: &[MemoryRange],
+    launcher: &dyn Launcher,
+) -> Result<()> {
+    let planned = plan::prefill(a, &launcher.limits()?)?;
+    log::prefill(a, &planned)?;
+    for (first, batches) in plan::batch_chunks(a.batch) {
+        let Blocks { q, k, v, problem, lengths, score_options, cache, .. } = Blocks::new(inputs, a, (first, batches));
+        let (out, softmax_lse) = (output(out, first), lse_at(softmax_lse, a, first));
+        let min_rows = MAX_DECODE_ROWS as i32 + 1;
+        let params = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows };
+        run(launcher, &planned, batches, bytes_of(&params), ranges)?;
+    }
+    Ok(())
+}
+
+/// Dequantizes the tokens that queries see, each once, for the forward kernels. Returns keys and values of each sequence, (batch,
+/// seqlen_k, nheads_k, headdim), from its first token on, and (batch,) int32 key counts. Tokens that no query sees stay unwritten. The
+/// kernel computes the counts unless the sequences are `known`, with -1 for invalid lengths or pages. a.seqlen_k and the cache's size are
+/// not 0.
+fn dequantize(
+    inputs: &Inputs,
+    a: &Attention,
+    known: Option<&[CachedSequence]>,
+    launcher: &dyn Launcher,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let q = &inputs.q;
+    let planned = plan::dequantize(a.seqlen_k, a.nheads_k, &launcher.limits()?)?;
+    log::dequantize(a, &planned)?;
+    let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
+    let values = |headdim| empty(&[a.batch, a.seqlen_k, a.nheads_k, headdim], q.kind());
+    let (k, v) = (values(a.headdim)?, values(a.headdim_v)?);
+    let counts = match known {
+        Some(all) => {
+            let lengths: Vec<_> = all.iter().map(|sequence| sequence.seqlen_k() as i32).collect();
+            Tensor::f_from_slice(&lengths)?.f_to_device(q.device())?
+        }
+        None => empty(&[a.batch], Kind::Int)?,
+    };
+    let counted = Some(&counts).filter(|_| known.is_none());
+    let written = [("k_cache, dequantized", Some(&k)), ("v_cache, dequantized", Some(&v)), ("seqlens_k", counted)];
+    let ranges = memory_ranges(inputs, a, launcher, written);
+    launcher.begin(&ranges);
+    for (first, batches) in plan::batch_chunks(a.batch) {
+        let Blocks { cache, problem, lengths, scales, element, .. } = Blocks::new(inputs, a, (first, batches));
+        let params = DequantizeParams {
+            cache,
+            k: output(&k, first),
+            v: output(&v, first),
+            seqused_k: if known.is_some() { null_mut() } else { at(&counts, first).cast() }, // as wide
+            problem,
+            lengths,
+            scales,
+            element,
+        };
+        run(launcher, &planned, batches, bytes_of(&params), &ranges)?;
+    }
+    Ok((k, v, counts))
+}

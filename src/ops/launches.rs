@@ -1,0 +1,46 @@
+//! Launches of planned kernels, and the memory that they touch.
+
+use super::inputs::Inputs;
+use crate::error::Result;
+use crate::launch::{KernelLaunch, Launcher, MemoryRange};
+use crate::plan::PlannedKernel;
+use crate::problem::Attention;
+use crate::tensor::memory_range;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
+use tch::Tensor;
+
+/// Returns the memory of a launch: inputs, which kernels read, and `written` tensors by name. Empty if the launcher does not use it.
+pub fn memory_ranges<const N: usize>(
+    inputs: &Inputs,
+    a: &Attention,
+    launcher: &dyn Launcher,
+    written: [(&'static str, Option<&Tensor>); N],
+) -> Vec<MemoryRange> {
+    let [k, v] = a.key_names();
+    if !launcher.looks_at_memory() {
+        return Vec::new();
+    }
+    let operands = [("q", &inputs.q), (k, &inputs.k), (v, &inputs.v)].into_iter();
+    let new = inputs.appended.iter().flat_map(|[k, v]| [("k", k), ("v", v)]);
+    let read = operands.chain(new).chain(inputs.rng_state.as_ref().map(|t| ("rng_state", t))).chain(inputs.options.tensors());
+    let written = written.into_iter().filter_map(|(name, t)| Some(memory_range(name, t?, true)));
+    read.map(|(name, t)| memory_range(name, t, false)).chain(written).collect()
+}
+
+/// Launches a kernel for this many batch entries.
+pub fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, params: &[u8], ranges: &[MemoryRange]) -> Result<()> {
+    launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
+}
+
+/// Returns 48 bits that no other call of this process has and that uninitialized memory does not hold by chance. By them the blocks of a
+/// call recognize what another of its blocks wrote into memory that is not zeroed (csrc/semaphore.cuh).
+pub fn launch_id() -> u64 {
+    static FIRST: OnceLock<u64> = OnceLock::new();
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let first = *FIRST.get_or_init(|| RandomState::new().build_hasher().finish());
+    // an odd factor gives different calls different numbers, which differ in half of their bits
+    const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
+    first.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)).wrapping_mul(SPREAD) >> 16
+}

@@ -1,0 +1,252 @@
+//! The attention problem: one type for `fwd`, `bwd`, `fwd_kvcache` and `fwd_mla`.
+
+use super::tensor::DType;
+use crate::limits::HEADDIM_MULTIPLE;
+use crate::params::CacheFormat;
+
+/// How queries are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Queries {
+    /// (batch, seqlen_q, nheads, headdim)
+    Dense,
+    /// (total, nheads, headdim), sequences one after the other.
+    Packed {
+        /// Rows of q, out and their gradients.
+        total: i64,
+    },
+}
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keys {
+    /// (batch, seqlen_k, nheads_k, headdim)
+    Dense,
+    /// (total, nheads_k, headdim), sequences one after the other.
+    Packed {
+        /// Rows of k, v and their gradients.
+        total: i64,
+    },
+    /// A KV cache.
+    Cache(Cache),
+    /// A cache of latents for all heads. Values are the first columns of keys.
+    Latents(Cache),
+}
+
+/// How tokens lie in a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheLayout {
+    /// Each entry holds one sequence.
+    Entries,
+    /// A block table lists the pages of each sequence.
+    Pages {
+        /// Columns of the block table.
+        max_pages: i64,
+    },
+}
+
+/// A cache of keys and values: (entries, rows, nheads_k, headdim).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cache {
+    /// Dense entries or pages.
+    pub layout: CacheLayout,
+    /// Number of entries, or of pages.
+    pub entries: i64,
+    /// Tokens of an entry, or of a page.
+    pub rows: i64,
+    /// Element type. `Unquantized`: that of q.
+    pub format: CacheFormat,
+}
+
+/// Which keys a query row sees: row `i` sees `j` with `i + offset - left <= j <= i + offset + right` and
+/// `offset = seqlen_k - seqlen_q`. `None` is no bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Visible keys before position `i + offset`, 0 or more.
+    pub left: Option<i64>,
+    /// Visible keys after that position, 0 or more. `Some(0)` hides later keys, as `is_causal` does.
+    pub right: Option<i64>,
+}
+
+impl Window {
+    /// Every key.
+    pub const FULL: Window = Window { left: None, right: None };
+    /// Keys up to the row's own position.
+    pub const CAUSAL: Window = Window { left: None, right: Some(0) };
+}
+
+/// What a problem asks for beyond the window. It decides which kernels are applicable.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RequestedFeatures {
+    /// Scores x become softcap * tanh(x / softcap); 0: off.
+    pub softcap: f64,
+    /// Probability of dropping a probability, in [0, 1); 0: off.
+    pub dropout_p: f64,
+    /// `alibi_slopes` is given.
+    pub alibi: bool,
+    /// `attn_bias` is given, additive or boolean.
+    pub attn_bias: bool,
+    /// Kernels read the bias as fp32: it is fp32 or bf16.
+    pub fp32_bias: bool,
+    /// `sinks` is given.
+    pub sinks: bool,
+    /// `seqused_k` is given.
+    pub seqused_k: bool,
+}
+
+/// Tokens that a call appends to a cache before it attends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Appended {
+    /// Most tokens of a sequence; 0: none.
+    pub seqlen: i64,
+    /// Rows of packed k and v; None: dense, or nothing to append.
+    pub total: Option<i64>,
+    /// Rotary embedding of the appended keys and of q.
+    pub rotary: Rotary,
+}
+
+/// A rotary embedding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rotary {
+    /// Columns of a head that are rotated; 0: none.
+    pub dim: i64,
+    /// Positions in the tables.
+    pub rows: i64,
+}
+
+/// A validated attention problem. Planner and backends need no more. Sizes of tensors without data may be
+/// [`crate::options::UNKNOWN`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Batch entries, or packed sequences.
+    pub batch: i64,
+    /// Queries of a sequence; packed, of the longest one, at most all rows.
+    pub seqlen_q: i64,
+    /// Keys of a sequence; packed, of the longest one; in a cache, the most that a sequence can have.
+    pub seqlen_k: i64,
+    /// Query heads, a multiple of nheads_k.
+    pub nheads: i64,
+    /// KV heads.
+    pub nheads_k: i64,
+    /// Columns of q and k.
+    pub headdim: i64,
+    /// Columns of v and out.
+    pub headdim_v: i64,
+    /// Element type of q and out, and of keys and values that are not quantized.
+    pub dtype: DType,
+    /// How q and out are stored.
+    pub queries: Queries,
+    /// How keys and values are stored.
+    pub keys: Keys,
+    /// Factor of the scores: finite in fp32, may be 0 or negative.
+    pub softmax_scale: f64,
+    /// Which keys a row sees, `is_causal` included.
+    pub window: Window,
+    /// What else happens to scores.
+    pub features: RequestedFeatures,
+    /// What is appended to the cache first.
+    pub appended: Appended,
+    /// Most splits of a sequence's keys in a decode kernel; 0: the scheduler decides.
+    pub num_splits: i64,
+}
+
+impl Attention {
+    /// Returns true if the output has no element.
+    pub fn has_no_output(&self) -> bool {
+        [self.batch, self.nheads, self.seqlen_q].contains(&0)
+    }
+
+    /// Returns true if no kernel is needed: the output has no element, or no row has a key.
+    pub fn is_empty(&self) -> bool {
+        self.has_no_output() || self.seqlen_k == 0
+    }
+
+    /// Returns true if kernels read the keys' lengths from memory.
+    pub fn has_key_lengths(&self) -> bool {
+        self.features.seqused_k || !matches!(self.keys, Keys::Dense)
+    }
+
+    /// Returns true if kernels read any sequence lengths from memory.
+    pub fn is_varlen(&self) -> bool {
+        self.has_key_lengths() || matches!(self.queries, Queries::Packed { .. })
+    }
+
+    /// Rows of packed queries.
+    pub fn total_q(&self) -> Option<i64> {
+        match self.queries {
+            Queries::Packed { total } => Some(total),
+            Queries::Dense => None,
+        }
+    }
+
+    /// Rows of packed keys.
+    pub fn total_k(&self) -> Option<i64> {
+        match self.keys {
+            Keys::Packed { total } => Some(total),
+            Keys::Dense | Keys::Cache(_) | Keys::Latents(_) => None,
+        }
+    }
+
+    /// The cache that holds the keys.
+    pub fn cache(&self) -> Option<&Cache> {
+        match &self.keys {
+            Keys::Cache(cache) | Keys::Latents(cache) => Some(cache),
+            Keys::Dense | Keys::Packed { .. } => None,
+        }
+    }
+
+    /// Format of the cache; `Unquantized` without one.
+    pub fn cache_format(&self) -> CacheFormat {
+        self.cache().map_or(CacheFormat::Unquantized, |cache| cache.format)
+    }
+
+    /// Returns true if values are the first columns of keys.
+    pub fn has_latents(&self) -> bool {
+        matches!(self.keys, Keys::Latents(_))
+    }
+
+    /// The arguments that hold keys and values.
+    pub fn key_names(&self) -> [&'static str; 2] {
+        match self.keys {
+            Keys::Dense | Keys::Packed { .. } => ["k", "v"],
+            Keys::Cache(_) => ["k_cache", "v_cache"],
+            Keys::Latents(_) => ["latent_cache", "latent_cache"],
+        }
+    }
+
+    /// Rows of the longest sequence as decode kernels count them: queries times query heads per KV head.
+    pub fn rows_per_kv_head(&self) -> i64 {
+        self.seqlen_q * (self.nheads / self.nheads_k.max(1))
+    }
+
+    /// Returns true if rotary embeddings rotate each query by its own position. Without a mask all use the first position, as in
+    /// flash-attn.
+    pub fn queries_have_positions(&self) -> bool {
+        self.window != Window::FULL
+    }
+
+    /// The problem with headdims rounded up to what kernels read.
+    pub fn padded(&self) -> Attention {
+        Attention { headdim: padded_headdim(self.headdim), headdim_v: padded_headdim(self.headdim_v), ..*self }
+    }
+
+    /// Shape of q (of `headdim` columns) or out (of `headdim_v`).
+    pub fn query_shape(&self, headdim: i64) -> Vec<i64> {
+        match self.queries {
+            Queries::Packed { total } => vec![total, self.nheads, headdim],
+            Queries::Dense => vec![self.batch, self.seqlen_q, self.nheads, headdim],
+        }
+    }
+
+    /// Shape of softmax_lse.
+    pub fn lse_shape(&self) -> Vec<i64> {
+        match self.queries {
+            Queries::Packed { total } => vec![self.nheads, total],
+            Queries::Dense => vec![self.batch, self.nheads, self.seqlen_q],
+        }
+    }
+}
+
+/// Rounds a headdim up to what kernels read.
+pub fn padded_headdim(headdim: i64) -> i64 {
+    (headdim + HEADDIM_MULTIPLE - 1) / HEADDIM_MULTIPLE * HEADDIM_MULTIPLE
+}

@@ -1,0 +1,158 @@
+//! Rules of a KV cache: its tensors, its pages or entries, and which of them belong to a sequence.
+
+use super::attention::{Cache, CacheLayout};
+use super::checks::*;
+use super::formats::cache_format;
+use super::operands::check_headdim;
+use super::tensor::{Backend, TensorDesc};
+use super::Options;
+use crate::error::{Error, Result};
+use crate::limits::{LATENT_HEADDIMS, MAX_SEQLEN, PAGE_SIZE_MULTIPLE};
+use crate::options::UNKNOWN;
+use crate::params::CacheFormat;
+
+/// The tensors of a cache.
+#[derive(Clone, Copy)]
+pub struct CacheTensors<'a> {
+    /// Keys, or latents.
+    pub keys: &'a TensorDesc,
+    /// Values; None: the first columns of the keys.
+    pub values: Option<&'a TensorDesc>,
+}
+
+/// What the tensors of a cache have in common.
+#[derive(Clone, Copy)]
+pub struct CacheShape {
+    entries: i64,
+    rows: i64,
+    format: CacheFormat,
+    /// KV heads.
+    pub nheads_k: i64,
+    /// Columns of keys, dequantized.
+    pub headdim: i64,
+    /// Columns of values, dequantized.
+    pub headdim_v: i64,
+}
+
+impl CacheShape {
+    /// The cache with a layout.
+    pub fn cache(&self, layout: CacheLayout) -> Cache {
+        Cache { layout, entries: self.entries, rows: self.rows, format: self.format }
+    }
+}
+
+impl CacheTensors<'_> {
+    /// Name of the argument that has the keys.
+    pub fn name(&self) -> &'static str {
+        match self.values {
+            Some(_) => "k_cache",
+            None => "latent_cache",
+        }
+    }
+
+    /// Checks dtypes and shapes against q.
+    pub fn check(&self, q: &TensorDesc, headdim_q: i64, paged: bool, backend: Backend) -> Result<CacheShape> {
+        let format = cache_format(self.name(), self.keys, q, self.values.is_none())?;
+        let [entries, rows, nheads_k, elements] = check_tensor(self.name(), self.keys, q, paged, backend)?;
+        let headdim = format.columns(elements);
+        let mut shape = CacheShape { entries, rows, format, nheads_k, headdim, headdim_v: LATENT_HEADDIMS[0] };
+        match self.values {
+            None => check_latents(&shape, headdim_q)?,
+            Some(v_cache) => shape.headdim_v = self.check_values(v_cache, q, &shape, headdim_q, (paged, backend))?,
+        }
+        Ok(shape)
+    }
+
+    /// Checks a cache of values beside the keys' and returns its headdim.
+    fn check_values(&self, v_cache: &TensorDesc, q: &TensorDesc, keys: &CacheShape, headdim_q: i64, how: (bool, Backend)) -> Result<i64> {
+        check_same("v_cache", "dtype", v_cache.dtype, "k_cache", self.keys.dtype)?;
+        let values = check_tensor("v_cache", v_cache, q, how.0, how.1)?;
+        let expected = [keys.entries, keys.rows, keys.nheads_k];
+        if !same_sizes(&values[..3], &expected) {
+            let [entries, rows, nheads_k] = expected.map(number);
+            return Err(Error::value("v_cache", shape(v_cache), format!("shape ({entries}, {rows}, {nheads_k}, headdim_v), as k_cache")));
+        }
+        check_same_size("k_cache", "headdim", keys.headdim, "q", headdim_q)?;
+        if keys.headdim == LATENT_HEADDIMS.iter().sum::<i64>() {
+            let given = format!("a cache of values beside keys of headdim {}", keys.headdim);
+            return Err(Error::value("v_cache", given, "volta_fa::fwd_mla for latents, whose first columns are the values"));
+        }
+        let headdim_v = keys.format.columns(values[3]);
+        check_headdim("q", headdim_q)?;
+        check_headdim("v_cache", headdim_v)?;
+        Ok(headdim_v)
+    }
+}
+
+/// Checks a (entries or pages, rows, nheads_k, elements) tensor.
+fn check_tensor(name: &str, d: &TensorDesc, q: &TensorDesc, paged: bool, backend: Backend) -> Result<[i64; 4]> {
+    let Ok(sizes) = <[i64; 4]>::try_from(&d.sizes[..]) else {
+        let layout = match paged {
+            true => "(pages, page_size, nheads_k, headdim), since block_table is given",
+            false => "(batch, seqlen, nheads_k, headdim); pages (pages, page_size, nheads_k, headdim) need a block_table",
+        };
+        return Err(Error::value(name, rank(d), format!("rank 4, {layout}")));
+    };
+    check_device(name, d, q)?;
+    check_layout(name, d, backend)?;
+    let rows = sizes[1];
+    if paged && rows != UNKNOWN && (rows < 1 || rows % PAGE_SIZE_MULTIPLE != 0) {
+        let allowed = format!("a page_size that is a multiple of {PAGE_SIZE_MULTIPLE}");
+        return Err(Error::value(name, format!("pages of {rows} tokens"), allowed));
+    }
+    check_at_most(name, if paged { "pages" } else { "batch" }, sizes[0], MAX_SEQLEN)?;
+    check_at_most(name, "rows", rows, MAX_SEQLEN)?;
+    Ok(sizes)
+}
+
+/// Checks a cache of latents.
+fn check_latents(shape: &CacheShape, headdim_q: i64) -> Result<()> {
+    let [latent, rotary] = LATENT_HEADDIMS;
+    if !same_size(shape.nheads_k, 1) {
+        let given = format!("nheads_k {}", shape.nheads_k);
+        return Err(Error::value("latent_cache", given, "1: all query heads share one head of latents"));
+    }
+    if !same_size(shape.headdim, latent + rotary) {
+        let allowed =
+            format!("headdim {}: a latent of {latent} columns, which are the values too, and {rotary} for positions", latent + rotary);
+        return Err(Error::value("latent_cache", format!("headdim {}", shape.headdim), allowed));
+    }
+    check_same_size("q", "headdim", headdim_q, "latent_cache", shape.headdim)
+}
+
+/// Checks which entries or pages belong to which sequence. Returns the layout and the most keys that a sequence can have. `keys` is the
+/// name of the cache.
+pub fn check_sequences(keys: &str, shape: &CacheShape, o: &Options, q: &TensorDesc, batch: i64) -> Result<(CacheLayout, i64)> {
+    let found = match &o.block_table {
+        Some(table) => check_pages(shape, table, o, q, batch)?,
+        None if o.cache_batch_idx.is_none() && !same_size(shape.entries, batch) => {
+            let allowed = format!("batch {}, as q, or cache_batch_idx to map sequences to cache entries", number(batch));
+            return Err(Error::value(keys, format!("batch {}", shape.entries), allowed));
+        }
+        None => (CacheLayout::Entries, shape.rows),
+    };
+    for (name, t) in [("cache_seqlens", &o.cache_seqlens), ("cache_batch_idx", &o.cache_batch_idx), ("leftpad_k", &o.leftpad_k)] {
+        if let Some(d) = t {
+            check_int32(name, d, q, &[batch], "(batch,)")?;
+        }
+    }
+    Ok(found)
+}
+
+/// Checks the block table.
+fn check_pages(shape: &CacheShape, table: &TensorDesc, o: &Options, q: &TensorDesc, batch: i64) -> Result<(CacheLayout, i64)> {
+    let (max_pages, page_size) = (table.sizes.get(1).copied().unwrap_or(UNKNOWN), shape.rows);
+    check_int32("block_table", table, q, &[batch, max_pages], "(batch, max_pages)")?;
+    for (name, t) in [("cache_batch_idx", &o.cache_batch_idx), ("leftpad_k", &o.leftpad_k)] {
+        if t.is_some() {
+            return Err(Error::value(name, "a tensor", "None, since block_table is given"));
+        }
+    }
+    let is_known = max_pages != UNKNOWN && page_size != UNKNOWN;
+    let seqlen_k = if is_known { max_pages.saturating_mul(page_size) } else { UNKNOWN };
+    if seqlen_k > MAX_SEQLEN {
+        let given = format!("{max_pages} pages of {page_size} tokens");
+        return Err(Error::value("block_table", given, format!("room for at most {MAX_SEQLEN} tokens in a sequence")));
+    }
+    Ok((CacheLayout::Pages { max_pages }, seqlen_k))
+}

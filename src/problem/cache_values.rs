@@ -1,0 +1,135 @@
+//! Values of the int32 tensors beside a cache, where a caller has read them: lengths, entries and pages of each sequence.
+
+use super::attention::{Attention, Cache, CacheLayout, Window};
+use super::lengths::check_cu_seqlens_values;
+use crate::error::{Error, Result};
+
+/// Values of a call's int32 tensors.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs)] // the options' names
+pub struct CacheValues {
+    pub cache_seqlens: Option<Vec<i32>>,
+    pub cu_seqlens_q: Option<Vec<i32>>,
+    pub cu_seqlens_k_new: Option<Vec<i32>>,
+    /// Row by row.
+    pub block_table: Option<Vec<i32>>,
+    pub cache_batch_idx: Option<Vec<i32>>,
+    pub leftpad_k: Option<Vec<i32>>,
+}
+
+/// Validated lengths of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedSequence {
+    /// Queries.
+    pub seqlen_q: i64,
+    /// Tokens that the call appends.
+    pub seqlen_new: i64,
+    /// Tokens in the cache before that, leftpad included.
+    pub cached: i64,
+    /// Tokens at the start of the entry that do not exist.
+    pub leftpad: i64,
+}
+
+impl CachedSequence {
+    /// Returns the number of keys after the append, leftpad excluded.
+    pub fn seqlen_k(&self) -> i64 {
+        self.cached + self.seqlen_new - self.leftpad
+    }
+
+    /// Returns the range of positions that some query sees, appended tokens included. Pages outside it need not exist: servers free pages
+    /// that a sliding window has passed.
+    pub fn visible(&self, window: Window) -> (i64, i64) {
+        let end = self.cached + self.seqlen_new;
+        if self.seqlen_q == 0 {
+            return (end, end);
+        }
+        let first = window.left.map_or(0, |left| (end - self.seqlen_q).saturating_sub(left));
+        (first.max(self.leftpad).min(end), end)
+    }
+}
+
+/// Checks the values in a call's int32 tensors and returns the lengths of each sequence.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_kvcache_values(a: &Attention, values: &CacheValues) -> Result<Vec<CachedSequence>> {
+    let Some(cache) = a.cache() else { return Ok(Vec::new()) };
+    if let (Some(cu), Some(total)) = (&values.cu_seqlens_q, a.total_q()) {
+        check_cu_seqlens_values("cu_seqlens_q", cu, total, "max_seqlen_q", a.seqlen_q)?;
+    }
+    if let (Some(cu), Some(total)) = (&values.cu_seqlens_k_new, a.appended.total) {
+        check_cu_seqlens_values("cu_seqlens_k_new", cu, total, "k", total)?;
+    }
+    (0..a.batch as usize)
+        .map(|b| {
+            let sequence = lengths(a, values, b)?;
+            check_rotary_positions(a, &sequence, b)?;
+            check_entry(a, cache, values, b)?;
+            check_pages(a, cache, values, &sequence, b)?;
+            Ok(sequence)
+        })
+        .collect()
+}
+
+fn value_at(t: &Option<Vec<i32>>, b: usize, default: i64) -> i64 {
+    t.as_ref().map_or(default, |t| i64::from(t[b]))
+}
+
+/// Checks the lengths of sequence `b`.
+fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequence> {
+    let length = |cu: &Option<Vec<i32>>, dense: i64| cu.as_ref().map_or(dense, |cu| i64::from(cu[b + 1] - cu[b]));
+    let is_packed_as_q = a.appended.total.is_some() && values.cu_seqlens_k_new.is_none();
+    let cu_new = if is_packed_as_q { &values.cu_seqlens_q } else { &values.cu_seqlens_k_new };
+    let (seqlen_q, seqlen_new) = (length(&values.cu_seqlens_q, a.seqlen_q), length(cu_new, a.appended.seqlen));
+    let cached = value_at(&values.cache_seqlens, b, a.seqlen_k);
+    let room = a.seqlen_k - seqlen_new;
+    if !(0..=room).contains(&cached) {
+        let why = match seqlen_new {
+            0 => format!("a length from 0 to {room}"),
+            _ => format!("a length from 0 to {room}, after which {seqlen_new} more fit into {}", a.seqlen_k),
+        };
+        return Err(Error::value("cache_seqlens", format!("{cached} (entry {b})"), why));
+    }
+    let leftpad = value_at(&values.leftpad_k, b, 0);
+    if !(0..=cached).contains(&leftpad) {
+        let allowed = format!("a number from 0 to {cached}, the cached tokens of the sequence");
+        return Err(Error::value("leftpad_k", format!("{leftpad} (entry {b})"), allowed));
+    }
+    Ok(CachedSequence { seqlen_q, seqlen_new, cached, leftpad })
+}
+
+fn check_rotary_positions(a: &Attention, s: &CachedSequence, b: usize) -> Result<()> {
+    let rotary = a.appended.rotary;
+    let of_queries = if a.queries_have_positions() { s.seqlen_q } else { s.seqlen_q.min(1) };
+    let positions = s.cached + s.seqlen_new.max(of_queries);
+    if rotary.dim > 0 && positions > rotary.rows {
+        let given = format!("{} positions", rotary.rows);
+        return Err(Error::value("rotary_cos", given, format!("at least {positions}, which sequence {b} reaches")));
+    }
+    Ok(())
+}
+
+fn check_entry(a: &Attention, cache: &Cache, values: &CacheValues, b: usize) -> Result<()> {
+    let entry = value_at(&values.cache_batch_idx, b, b as i64);
+    if cache.layout == CacheLayout::Entries && !(0..cache.entries).contains(&entry) {
+        let allowed = format!("a number below {}, the entries of {}", cache.entries, a.key_names()[0]);
+        return Err(Error::value("cache_batch_idx", format!("{entry} (entry {b})"), allowed));
+    }
+    Ok(())
+}
+
+/// Checks the pages that a sequence reads and those that it writes.
+fn check_pages(a: &Attention, cache: &Cache, values: &CacheValues, s: &CachedSequence, b: usize) -> Result<()> {
+    let (Some(table), CacheLayout::Pages { max_pages }) = (&values.block_table, cache.layout) else { return Ok(()) };
+    for (first, end) in [s.visible(a.window), (s.cached, s.cached + s.seqlen_new)] {
+        let pages = first / cache.rows..(end + cache.rows - 1) / cache.rows;
+        for i in pages.filter(|_| first < end) {
+            let page = table[b * max_pages as usize + i as usize];
+            if !(0..cache.entries).contains(&i64::from(page)) {
+                let allowed = format!("a number below {}, the pages of {}", cache.entries, a.key_names()[0]);
+                return Err(Error::value("block_table", format!("{page} (page {i} of sequence {b})"), allowed));
+            }
+        }
+    }
+    Ok(())
+}

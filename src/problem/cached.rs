@@ -1,0 +1,69 @@
+//! Validation of `fwd_kvcache` and `fwd_mla`: queries beside a cache.
+
+use super::attention::{Attention, Keys};
+use super::cache::{self, CacheTensors};
+use super::operands::{self, Packing};
+use super::tensor::{Backend, TensorDesc};
+use super::{append, formats, lengths, scores, Options};
+use crate::error::Result;
+
+/// Checks q, the caches, k and v to append and the options of `fwd_kvcache`.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_kvcache(
+    q: &TensorDesc,
+    k_cache: &TensorDesc,
+    v_cache: &TensorDesc,
+    appended: Option<[&TensorDesc; 2]>,
+    o: &Options,
+    backend: Backend,
+) -> Result<Attention> {
+    validate(q, CacheTensors { keys: k_cache, values: Some(v_cache) }, appended, o, backend)
+}
+
+/// Checks q, a cache of latents and the options of `fwd_mla`.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_mla(q: &TensorDesc, latent_cache: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
+    validate(q, CacheTensors { keys: latent_cache, values: None }, None, o, backend)
+}
+
+fn validate(
+    q: &TensorDesc,
+    caches: CacheTensors<'_>,
+    appended: Option<[&TensorDesc; 2]>,
+    o: &Options,
+    backend: Backend,
+) -> Result<Attention> {
+    scores::check_numbers(o, backend)?;
+    let packing = if o.cu_seqlens_q.is_some() { Packing::Since("cu_seqlens_q") } else { Packing::Needs("cu_seqlens_q") };
+    let qs = operands::check_operand("q", q, q, packing, backend)?;
+    let shape = caches.check(q, qs.headdim, o.block_table.is_some(), backend)?;
+    operands::check_heads(qs.nheads, shape.nheads_k, "k_cache and v_cache")?;
+    let (batch, seqlen_q, queries) = lengths::check_queries(q, o, &qs, backend)?;
+    let (layout, seqlen_k) = cache::check_sequences(caches.name(), &shape, o, q, batch)?;
+    let cache = shape.cache(layout);
+    let to_cache = append::Target { cache: &shape, batch, seqlen_q, seqlen_k, queries: &qs };
+    let appended = append::check(appended, o, q, &to_cache, packing, backend)?;
+    formats::check_scales(o, &cache, shape.nheads_k, batch, q, caches.values.is_none())?;
+    scores::check_tensors(o, q, [batch, qs.nheads, seqlen_q, seqlen_k])?;
+    Ok(Attention {
+        batch,
+        seqlen_q,
+        seqlen_k,
+        nheads: qs.nheads,
+        nheads_k: shape.nheads_k,
+        headdim: shape.headdim,
+        headdim_v: shape.headdim_v,
+        dtype: q.dtype,
+        queries,
+        keys: if caches.values.is_some() { Keys::Cache(cache) } else { Keys::Latents(cache) },
+        softmax_scale: scores::scale(o, shape.headdim),
+        window: scores::window(o),
+        features: scores::features(o),
+        appended,
+        num_splits: o.num_splits,
+    })
+}

@@ -1,0 +1,142 @@
+//! Checks that the validators share, and the words of their errors.
+
+use super::tensor::{Backend, DType, TensorDesc};
+use crate::error::{Error, Result};
+use crate::limits::MAX_ROW_STRIDE;
+use crate::options::UNKNOWN;
+use std::fmt;
+
+/// Formats a number that may be unknown.
+pub fn number(n: i64) -> String {
+    if n == UNKNOWN {
+        "?".into()
+    } else {
+        n.to_string()
+    }
+}
+
+/// Formats sizes.
+pub fn listed(sizes: &[i64]) -> String {
+    let dims: Vec<String> = sizes.iter().map(|&n| number(n)).collect();
+    format!("({})", dims.join(", "))
+}
+
+/// Formats the shape of a tensor.
+pub fn shape(d: &TensorDesc) -> String {
+    format!("shape {}", listed(&d.sizes))
+}
+
+/// Formats rank and shape of a tensor.
+pub fn rank(d: &TensorDesc) -> String {
+    format!("a tensor of rank {} with {}", d.sizes.len(), shape(d))
+}
+
+/// Returns true if two sizes are equal or may be.
+pub fn same_size(a: i64, b: i64) -> bool {
+    a == b || a == UNKNOWN || b == UNKNOWN
+}
+
+/// Returns true if two shapes are equal or may be.
+pub fn same_sizes(a: &[i64], b: &[i64]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(&a, &b)| same_size(a, b))
+}
+
+/// Rejects a property that differs from that of another argument.
+pub fn check_same<T: PartialEq + fmt::Display>(name: &str, what: &str, found: T, other: &str, expected: T) -> Result<()> {
+    if found != expected {
+        return Err(Error::value(name, format!("{what} {found}"), format!("{what} {expected}, that of {other}")));
+    }
+    Ok(())
+}
+
+/// Rejects a size that differs from that of another argument; unknown sizes pass.
+pub fn check_same_size(name: &str, what: &str, found: i64, other: &str, expected: i64) -> Result<()> {
+    if same_size(found, expected) {
+        return Ok(());
+    }
+    check_same(name, what, found, other, expected)
+}
+
+/// Rejects a number above its limit.
+pub fn check_at_most(name: &str, what: &str, n: i64, most: i64) -> Result<()> {
+    if n > most {
+        return Err(Error::value(name, format!("{what} {n}"), format!("at most {most}")));
+    }
+    Ok(())
+}
+
+/// Rejects a tensor of another dtype.
+pub fn check_dtype(name: &str, d: &TensorDesc, expected: DType) -> Result<()> {
+    if d.dtype != expected {
+        return Err(Error::value(name, format!("dtype {}", d.dtype), expected));
+    }
+    Ok(())
+}
+
+/// Rejects a tensor that has neither q's dtype nor fp32.
+pub fn check_dtype_of_q_or_fp32(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
+    if d.dtype != q.dtype && d.dtype != DType::Float {
+        return Err(Error::value(name, format!("dtype {}", d.dtype), format!("{} (q's) or torch.float32", q.dtype)));
+    }
+    Ok(())
+}
+
+/// Rejects dtypes that the backend does not compute with.
+pub fn check_compute_dtype(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
+    let (ok, allowed) = match backend {
+        Backend::Kernels => (matches!(d.dtype, DType::Half | DType::BFloat16), "torch.float16 or torch.bfloat16"),
+        Backend::Cpu | Backend::Meta => (
+            matches!(d.dtype, DType::Half | DType::BFloat16 | DType::Float | DType::Double),
+            "torch.float16, torch.bfloat16, torch.float32 or torch.float64",
+        ),
+    };
+    if !ok {
+        return Err(Error::value(name, format!("dtype {}", d.dtype), allowed));
+    }
+    Ok(())
+}
+
+/// Rejects another dtype or device than q's.
+pub fn check_like_q(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
+    check_same(name, "dtype", d.dtype, "q", q.dtype)?;
+    check_device(name, d, q)
+}
+
+/// Rejects another device than q's.
+pub fn check_device(name: &str, d: &TensorDesc, q: &TensorDesc) -> Result<()> {
+    check_same(name, "device", d.device, "q", q.device)
+}
+
+/// Rejects a last dimension that is not contiguous.
+pub fn check_contiguous_last(name: &str, d: &TensorDesc) -> Result<()> {
+    let last = d.sizes.len() - 1;
+    if d.sizes[last] > 1 && !same_size(d.strides[last], 1) {
+        let given = format!("stride {} in the last dimension", d.strides[last]);
+        return Err(Error::value(name, given, "a contiguous last dimension (stride 1)"));
+    }
+    Ok(())
+}
+
+/// Rejects strides that the backend cannot read.
+pub fn check_layout(name: &str, d: &TensorDesc, backend: Backend) -> Result<()> {
+    if d.sizes.contains(&0) {
+        return Ok(());
+    }
+    check_contiguous_last(name, d)?;
+    // bf16 is converted, and the copy has its own strides
+    let rows = d.sizes.len() - 3;
+    if backend == Backend::Kernels && d.dtype == DType::Half && d.sizes[rows] > 1 && d.strides[rows] > MAX_ROW_STRIDE {
+        return Err(Error::value(name, format!("stride {} between rows", d.strides[rows]), format!("at most {MAX_ROW_STRIDE} elements")));
+    }
+    Ok(())
+}
+
+/// Checks an int32 vector or table on q's device with a contiguous last dimension.
+pub fn check_int32(name: &str, d: &TensorDesc, q: &TensorDesc, expected: &[i64], what: &str) -> Result<()> {
+    check_dtype(name, d, DType::Int32)?;
+    if !same_sizes(&d.sizes, expected) {
+        return Err(Error::value(name, shape(d), format!("shape {what}, here {}", listed(expected))));
+    }
+    check_contiguous_last(name, d)?;
+    check_device(name, d, q)
+}

@@ -1,0 +1,97 @@
+//! Validation of `fwd` and `bwd`: dense or packed q, k and v.
+
+use super::attention::{Appended, Attention, Keys, Queries};
+use super::checks::*;
+use super::operands::{self, Packing};
+use super::tensor::{Backend, DType, TensorDesc};
+use super::{lengths, scores, Options};
+use crate::error::{Error, Result};
+
+/// Checks q, k, v and the options of `fwd`.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate(q: &TensorDesc, k: &TensorDesc, v: &TensorDesc, o: &Options, backend: Backend) -> Result<Attention> {
+    scores::check_numbers(o, backend)?;
+    let is_packed = o.cu_seqlens_q.is_some() || o.cu_seqlens_k.is_some();
+    let cu_seqlens = "cu_seqlens_q and cu_seqlens_k";
+    let packing = if is_packed { Packing::Since(cu_seqlens) } else { Packing::Needs(cu_seqlens) };
+    let qs = operands::check_operand("q", q, q, packing, backend)?;
+    let [ks, vs] = operands::check_keys([("k", k), ("v", v)], q, &qs, packing, backend)?;
+    operands::check_heads(qs.nheads, ks.nheads, "k and v")?;
+    operands::check_headdim("q", qs.headdim)?;
+    operands::check_headdim("v", vs.headdim)?;
+    let lengths = lengths::check(q, o, packing, [&qs, &ks], backend)?;
+    if let Some(d) = &o.seqused_k {
+        lengths::check_cu_seqlens("seqused_k", d, q, Some(lengths.batch), "(batch,)")?;
+    }
+    scores::check_tensors(o, q, [lengths.batch, qs.nheads, lengths.longest_q, lengths.longest_k])?;
+    Ok(Attention {
+        batch: lengths.batch,
+        seqlen_q: lengths.longest_q.min(qs.rows),
+        seqlen_k: lengths.longest_k.min(ks.rows),
+        nheads: qs.nheads,
+        nheads_k: ks.nheads,
+        headdim: qs.headdim,
+        headdim_v: vs.headdim,
+        dtype: q.dtype,
+        queries: if is_packed { Queries::Packed { total: qs.rows } } else { Queries::Dense },
+        keys: if is_packed { Keys::Packed { total: ks.rows } } else { Keys::Dense },
+        softmax_scale: scores::scale(o, qs.headdim),
+        window: scores::window(o),
+        features: scores::features(o),
+        appended: Appended::default(),
+        num_splits: o.num_splits,
+    })
+}
+
+/// Checks the tensors that `bwd` takes beyond those of `fwd`.
+///
+/// # Errors
+/// `Value`, naming the argument.
+pub fn validate_backward(
+    dout: &TensorDesc,
+    out: &TensorDesc,
+    softmax_lse: &TensorDesc,
+    rng_state: Option<&TensorDesc>,
+    q: &TensorDesc,
+    a: &Attention,
+    backend: Backend,
+) -> Result<()> {
+    let cu_seqlens = "cu_seqlens_q and cu_seqlens_k";
+    let packing = if a.total_q().is_some() { Packing::Since(cu_seqlens) } else { Packing::Needs(cu_seqlens) };
+    let expected = a.query_shape(a.headdim_v);
+    for (name, d) in [("dout", dout), ("out", out)] {
+        check_compute_dtype(name, d, backend)?;
+        operands::sizes(name, d, packing)?;
+        check_like_q(name, d, q)?;
+        // `readable_gradient` in tensor.rs copies a dout with a layout that no backend reads
+        if !(name == "dout" && backend == Backend::Meta) {
+            check_layout(name, d, backend)?;
+        }
+        if !same_sizes(&d.sizes, &expected) {
+            return Err(Error::value(name, shape(d), format!("shape {}, that of the forward's out", listed(&expected))));
+        }
+    }
+    check_dtype("softmax_lse", softmax_lse, DType::Float)?;
+    check_device("softmax_lse", softmax_lse, q)?;
+    if !same_sizes(&softmax_lse.sizes, &a.lse_shape()) {
+        return Err(Error::value("softmax_lse", shape(softmax_lse), format!("shape {}", listed(&a.lse_shape()))));
+    }
+    check_rng_state(rng_state, q, a)
+}
+
+fn check_rng_state(rng_state: Option<&TensorDesc>, q: &TensorDesc, a: &Attention) -> Result<()> {
+    match rng_state {
+        Some(d) if a.features.dropout_p > 0.0 => {
+            if d.dtype != DType::Int64 || !same_sizes(&d.sizes, &[2]) {
+                let given = format!("{} of dtype {}", shape(d), d.dtype);
+                return Err(Error::value("rng_state", given, "shape (2,) of dtype torch.int64, that of the forward"));
+            }
+            check_device("rng_state", d, q)
+        }
+        None if a.features.dropout_p > 0.0 => Err(Error::value("rng_state", "None", "that of the forward, since dropout_p is not 0")),
+        Some(d) => Err(Error::value("rng_state", format!("a tensor of {}", shape(d)), "None, since dropout_p is 0")),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,99 @@
+//! Rules of q, k and v as tensors: ranks, dtypes, layouts, heads and headdims.
+
+use super::checks::*;
+use super::tensor::{Backend, TensorDesc};
+use crate::error::{Error, Result};
+use crate::limits::{MAX_HEADDIM, MAX_HEADS, MAX_SEQLEN};
+use crate::options::UNKNOWN;
+
+/// Sizes of a (batch, seqlen, nheads, headdim) or a packed (total, nheads, headdim) tensor.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    /// 0 if packed.
+    pub batch: i64,
+    /// total if packed.
+    pub rows: i64,
+    /// Heads.
+    pub nheads: i64,
+    /// Columns.
+    pub headdim: i64,
+}
+
+/// Why tensors are packed, or must not be: the arguments with cu_seqlens.
+#[derive(Clone, Copy)]
+pub enum Packing<'a> {
+    /// They are not; packed tensors need this argument.
+    Needs(&'a str),
+    /// They are, because this argument is given.
+    Since(&'a str),
+}
+
+impl Packing<'_> {
+    /// Returns true if tensors are packed.
+    pub fn is_packed(self) -> bool {
+        matches!(self, Packing::Since(_))
+    }
+
+    /// What an error calls the rows.
+    pub fn rows(self) -> &'static str {
+        match self {
+            Packing::Needs(_) => "seqlen",
+            Packing::Since(_) => "total",
+        }
+    }
+}
+
+/// Reads the sizes of a tensor. Rejects another rank.
+pub fn sizes(name: &str, d: &TensorDesc, packing: Packing<'_>) -> Result<Sizes> {
+    let allowed = match (packing, &d.sizes[..]) {
+        (Packing::Needs(_), &[batch, rows, nheads, headdim]) => return Ok(Sizes { batch, rows, nheads, headdim }),
+        (Packing::Since(_), &[rows, nheads, headdim]) => return Ok(Sizes { batch: 0, rows, nheads, headdim }),
+        (Packing::Needs(cu), _) => format!("rank 4, (batch, seqlen, nheads, headdim); packed (total, nheads, headdim) needs {cu}"),
+        (Packing::Since(cu), _) => format!("rank 3, (total, nheads, headdim), since {cu} is given"),
+    };
+    Err(Error::value(name, rank(d), allowed))
+}
+
+/// Checks a tensor of rows that a backend computes with.
+pub fn check_operand(name: &str, d: &TensorDesc, q: &TensorDesc, packing: Packing<'_>, backend: Backend) -> Result<Sizes> {
+    check_compute_dtype(name, d, backend)?;
+    let sizes = sizes(name, d, packing)?;
+    check_like_q(name, d, q)?;
+    check_layout(name, d, backend)?;
+    check_at_most(name, packing.rows(), sizes.rows, MAX_SEQLEN)?;
+    Ok(sizes)
+}
+
+/// Checks k and v beside q; `keys` are their names.
+pub fn check_keys(
+    keys: [(&str, &TensorDesc); 2],
+    q: &TensorDesc,
+    qs: &Sizes,
+    packing: Packing<'_>,
+    backend: Backend,
+) -> Result<[Sizes; 2]> {
+    let [(k_name, k), (v_name, v)] = keys;
+    let (ks, vs) = (check_operand(k_name, k, q, packing, backend)?, check_operand(v_name, v, q, packing, backend)?);
+    check_same_size(k_name, "batch", ks.batch, "q", qs.batch)?;
+    check_same_size(v_name, "batch", vs.batch, "q", qs.batch)?;
+    check_same_size(v_name, packing.rows(), vs.rows, k_name, ks.rows)?;
+    check_same_size(v_name, "nheads", vs.nheads, k_name, ks.nheads)?;
+    check_same_size(k_name, "headdim", ks.headdim, "q", qs.headdim)?;
+    Ok([ks, vs])
+}
+
+/// Rejects a headdim that kernels do not have.
+pub fn check_headdim(name: &str, headdim: i64) -> Result<()> {
+    if headdim != UNKNOWN && !(1..=MAX_HEADDIM).contains(&headdim) {
+        return Err(Error::value(name, format!("headdim {headdim}"), format!("a headdim from 1 to {MAX_HEADDIM}")));
+    }
+    Ok(())
+}
+
+/// Checks query heads against KV heads; `keys` names the tensors that have these.
+pub fn check_heads(nheads: i64, nheads_k: i64, keys: &str) -> Result<()> {
+    if nheads > 0 && nheads_k != UNKNOWN && (nheads_k == 0 || nheads % nheads_k != 0) {
+        return Err(Error::value("q", format!("nheads {nheads}"), format!("a multiple of nheads_k {nheads_k}, that of {keys}")));
+    }
+    check_at_most("q", "nheads", nheads, MAX_HEADS)
+}

@@ -1,0 +1,107 @@
+//! Rules of what happens to scores: scale, window, softcap, ALiBi, bias, sinks and dropout.
+
+use super::attention::{RequestedFeatures, Window};
+use super::checks::*;
+use super::tensor::{Backend, DType, TensorDesc};
+use super::Options;
+use crate::error::{Error, Result};
+use crate::limits::SOFTCAPS;
+use crate::options::UNKNOWN;
+
+/// Checks the numbers.
+pub fn check_numbers(o: &Options, backend: Backend) -> Result<()> {
+    if !(0.0..1.0).contains(&o.dropout_p) {
+        return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));
+    }
+    if o.softcap != 0.0 && !SOFTCAPS.contains(&o.softcap) {
+        let allowed = format!("0 (off) or a number from {:e} to {:e}", SOFTCAPS.start(), SOFTCAPS.end());
+        return Err(Error::value("softcap", o.softcap, allowed));
+    }
+    if o.softcap > 0.0 && o.dropout_p > 0.0 {
+        return Err(Error::value("softcap", format!("{} together with dropout_p {}", o.softcap, o.dropout_p), "one of the two to be 0"));
+    }
+    if let Some(s) = o.softmax_scale {
+        if !s.is_finite() || (s as f32).is_infinite() {
+            return Err(Error::value("softmax_scale", s, "a finite float32 number"));
+        }
+    }
+    let is_known = |n: i64| !(n == UNKNOWN && backend == Backend::Meta);
+    for (name, w) in [("window_left", o.window_left), ("window_right", o.window_right)] {
+        if w < -1 && is_known(w) {
+            return Err(Error::value(name, w, "-1 (no bound) or a number of keys >= 0"));
+        }
+    }
+    if o.is_causal && o.window_right > 0 {
+        let given = format!("{} together with is_causal=True", o.window_right);
+        return Err(Error::value("window_right", given, "-1 or 0, since a causal mask hides later keys"));
+    }
+    if o.num_splits < 0 && is_known(o.num_splits) {
+        return Err(Error::value("num_splits", o.num_splits, "0 (the scheduler decides) or a number of splits from 1"));
+    }
+    Ok(())
+}
+
+/// Returns softmax_scale or its default.
+pub fn scale(o: &Options, headdim: i64) -> f64 {
+    o.softmax_scale.unwrap_or_else(|| (headdim as f64).powf(-0.5))
+}
+
+/// Returns the window, `is_causal` included. An unknown side has no bound, because no kernel runs.
+pub fn window(o: &Options) -> Window {
+    let bound = |w: i64| (w >= 0).then_some(w);
+    Window { left: bound(o.window_left), right: if o.is_causal { Some(0) } else { bound(o.window_right) } }
+}
+
+/// Returns what else is requested.
+pub fn features(o: &Options) -> RequestedFeatures {
+    RequestedFeatures {
+        softcap: o.softcap,
+        dropout_p: o.dropout_p,
+        alibi: o.alibi_slopes.is_some(),
+        attn_bias: o.attn_bias.is_some(),
+        fp32_bias: o.attn_bias.as_ref().is_some_and(|d| matches!(d.dtype, DType::Float | DType::BFloat16)),
+        sinks: o.sinks.is_some(),
+        seqused_k: o.seqused_k.is_some(),
+    }
+}
+
+/// Checks the tensors against the full shape of the scores, (batch, nheads, seqlen_q, seqlen_k).
+pub fn check_tensors(o: &Options, q: &TensorDesc, full: [i64; 4]) -> Result<()> {
+    let [batch, nheads, ..] = full;
+    if let Some(d) = &o.alibi_slopes {
+        check_alibi(d, q, batch, nheads)?;
+    }
+    if let Some(d) = &o.sinks {
+        check_sinks(d, q, nheads)?;
+    }
+    o.attn_bias.as_ref().map_or(Ok(()), |d| check_bias(d, q, full))
+}
+
+fn check_alibi(d: &TensorDesc, q: &TensorDesc, batch: i64, nheads: i64) -> Result<()> {
+    check_dtype("alibi_slopes", d, DType::Float)?;
+    if !same_sizes(&d.sizes, &[nheads]) && !same_sizes(&d.sizes, &[batch, nheads]) {
+        let allowed = format!("shape (nheads,) or (batch, nheads), here ({0},) or ({1}, {0})", number(nheads), number(batch));
+        return Err(Error::value("alibi_slopes", shape(d), allowed));
+    }
+    check_device("alibi_slopes", d, q)
+}
+
+fn check_sinks(d: &TensorDesc, q: &TensorDesc, nheads: i64) -> Result<()> {
+    check_dtype_of_q_or_fp32("sinks", d, q)?;
+    if !same_sizes(&d.sizes, &[nheads]) {
+        return Err(Error::value("sinks", shape(d), format!("shape (nheads,), here ({},)", number(nheads))));
+    }
+    check_device("sinks", d, q)
+}
+
+fn check_bias(d: &TensorDesc, q: &TensorDesc, full: [i64; 4]) -> Result<()> {
+    if d.dtype != q.dtype && d.dtype != DType::Float && d.dtype != DType::Bool {
+        let allowed = format!("torch.bool, {} (q's) or torch.float32", q.dtype);
+        return Err(Error::value("attn_bias", format!("dtype {}", d.dtype), allowed));
+    }
+    if d.sizes.len() != 4 || d.sizes.iter().zip(full).any(|(&n, full)| n != 1 && !same_size(n, full)) {
+        let allowed = format!("shape (batch, nheads, seqlen_q, seqlen_k), here {}, in which any size may be 1", listed(&full));
+        return Err(Error::value("attn_bias", shape(d), allowed));
+    }
+    check_device("attn_bias", d, q)
+}

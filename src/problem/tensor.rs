@@ -1,0 +1,101 @@
+//! Descriptions of tensors: what validation needs to know of them.
+
+use smallvec::SmallVec;
+use std::fmt;
+
+/// Element types that operators know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DType {
+    /// torch.float16
+    Half,
+    /// torch.bfloat16
+    BFloat16,
+    /// torch.float32
+    Float,
+    /// torch.float64
+    Double,
+    /// torch.int32
+    Int32,
+    /// torch.int64
+    Int64,
+    /// torch.bool
+    Bool,
+    /// torch.int8
+    Int8,
+    /// torch.uint8
+    Uint8,
+    /// torch.float8_e5m2
+    Float8E5m2,
+    /// torch.float8_e4m3fn
+    Float8E4m3,
+    /// A type that no argument takes, by name for the error message.
+    Other(&'static str),
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DType::Half => "torch.float16",
+            DType::BFloat16 => "torch.bfloat16",
+            DType::Float => "torch.float32",
+            DType::Double => "torch.float64",
+            DType::Int32 => "torch.int32",
+            DType::Int64 => "torch.int64",
+            DType::Bool => "torch.bool",
+            DType::Int8 => "torch.int8",
+            DType::Uint8 => "torch.uint8",
+            DType::Float8E5m2 => "torch.float8_e5m2",
+            DType::Float8E4m3 => "torch.float8_e4m3fn",
+            DType::Other(name) => name,
+        })
+    }
+}
+
+/// Device of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU backend's and the simulator's.
+    Cpu,
+    /// A GPU, by PyTorch's index.
+    Cuda(usize),
+    /// No data, shapes only.
+    Meta,
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(i) => write!(f, "cuda:{i}"),
+            Device::Meta => f.write_str("meta"),
+        }
+    }
+}
+
+/// Sizes or strides. Room for five avoids allocations: arguments have at most four dimensions, and one packed qkv tensor, given by
+/// mistake, has five.
+pub type Dims = SmallVec<[i64; 5]>;
+
+/// Describes a tensor. Sizes and strides may be [`crate::options::UNKNOWN`]: checks then skip what depends on them.
+#[derive(Clone, Debug)]
+pub struct TensorDesc {
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Where it is; all tensors of a call share it.
+    pub device: Device,
+    /// One size per dimension.
+    pub sizes: Dims,
+    /// One stride per dimension, in elements.
+    pub strides: Dims,
+}
+
+/// What computes a call: it decides which dtypes and layouts are possible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// ATen operations on the CPU.
+    Cpu,
+    /// The compiled kernels, on a GPU or in the simulator: fp16, and bf16 by conversion.
+    Kernels,
+    /// Nothing: meta tensors, which may stand for either backend's.
+    Meta,
+}

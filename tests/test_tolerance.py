@@ -1,0 +1,79 @@
+"""Tolerances (`volta_fa.check.tolerance`): small right results are within, wrong ones are beyond."""
+
+import pytest
+import torch
+
+import reference
+from cases import Case
+from conftest import on_cases, repeat, seed_of
+
+# Random problems with results of one or two elements, or of rows with two keys, that were up to twice beyond what eager attention's own
+# error alone would allow (VOLTA_FA_TEST_SEED: draws of the simulated kernels; 0: what an H200 met).
+ONE_COLUMN = Case(seqlen_q=1, seqlen_k=58, headdim=16, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
+ONE_BY_ONE = Case(seqlen_q=1, seqlen_k=58, headdim=1, headdim_v=1, batch=1, nheads_k=1, is_causal=True, window_left=40)
+TWO_KEYS = Case(
+    headdim=8, nheads=4, nheads_k=2, is_causal=True, window_left=1, softmax_scale=-0.1, dropout_p=0.17, bias="q:fp32", sinks="own",
+    lengths=((11, 1), (1, 11), (11, 290)),
+)  # fmt: skip
+SHORT_ROWS = Case(
+    headdim=80, nheads=8, nheads_k=4, is_causal=True, window_left=1842, alibi="bh", bias="bk:own", sinks="own", spare=100,
+    lengths=((183, 776), (263, 481), (3, 692), (85, 2), (572, 644), (512, 16), (403, 698), (201, 385)),
+)  # fmt: skip
+DRAWS = {ONE_COLUMN: (0, 51, 72, 82, 222), ONE_BY_ONE: (0, 6, 39, 121, 268), TWO_KEYS: (0,), SHORT_ROWS: (0,)}
+
+
+@on_cases((["sim", "cuda"], [ONE_COLUMN, ONE_BY_ONE, TWO_KEYS]), (["cuda"], [SHORT_ROWS]))
+def test_found_by_chance(backend, case, monkeypatch):
+    for seed in DRAWS[case]:
+        monkeypatch.setenv("VOLTA_FA_TEST_SEED", str(seed))
+        repeat(backend.name, case)
+
+
+def attention(case: Case, draw: int, bits: int):
+    """Out with nothing rounded but probabilities, to so many bits, and itself, to fp16; the budget and the reference."""
+    generator = torch.Generator().manual_seed(seed_of(f"{case}:{draw}"))
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).half()
+
+    d, dv = case.headdim, case.headdim_v or case.headdim
+    q, k = randn(1, case.seqlen_q, case.nheads, d), randn(1, case.seqlen_k, case.nheads, d)
+    v = randn(1, case.seqlen_k, case.nheads, dv)
+    ref = reference.forward(q, k, v, **case.options)
+    peaks = ref.probabilities.amax(-1, keepdim=True)
+    mantissas, exponents = torch.frexp(ref.probabilities / peaks)
+    rounded = torch.ldexp((mantissas * 2**bits).round() / 2**bits, exponents) * peaks
+    out = (rounded @ v.double().transpose(1, 2)).transpose(1, 2).half()
+    return out, reference.forward_budget(ref, q, k, v, **case.options), ref.out
+
+
+def shares(case: Case, draws: int, bits: int) -> torch.Tensor:
+    """(draws, 2): the largest error and the root mean square one, as shares of what is allowed."""
+    found = []
+    for draw in range(draws):
+        out, budget, exact = attention(case, draw, bits)
+        errors = reference.max_error(out, exact), reference.rms_error(out, exact)
+        found.append((errors[0] / budget.allowed, errors[1] / budget.allowed_rms))
+    return torch.tensor(found)
+
+
+#: Of an fp16 number, with the one that is not stored.
+FP16_BITS = 11
+
+
+@pytest.mark.parametrize(
+    "case,draws",
+    [(ONE_COLUMN, 1000), (ONE_BY_ONE, 1000), (Case(1, 58, 64, nheads=2), 300), (Case(65, 65, 64, is_causal=True), 30)],
+    ids=str,
+)
+def test_an_implementation_that_only_rounds_is_within(case, draws):
+    assert shares(case, draws, FP16_BITS).max() <= 1
+
+
+@pytest.mark.parametrize("case", [Case(65, 65, 64, is_causal=True), Case(17, 33, 32), Case(256, 256, 64)], ids=str)
+def test_one_that_rounds_to_eight_bits_is_not(case):
+    assert (shares(case, 20, FP16_BITS - 3).amax(-1) > 1).all()
+
+
+def test_small_results_show_such_an_implementation_too():
+    assert (shares(ONE_COLUMN, 300, FP16_BITS - 3).amax(-1) > 1).float().mean() > 0.5
