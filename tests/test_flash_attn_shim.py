@@ -214,7 +214,8 @@ if importlib.util.find_spec("transformers"):
     FOLDERS.append("")
 RELEASES = pytest.mark.parametrize(
     "transformers",
-    [pytest.param(f, id=Path(f).name or "installed", marks=[pytest.mark.slow] if f else []) for f in FOLDERS] or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
+    [pytest.param(f, id=Path(f).name or "installed", marks=[pytest.mark.slow] if f else []) for f in FOLDERS]
+    or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
 )
 
 # transformers takes "flash_attention_2" only where there is a CUDA device. The models stay on the CPU all the same.

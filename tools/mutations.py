@@ -34,7 +34,8 @@ MUTATIONS = [
     # Python
     Mutation(f"{PY}/rotary.py", "x0 * cos - x1 * sin", "x0 * cos + x1 * sin", f"{T}/test_flash_attn_layers.py", "rotary"),
     Mutation(f"{PY}/rotary.py", "sin = -sin", "sin = sin", f"{T}/test_flash_attn_layers.py", "rotary"),
-    Mutation(f"{PY}/bert_padding.py", "F.pad(seqlens.cumsum(0", "F.pad(seqlens.flip(0).cumsum(0", f"{T}/test_flash_attn_layers.py", "pad"),
+    Mutation(f"{PY}/bert_padding.py", "F.pad(seqlens.cumsum(0", "F.pad(seqlens.flip(0).cumsum(0",
+             f"{T}/test_flash_attn_layers.py", "pad"),
     Mutation(f"{PY}/bert_padding.py", ".arange(attention_mask_in_length.shape[-1], device=tokens.device) <",
              ".arange(attention_mask_in_length.shape[-1], device=tokens.device) <=", f"{T}/test_flash_attn_layers.py", "pad"),
     Mutation(f"{PY}/flops.py", "return batch * nheads * seqlen_q * k.shape[1]", "return batch * nheads * seqlen_q * seqlen_q",
@@ -62,7 +63,8 @@ MUTATIONS = [
              "let (entry, key_head) = (group / part.a.nheads_k, 0 * group);", f"{T}/test_features.py", "bias and cpu"),
     Mutation("src/ops/dropout.rs", "0xD251_1F53", "0xD251_1F55", f"{T}/test_features.py", "philox"),
     # plan
-    Mutation("src/plan/forward.rs", "(shape.is_causal != Some(false) ||", "(shape.is_causal == Some(false) ||", f"{T}/test_stream_k.py", ""),
+    Mutation("src/plan/forward.rs", "(shape.is_causal != Some(false) ||", "(shape.is_causal == Some(false) ||",
+             f"{T}/test_stream_k.py", ""),
     Mutation("src/plan/forward.rs", "let small = if large.1 == Reason::Tuned { None }", "let small = if large.1 != Reason::Tuned { None }",
              f"{T}/test_variants.py", "fwd and small"),
     # kernels
