@@ -687,6 +687,13 @@ if V5:
     )  # fmt: skip
 
 
+def test_two_patterns_keep_the_tighter_bounds():
+    from volta_fa.integrations.transformers.patterns import Pattern
+
+    assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1)
+    assert Pattern(-1, 4) & Pattern(5, -1) == Pattern(5, 4)
+
+
 @pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
 #                                                 seqlen_q, past, keys, the first key's position
 @pytest.mark.parametrize(

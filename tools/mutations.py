@@ -45,9 +45,9 @@ MUTATIONS = [
     Mutation(f"{PY}/kv_cache/cascade.py", "merge_attention_states(own, own_lse, shared, shared_lse)",
              "merge_attention_states(own, own_lse, own, own_lse)", f"{T}/test_kvcache_api.py", "cascade"),
     Mutation(f"{PY}/merge.py", "merge_attention_states(out_a, softmax_lse_a, out_b, softmax_lse_b)\n    return",
-             "merge_attention_states(out_a, softmax_lse_b, out_b, softmax_lse_a)\n    return", f"{T}/test_merge.py", "cpu"),
+             "merge_attention_states(out_a, softmax_lse_b, out_b, softmax_lse_a)\n    return", f"{T}/test_merge.py", "python_function"),
     Mutation(f"{PY}/integrations/transformers/patterns.py", "max(a, b) if min(a, b) < 0 else min(a, b)", "max(a, b)",
-             f"{T}/test_transformers.py", "mask_function or causal_models"),
+             f"{T}/test_transformers.py", "two_patterns"),
     # validation
     Mutation("src/problem/scores.rs", "o.softcap > 0.0 && o.dropout_p > 0.0", "o.softcap > 1e9 && o.dropout_p > 0.0",
              f"{T}/test_validation.py", ""),
