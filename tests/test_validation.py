@@ -4,9 +4,8 @@ The rules themselves are tested without tensors in tests/problem.rs; here they a
 with nothing launched.
 """
 
-import json
-
 import functools
+import json
 
 import pytest
 import torch
