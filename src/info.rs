@@ -258,7 +258,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "is_causal": args.is_causal,
             "deterministic": mode.deterministic,
             "bf16_gradients": mode.bf16_gradients,
-            "needs": names(plan::needs(&a, mode)),
+            "needs": names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {
