@@ -17,23 +17,29 @@ import torch
 from torch import Tensor
 
 
-def _load_rule():
-    """By its path: importing the package would load its library, and tests may be of another one."""
-    path = Path(__file__).resolve().parent.parent / "python/volta_fa/check/rule.py"
-    spec = importlib.util.spec_from_file_location("volta_fa_check_rule", path)
+def _load(name: str):
+    """A module of `volta_fa.check` by its path: importing the package would load its library, and tests may be of another one."""
+    path = Path(__file__).resolve().parent.parent / "python/volta_fa/check" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"volta_fa_check_{name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
 
-rule = _load_rule()
-Budget, FORWARD_FACTOR, GRADIENT_FACTOR = rule.Budget, rule.FORWARD_FACTOR, rule.GRADIENT_FACTOR
-delta_noise, gradient_sums, lse_tolerance = rule.delta_noise, rule.gradient_sums, rule.lse_tolerance
-dropped_numbers, kept_share = rule.dropped_numbers, rule.kept_share
-eager, eager_gradients, gradient_names = rule.eager, rule.eager_gradients, rule.gradient_names
-max_error, rms_error, visible = rule.max_error, rule.rms_error, rule.visible
-by_row, heads_first, largest, score, sum_groups = rule.by_row, rule.heads_first, rule.largest, rule.score, rule.sum_groups
+cases, tolerance = _load("cases"), _load("tolerance")
+Budget, FORWARD_FACTOR, GRADIENT_FACTOR = tolerance.Budget, tolerance.FORWARD_FACTOR, tolerance.GRADIENT_FACTOR
+delta_noise, gradient_sums, lse_tolerance = tolerance.delta_noise, tolerance.gradient_sums, tolerance.lse_tolerance
+dropped_numbers, kept_share = tolerance.dropped_numbers, tolerance.kept_share
+eager, eager_gradients, gradient_names = tolerance.eager, tolerance.eager_gradients, tolerance.gradient_names
+max_error, rms_error, visible = tolerance.max_error, tolerance.rms_error, tolerance.visible
+by_row, heads_first, largest, score, sum_groups = (
+    tolerance.by_row,
+    tolerance.heads_first,
+    tolerance.largest,
+    tolerance.score,
+    tolerance.sum_groups,
+)
 
 
 def philox(seed: int, offset: int, group: Tensor, row: Tensor, head: Tensor) -> Tensor:
@@ -227,8 +233,8 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
 
 def forward_budget(ref: Forward, q: Tensor, k: Tensor, v: Tensor, **options) -> Budget:
     weights, values = ref.probabilities * ref.factors, heads_first(v.double(), q.shape[2])
-    rounded = rule.rounded_probabilities(weights, values, q.dtype)
-    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, rule.forward_sums(ref, q, v, **options), rounded)
+    rounded = tolerance.rounded_probabilities(weights, values, q.dtype)
+    return Budget.of(eager(q, k, v, **options), ref.out, FORWARD_FACTOR, tolerance.forward_sums(ref, q, v, **options), rounded)
 
 
 def gradient_budgets(ref: Forward, refs, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Budget]:

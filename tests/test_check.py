@@ -18,10 +18,10 @@ import volta_fa
 import volta_fa.check
 from conftest import INFO, need
 from volta_fa import diagnostics
-from volta_fa.check import atomics, cached, fast, isolation, kernels, machine, problems, report, right, rule, tune
-from volta_fa.check.fast import OUT_OF_TIME, VOLTA_FA, Point, Speeds
+from volta_fa.check import atomics, cached, correctness, isolation, kernels, machine, performance, problems, report, tolerance, tune
+from volta_fa.check.correctness import DeviceLost, KernelResult, Worst
 from volta_fa.check.kernels import Target
-from volta_fa.check.right import DeviceLost, Verdict, Worst
+from volta_fa.check.performance import OUT_OF_TIME, VOLTA_FA, Point, Speeds
 from volta_fa.cli import main
 
 CPU, SIMULATOR = Target.of("cpu"), Target.of("simulator")
@@ -141,8 +141,8 @@ def test_kernels_of_other_caches_and_of_latents_really_run():
     assert len(listed) > 12
     for variant in listed:
         for problem in cached.problems(variant):
-            inputs = cached.Inputs.draw(problem, 0, SIMULATOR.device)
-            assert launched(variant, inputs.run) == [variant["name"]], problem
+            inputs = cached.draw(problem, 0, SIMULATOR.device)
+            assert launched(variant, lambda inputs=inputs: cached.run(inputs)) == [variant["name"]], problem
 
 
 def test_kernels_of_a_bias_really_run():
@@ -160,15 +160,15 @@ def test_problems_ask_for_all_that_a_kernel_covers():
     for variant in SIMULATED:
         if variant["pass"] != "Merge":
             given = (cached if variant["pass"] in cached.PASSES else kernels).problems(variant)
-            asked = {need for problem in given for need in problem.needs}
+            asked = {need for problem in given for need in problem.features}
             assert set(variant["needs"]) <= asked, variant["name"]
 
 
 def test_a_kernel_that_the_plan_does_not_take_fails():
     need("sim")
     variant = next(v for v in SIMULATED if v["name"] == "volta_fwd_64x64")
-    verdict = right.check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, 0, quick=True)
-    assert not verdict.passed and verdict.doubts[0].startswith("the plan takes volta_fwd_128x128") and not verdict.complaints
+    result = correctness.check_kernel(SIMULATOR, {**variant, "headdim": 128, "headdim_v": 128}, 0, quick=True)
+    assert not result.passed and result.inconclusive[0].startswith("the plan takes volta_fwd_128x128") and not result.failures
 
 
 # ---- right: what is found ----------------------------------------------------------------------------------------
@@ -215,22 +215,22 @@ def test_lack_of_memory_is_no_kernels_fault(monkeypatch, tmp_path, capsys):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
     corrupted(monkeypatch, no_memory)
-    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
     status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_Forward_float16", "--quick")
-    assert status == 1 and data["right"][0]["complaints"] == [] and "out of memory" in data["right"][0]["doubts"][0]
+    assert status == 1 and data["right"][0]["failures"] == [] and "out of memory" in data["right"][0]["inconclusive"][0]
     assert "cpu_Forward_float16 could not be checked: CUDA out of memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
 def test_a_wrong_kernel_is_named_and_the_rest_goes_on(change, message, monkeypatch, tmp_path, capsys):
     corrupted(monkeypatch, change)
-    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
     status, data = check(tmp_path, "--device", "cpu", "--kernels", "cpu_*ward_float16", "--quick")
     forward, backward = data["right"]
     assert status == 1 and not data["all_right"]
     assert not forward["passed"] and backward["passed"]
-    assert forward["complaints"][0].startswith(message), forward["complaints"]
-    assert "seed " in forward["complaints"][0] and "q141 k155 d40" in forward["complaints"][0]
+    assert forward["failures"][0].startswith(message), forward["failures"]
+    assert "seed " in forward["failures"][0] and "q141_k155_h4on2_d40" in forward["failures"][0]
     page = capsys.readouterr().out
     assert "cpu_Forward_float16 failed" in page and "Not all is right" in page and "and more" not in page
 
@@ -258,7 +258,7 @@ def append_wrongly(found):
     ids=["out", "softmax_lse", "write_too_far", "append_wrongly"],
 )
 def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
-    run = cached.Inputs.run
+    run = cached.run
 
     def wrong(self):
         found = run(self)
@@ -266,10 +266,10 @@ def test_a_wrong_kernel_of_a_cache_is_named(change, message, monkeypatch):
             change(found)
         return found
 
-    monkeypatch.setattr(cached.Inputs, "run", wrong)
-    verdict = right.check_kernel(CPU, CPU_DECODE, 0)
-    assert any(text.startswith(message) for text in verdict.complaints), verdict.complaints
-    assert all("cache of " in text and "seed " in text for text in verdict.complaints)
+    monkeypatch.setattr(cached, "run", wrong)
+    result = correctness.check_kernel(CPU, CPU_DECODE, 0)
+    assert any(text.startswith(message) for text in result.failures), result.failures
+    assert all("headdim40" in text and "seed " in text for text in result.failures)
 
 
 def spoil_scale(inputs):
@@ -289,7 +289,7 @@ def spoil_latent(inputs):
 )
 def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
     need("sim")
-    run = cached.Inputs.run
+    run = cached.run
 
     def wrong(self):
         if self.q.dtype == torch.float16:  # and not the reference
@@ -298,18 +298,18 @@ def test_a_wrong_kernel_of_another_cache_is_named(name, spoil, monkeypatch):
         return run(self)
 
     variant = next(v for v in SIMULATED if v["name"] == name)
-    monkeypatch.setattr(cached.Inputs, "run", wrong)
-    verdict = right.check_kernel(SIMULATOR, variant, 0, quick=True)
-    assert any(text.startswith("out: ") for text in verdict.complaints) and not verdict.doubts, verdict
+    monkeypatch.setattr(cached, "run", wrong)
+    result = correctness.check_kernel(SIMULATOR, variant, 0, quick=True)
+    assert any(text.startswith("out: ") for text in result.failures) and not result.inconclusive, result
 
 
 def test_a_wrong_reference_of_a_cache_is_noticed(monkeypatch):
-    attend = rule.attend
+    attend = tolerance.attend
     monkeypatch.setattr(
-        cached.rule, "attend", lambda q, *rest, **options: attend(q * (1.01 if q.dtype == torch.float64 else 1), *rest, **options)
+        cached.tolerance, "attend", lambda q, *rest, **options: attend(q * (1.01 if q.dtype == torch.float64 else 1), *rest, **options)
     )
-    verdict = right.check_kernel(CPU, CPU_DECODE, 0, quick=True)
-    assert not verdict.passed and not verdict.complaints and "out of the CPU backend in float64 is" in verdict.doubts[0]
+    result = correctness.check_kernel(CPU, CPU_DECODE, 0, quick=True)
+    assert not result.passed and not result.failures and "out of the CPU backend in float64 is" in result.inconclusive[0]
 
 
 def test_a_key_too_many_is_noticed(monkeypatch):
@@ -320,12 +320,12 @@ def test_a_key_too_many_is_noticed(monkeypatch):
         return forward(dataclasses.replace(self, options={**self.options, **wider}), generator)
 
     monkeypatch.setattr(problems.Inputs, "forward", wrong)
-    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    result = correctness.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
     causal = [str(p) for p in kernels.problems({"family": "cpu", "pass": "Forward", "dtype": torch.float16}) if p.is_causal]
     assert len(causal) >= 3
     for problem in causal:
-        assert any(problem in text for text in verdict.complaints), problem
-    assert all("is_causal" in text for text in verdict.complaints)
+        assert any(problem in text for text in result.failures), problem
+    assert all("causal" in text for text in result.failures)
 
 
 def test_queries_without_a_key_have_exact_zeros(monkeypatch):
@@ -334,8 +334,8 @@ def test_queries_without_a_key_have_exact_zeros(monkeypatch):
         return out, lse, rng_state
 
     corrupted(monkeypatch, tiny)
-    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
-    assert [text.split(" (")[0] for text in verdict.complaints] == ["out: not 0 where a query sees no key"]
+    result = correctness.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0)
+    assert [text.split(" (")[0] for text in result.failures] == ["out: not 0 where a query sees no key"]
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "dattn_bias", "dsinks"])
@@ -349,22 +349,22 @@ def test_a_wrong_gradient_is_named(name, monkeypatch):
         return found
 
     monkeypatch.setattr(problems.Inputs, "gradients", wrong)
-    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.float16}, 0)
-    assert verdict.complaints and all(text.startswith(f"{name}: ") for text in verdict.complaints)
-    assert verdict.worst.result == name and verdict.worst.share > 1
+    result = correctness.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.float16}, 0)
+    assert result.failures and all(text.startswith(f"{name}: ") for text in result.failures)
+    assert result.worst.result == name and result.worst.share > 1
 
 
 def test_a_wrong_reference_is_noticed(monkeypatch):
-    attend = problems.rule.attend
+    attend = problems.tolerance.attend
 
     def wrong(q, *arguments, **options):
         found = attend(q, *arguments, **options)
         return dataclasses.replace(found, out=found.out * 1.001) if q.dtype == torch.float64 else found
 
-    monkeypatch.setattr(problems.rule, "attend", wrong)
-    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0, quick=True)
-    assert not verdict.passed and not verdict.complaints  # it is not the kernel's fault
-    assert "out of the CPU backend in float64 is" in verdict.doubts[0]
+    monkeypatch.setattr(problems.tolerance, "attend", wrong)
+    result = correctness.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Forward", "dtype": torch.float16}, 0, quick=True)
+    assert not result.passed and not result.failures  # it is not the kernel's fault
+    assert "out of the CPU backend in float64 is" in result.inconclusive[0]
 
 
 def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
@@ -372,7 +372,7 @@ def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
     calls = []
 
     def lacking(name):
-        on_cpu = getattr(problems.rule, name)
+        on_cpu = getattr(problems.tolerance, name)
 
         def work(*arguments, **options):
             calls.append(name)
@@ -382,17 +382,17 @@ def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
                 calls.pop()
             return on_cpu(*arguments, **options)
 
-        monkeypatch.setattr(problems.rule, name, work)
+        monkeypatch.setattr(problems.tolerance, name, work)
 
     lacking("eager_gradients")
-    verdict = right.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.bfloat16}, 0, quick=True)
-    assert verdict.passed and len(calls) == 2, verdict
+    result = correctness.check_kernel(CPU, {"name": "x", "family": "cpu", "pass": "Backward", "dtype": torch.bfloat16}, 0, quick=True)
+    assert result.passed and len(calls) == 2, result
 
 
 def test_merging_is_checked(monkeypatch):
     need("sim")
     variant = next(v for v in SIMULATED if v["pass"] == "Merge")
-    assert right.check_kernel(SIMULATOR, variant, 0).passed
+    assert correctness.check_kernel(SIMULATOR, variant, 0).passed
     merge = torch.ops.volta_fa.merge_attention_states
 
     def wrong(out_a, *rest):
@@ -404,18 +404,18 @@ def test_merging_is_checked(monkeypatch):
         _set_tuning = staticmethod(torch.ops.volta_fa._set_tuning)
 
     monkeypatch.setattr(torch.ops, "volta_fa", Ops)
-    assert not right.check_kernel(SIMULATOR, variant, 0).passed
+    assert not correctness.check_kernel(SIMULATOR, variant, 0).passed
 
 
 def test_blame_is_shared():
-    def verdict(name, pass_, complaint, runs_with):
-        return Verdict(name, "f", pass_, 1, runs_with, [complaint] if complaint else [])
+    def result(name, pass_, failure, runs_with):
+        return KernelResult(name, "f", pass_, 1, runs_with, [failure] if failure else [])
 
-    def shared(*complaints):
+    def shared(*failures):
         """Who is wrong in the end, of three kernels that run with one that finishes, which is asked with the first of them."""
-        mains = [verdict(name, "Backward", complaint, ["finish"]) for name, complaint in zip("abc", complaints)]
-        found = [*mains, verdict("finish", "BackwardPostprocess", "dq: wrong", ["a"])]
-        right.share_blame(found)
+        mains = [result(name, "Backward", failure, ["finish"]) for name, failure in zip("abc", failures)]
+        found = [*mains, result("finish", "BackwardPostprocess", "dq: wrong", ["a"])]
+        correctness.share_blame(found)
         return [v.kernel for v in found if not v.passed]
 
     assert shared("dq: wrong", "", "") == ["a"]
@@ -428,9 +428,9 @@ def test_blame_is_shared():
 
 
 def test_verdicts_travel():
-    verdict = Verdict("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
-    data = json.loads(json.dumps(verdict.data(), allow_nan=False))
-    assert Verdict.from_data(data) == verdict
+    result = KernelResult("a", "f", "Forward", 2, ["b"], ["c"], ["d"], Worst(math.inf, "out", "rms", math.inf, 0.1, "p", 3))
+    data = json.loads(json.dumps(result.data(), allow_nan=False))
+    assert KernelResult.from_data(data) == result
 
 
 # ---- a GPU that may be lost --------------------------------------------------------------------------------------
@@ -439,24 +439,24 @@ def test_verdicts_travel():
 def troubled(target, variant, seed, quick):
     """What a kernel may do to its process. (In that other process.)"""
     name = variant["name"]
-    verdict = Verdict(name, "f", "Forward", 1)
+    result = KernelResult(name, "f", "Forward", 1)
     if name == "dies":
         os._exit(3)
     if name == "hangs":
         time.sleep(60)
     if name == "loses":
-        verdict.complaints.append("AcceleratorError: an illegal memory access")
-        raise DeviceLost(verdict)
-    return verdict
+        result.failures.append("AcceleratorError: an illegal memory access")
+        raise DeviceLost(result)
+    return result
 
 
 def test_what_takes_its_process_along_is_named_and_the_rest_goes_on(monkeypatch):
-    monkeypatch.setattr(isolation, "PATIENCE", 3.0)
+    monkeypatch.setattr(isolation, "KERNEL_TIMEOUT_S", 3.0)
     names = ["fine", "dies", "hangs", "loses", "fine"]
     variants = [{"name": name, "family": "f", "pass": "Forward"} for name in names]
     found = list(isolation.check_isolated(CPU, variants, 0, True, lambda: False, troubled))
     assert [v.kernel for v in found] == names
-    assert [v.complaints for v in found] == [
+    assert [v.failures for v in found] == [
         [],
         ["the process that launched it died"],
         ["no answer in 3 s"],
@@ -467,16 +467,16 @@ def test_what_takes_its_process_along_is_named_and_the_rest_goes_on(monkeypatch)
 
 def test_where_no_process_starts_no_kernel_is_to_blame(monkeypatch):
     monkeypatch.setattr(isolation, "START", 0.0)
-    [verdict] = isolation.check_isolated(CPU, [{"name": n, "family": "f", "pass": "Forward"} for n in "ab"], 0, True, lambda: False)
-    assert verdict.doubts == ["no process had a CUDA context within 0 s"] and not verdict.complaints
+    [result] = isolation.check_isolated(CPU, [{"name": n, "family": "f", "pass": "Forward"} for n in "ab"], 0, True, lambda: False)
+    assert result.inconclusive == ["no process had a CUDA context within 0 s"] and not result.failures
 
 
 def test_what_time_does_not_suffice_for_is_not_right(monkeypatch, tmp_path):
     assert list(isolation.check_isolated(CPU, [{"name": "a"}], 0, True, lambda: True)) == []
     monkeypatch.setattr(
-        volta_fa.check, "_verdicts", lambda settings, variants, deadline: iter([Verdict(variants[0]["name"], "f", "Forward", 1)])
+        volta_fa.check, "_verdicts", lambda settings, variants, deadline: iter([KernelResult(variants[0]["name"], "f", "Forward", 1)])
     )
-    monkeypatch.setattr(fast, "measure", lambda *_: Speeds(note="not now"))
+    monkeypatch.setattr(performance, "measure", lambda *_: Speeds(note="not now"))
     status, data = check(tmp_path, "--device", "cpu")
     assert status == 1 and len(data["not_checked"]) == 8
 
@@ -487,19 +487,19 @@ def test_what_time_does_not_suffice_for_is_not_right(monkeypatch, tmp_path):
 def test_predictions_are_those_of_the_documentation():
     text = predictions.as_text(predictions.predictions(predictions.PAGE.read_text()))
     assert predictions.PREDICTIONS.read_text() == text, "run `python tools/predictions.py`"
-    found = fast.load_predictions()
+    found = performance.load_predictions()
     assert found["date"] and "simulated" in found["kind"] and found["made_by"].startswith("python -m benchmarks.volta")
-    for direction, nheads in fast.HEADS.items():
+    for direction, nheads in performance.HEADS.items():
         for headdim in (64, 128, 256):
-            assert fast._predicted(found, Point(direction, headdim, 512, False, nheads)), (direction, headdim)
-    assert fast._predicted(found, Point("forward", 64, 512, False, 8)) is None
+            assert performance._predicted(found, Point(direction, headdim, 512, False, nheads)), (direction, headdim)
+    assert performance._predicted(found, Point("forward", 64, 512, False, 8)) is None
 
 
 def test_points_and_their_share_of_the_prediction(capsys):
     point = Point("backward", 128, 2048, True, 40, ms={VOLTA_FA: 2.0}, predicted=(50.0, 60.0))
     assert point.flops == 10 * 40 * 2048**2 * 128 / 2
     assert point.of_prediction == pytest.approx(point.flops / 2e-3 / 1e12 / 50)
-    missing = Point("forward", 128, 2048, True, 32, missing={"math": fast.OUT_OF_MEMORY, VOLTA_FA: OUT_OF_TIME})
+    missing = Point("forward", 128, 2048, True, 32, missing={"math": performance.OUT_OF_MEMORY, VOLTA_FA: OUT_OF_TIME})
     report._show_speeds(Speeds(points=[point, missing], predictions={"points": []}))
     page = capsys.readouterr().out
     assert "2048, 128, causal" in page and "memory" in page and f"{point.of_prediction:.0%}" in page
@@ -507,8 +507,8 @@ def test_points_and_their_share_of_the_prediction(capsys):
 
 
 def test_no_time_left(monkeypatch):
-    monkeypatch.setattr(fast, "card_figures", lambda target: {})
-    speeds = fast.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
+    monkeypatch.setattr(performance, "card_figures", lambda target: {})
+    speeds = performance.measure(CPU, (), time.monotonic() - 1, True, lambda at: None)
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
 
 
@@ -522,12 +522,12 @@ def test_what_failed_does_not_run_again(monkeypatch):
         seen.append(json.loads(torch.ops.volta_fa._plan(*shape, device=-1))["forward"]["name"])
         return lambda: None
 
-    monkeypatch.setattr(fast, "_ours", planned)
-    monkeypatch.setattr(fast, "card_figures", lambda target: {})
-    monkeypatch.setattr(fast, "HEADS", {"forward": 200})
+    monkeypatch.setattr(performance, "_ours", planned)
+    monkeypatch.setattr(performance, "card_figures", lambda target: {})
+    monkeypatch.setattr(performance, "HEADS", {"forward": 200})
     for failed in ("volta_fwd_64x64", "volta_fwd_64x64_small"):
         seen.clear()
-        fast.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
+        performance.measure(CPU, [failed], time.monotonic() + 60, True, lambda at: None)
         assert seen and failed not in seen
     takes = tune.Class("Backward", 64, 32, 512, 40, False)
     alternatives = [tune.Alternative({}), tune.Alternative({"deterministic": True}, deterministic=True)]
@@ -537,13 +537,13 @@ def test_what_failed_does_not_run_again(monkeypatch):
 
 
 def test_what_raises_is_put_down_and_the_rest_goes_on(monkeypatch):
-    monkeypatch.setattr(fast, "card_figures", lambda target: fail())
-    monkeypatch.setattr(fast, "_pytorch", fail)
-    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
+    monkeypatch.setattr(performance, "card_figures", lambda target: fail())
+    monkeypatch.setattr(performance, "_pytorch", fail)
+    speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
     assert speeds.troubles == ["the card's figures: RuntimeError: the launch failed"]
     assert all(p.ms[VOLTA_FA] > 0 and p.missing["math"] == "the launch failed" for p in speeds.points)
-    monkeypatch.setattr(fast, "_ours", fail)
-    speeds = fast.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
+    monkeypatch.setattr(performance, "_ours", fail)
+    speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
     assert "volta_fa, forward, seqlen 128, headdim 64: RuntimeError: the launch failed" in speeds.troubles
 
 
@@ -688,9 +688,9 @@ def test_a_kernel_that_failed_is_written_and_not_measured(monkeypatch, tmp_path)
         _info = torch.ops.volta_fa._info
 
     monkeypatch.setattr(torch.ops, "volta_fa", Ops)
-    failed = Verdict("volta_fwd_64x64_small", "volta", "Forward", 1, complaints=["wrong"])
+    failed = KernelResult("volta_fwd_64x64_small", "volta", "Forward", 1, failures=["wrong"])
     seen = []
-    tuned = tune.tune(SIMULATOR, [failed, Verdict("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)
+    tuned = tune.tune(SIMULATOR, [failed, KernelResult("volta_fwd_64x64", "volta", "Forward", 1)], time.monotonic() + 60, seen.append)
     assert tuned.failed == ["volta_bwd_64", "volta_fwd_64x64_small"] and not tuned.trouble  # what failed before stays
     assert json.loads((tmp_path / "card.json").read_text())["failed"] == tuned.failed
     assert not any(at.startswith("Forward") and "headdim 64" in at for at in seen)  # nothing to compare with

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reference
+from cached import expected
 from conftest import on, within
 from test_mla import draw, latents
 from volta_fa import flash_mla
@@ -31,7 +32,7 @@ def test_against_fp64(backend, causal):
     assert out.shape == (2, 2, 16, 512) and out.dtype == problem.q.dtype
     assert lse.shape == (2, 16, 2) and lse.dtype == torch.float32
     for b in range(2):
-        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
         scores = problem.score_options(b)
         within(backend, "out", out[b : b + 1], ref.out, reference.forward_budget(ref, *inputs, **scores))
         assert reference.max_error(lse[b : b + 1], ref.softmax_lse) <= reference.lse_tolerance(ref, problem.q.dtype)

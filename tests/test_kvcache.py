@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 import reference
-from cached import NO_PAGE, Cached
+from cached import NO_PAGE, Cached, expected
 from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
 from test_validation import refused
 
@@ -42,7 +42,7 @@ def check(backend, case, change=lambda problem: None):
     for b, (seqlen_q, _, _) in enumerate(case.lengths):
         if seqlen_q == 0:
             continue
-        inputs, ref = problem.expected(b, k_cache, v_cache)
+        inputs, ref = expected(problem, b, k_cache, v_cache)
         options = problem.score_options(b)
         found = problem.sequence(out, problem.cu_q, b)[None]
         within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **options))

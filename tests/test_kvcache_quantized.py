@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 import reference
 import volta_fa
-from cached import WRITTEN, Cached, has_scales
+from cached import WRITTEN, Cached, expected, has_scales
 from conftest import INFO, assert_same_bits, on, on_cases, within
 from test_kvcache_append import launched
 from test_variants import GPUS
@@ -135,7 +135,7 @@ def check(backend, case):
     for b, (seqlen_q, _, _) in enumerate(case.lengths):
         if seqlen_q == 0:
             continue
-        inputs, ref = problem.expected(b, k_cache.view(dtype), v_cache.view(dtype))
+        inputs, ref = expected(problem, b, k_cache.view(dtype), v_cache.view(dtype))
         scores = problem.score_options(b)
         found = problem.sequence(out, problem.cu_q, b)[None]
         within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))
@@ -278,7 +278,7 @@ def test_numbers_of_all_sizes(backend, kv_dtype):
                     problem.options[name][place] = t
     out, lse, k_cache, v_cache, _ = run(backend, problem)
     for b in range(case.batch):
-        inputs, ref = problem.expected(b, k_cache.view(dtype), v_cache.view(dtype))
+        inputs, ref = expected(problem, b, k_cache.view(dtype), v_cache.view(dtype))
         scores = problem.score_options(b)
         within(backend, "out", problem.sequence(out, problem.cu_q, b)[None], ref.out, reference.forward_budget(ref, *inputs, **scores))
 
@@ -310,7 +310,7 @@ def test_special_values(backend, kv_dtype):
         caches[1][entry[7], row[7], 0, 3] = 0xFC
     out, lse, *_ = run(backend, problem)
     for b in (0, 1, 3):
-        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
         special = ~ref.out.isfinite()
         found = out[b][None].double()
         assert_same_bits(f"sequence {b}", found[special].nan_to_num(7.0), ref.out[special].to(found.device).nan_to_num(7.0))
@@ -329,7 +329,7 @@ def test_special_values(backend, kv_dtype):
 
 def without(problem, b, special):
     """The problem of sequence b with 0 where values are special."""
-    (q, k, v), _ = problem.expected(b, problem.k_cache, problem.v_cache)
+    (q, k, v), _ = expected(problem, b, problem.k_cache, problem.v_cache)
     v = v.nan_to_num(0.0, 0.0, 0.0)
     return reference.forward(q, k, v, **problem.score_options(b)), q, k, v
 

@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 import reference
-from cached import Cached
+from cached import Cached, expected
 from conftest import ALL, BF16_KERNELS, assert_same_bits, on, on_cases, poison_cuda, within
 from test_kvcache import ints, spoiled
 from test_validation import refused
@@ -56,7 +56,7 @@ def check(backend, case):
     for b, (seqlen_q, _, _) in enumerate(case.lengths):
         if seqlen_q == 0:
             continue
-        inputs, ref = problem.expected(b, problem.k_cache, problem.v_cache)
+        inputs, ref = expected(problem, b, problem.k_cache, problem.v_cache)
         scores = problem.score_options(b)
         found = problem.sequence(out, problem.cu_q, b)[None]
         within(backend, "out", found, ref.out, reference.forward_budget(ref, *inputs, **scores))

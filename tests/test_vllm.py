@@ -602,11 +602,11 @@ def test_strides(layout, layers, monkeypatch):
 
 def test_refusals():
     server = SimpleNamespace(nheads=4, headdim=32, nheads_k=2)
-    for dtype, why in (("fp8_inc", "reads no others"), ("int4_per_token_head", "reads no others"), ("bfloat16", "no bfloat16")):
+    for dtype, why in (("fp8_inc", "read no others"), ("int4_per_token_head", "read no others"), ("bfloat16", "no bfloat16")):
         with pytest.raises(NotImplementedError, match=f"kv_cache_dtype: got {dtype}, expected auto or float16 or fp8 or .*: .*{why}"):
             implementation(server, kv_cache_dtype=dtype)
         assert dtype not in VoltaBackend.supported_kv_cache_dtypes
-    why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no place for a scale"
+    why = "kv_cache_dtype: got int8_per_token_head, expected auto .* or fp8_e5m2: a cache of this vLLM has no room for a scale"
     for backend in (VoltaBackend, VoltaMLABackend):
         with pytest.raises(NotImplementedError, match=why):
             backend.get_kv_cache_shape(25, PAGE, 1, 64, INT8)

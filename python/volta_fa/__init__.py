@@ -128,7 +128,7 @@ Callers write the cache. volta_fa.flash_mla has FlashMLA's functions.
 A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
 this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that
 the schema does not have raises PyTorch's own RuntimeError. Values in int32 tensors are not looked at on a GPU, where
-wrong ones give NaN: docs/features.md, "Lengths on a GPU".
+wrong ones give NaN: docs/reference/options.md, "Lengths on a GPU".
 
 GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's through PTX, where they
 are faster than emulation but not made for the card: for tests, and where nothing else does what is asked. Older ones raise
@@ -144,11 +144,11 @@ Environment, read at each call unless it says otherwise:
 
     VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
     VOLTA_FA_FAMILY=volta       take kernels of this family alone, for tests and comparisons
-    VOLTA_FA_TUNING=0           read no tuning file (docs/tuning.md); a path: read this one. Read once for each device
+    VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device
     VOLTA_FA_LOG=1              each distinct plan once to standard error, with the reason for each kernel. Read once
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
-                                (more in docs/architecture.md)
+                                (more in docs/reference/environment.md)
 
 `python -m volta_fa --help` lists the command line's commands.
 """
@@ -160,7 +160,7 @@ from .integrations.dtensor import register_dtensor_rules
 from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
-from .integrations.sdpa import _follow_the_library, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
@@ -188,6 +188,6 @@ __all__ += _flash_attn.__all__
 load()
 _torch_flash_impl.register()
 register_dtensor_rules()
-_follow_the_library()
+_read_library_state()
 warn_when_cuda_starts()
-del register_dtensor_rules, load, _follow_the_library, warn_when_cuda_starts
+del register_dtensor_rules, load, _read_library_state, warn_when_cuda_starts

@@ -1,4 +1,4 @@
-"""Attention over several sets of keys, from the attention over each."""
+"""Merges attention over several sets of keys by softmax_lse."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from .errors import require_tensors
 
 
 def merge_attention_states(out_a: Tensor, softmax_lse_a: Tensor, out_b: Tensor, softmax_lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys together, from the attention over each: `volta_fa::merge_attention_states`.
+    """Computes attention over the union of two disjoint sets of keys from the attention over each, by `volta_fa::merge_attention_states`.
 
-    A softmax over both sets is the mean of the softmaxes over each, weighted by their sums of exponentials, whose logarithms are
-    their softmax_lse. Merging is associative, so any number of sets can be merged, two at a time. No gradient: torch.compile takes it
-    under torch.no_grad() or on detached tensors.
+    The softmax over the union is the mean of both softmaxes, weighted by their sums of exponentials, exp(softmax_lse) (the online softmax
+    of FlashAttention). Merging is associative, so it extends to any number of sets. No gradient: torch.compile needs torch.no_grad() or
+    detached tensors.
 
     Args:
         out_a, out_b: (batch, seqlen_q, nheads, headdim_v), or packed (total_q, nheads, headdim_v), of any headdim_v up to 2**20:
-            float16, bfloat16 or float32, on the CPU also float64; both alike.
+            float16, bfloat16 or float32, on the CPU also float64; both of one dtype.
         softmax_lse_a, softmax_lse_b: float32, (batch, nheads, seqlen_q) or (nheads, total_q), as `volta_fa::fwd` returns them: +inf
-            where a query saw no key; its out does not matter then.
+            for a query without a key; its out is then ignored.
 
-    Returns (out, softmax_lse) of both sets: out in the dtype of out_a, rounded once; 0 and +inf where a query saw no key at all.
+    Returns (out, softmax_lse) of the union: out in the dtype of out_a, rounded once; 0 and +inf for a query without a key in both.
 
     Raises ValueError for wrong arguments, NotImplementedError on a device without kernels.
     """

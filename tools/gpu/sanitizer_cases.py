@@ -41,7 +41,7 @@ def every_kernel(pattern: str) -> int:
                 return 1
             with target.running(variant):
                 if with_cache:
-                    found = [cached.Inputs.draw(problem, 0, target.device).run()["out"]]
+                    found = [cached.run(cached.draw(problem, 0, target.device))["out"]]
                 else:
                     inputs = Inputs.draw(problem, 0, target.device)
                     out, lse, rng_state = inputs.forward(torch.Generator("cuda").manual_seed(0))

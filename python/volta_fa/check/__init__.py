@@ -1,18 +1,20 @@
-"""First light: is this machine's card right, how fast is it, and what serves it best?
+"""`python -m volta_fa check`: tests every kernel on this machine's GPU, measures it, and writes a tuning file.
 
-machine.py      what this machine is
-kernels.py      what is checked, and the problems that each kernel gets
-problems.py     their tensors, and what the fp64 CPU backend says the results are
-rule.py         how far a result may be from that
-cached.py       the same of kernels of a KV cache
-right.py        a kernel's verdict
-isolation.py    a GPU's kernels in a process that may be lost
-fast.py         the card's figures, attention's times
-fast_cached.py  what is timed with a KV cache
-atomics.py      the card's rate of atomic adds
-timing.py       how a time is taken
-tune.py         what was measured, as a tuning that plans read
-report.py       the page, the plot, the JSON
+machine.py             describes the machine
+kernels.py             lists what is checked, with problems for each kernel
+cases.py               attention problems as values, and their tensors (the tests use them too)
+cache_cases.py         the same with a KV cache
+problems.py            expected results of attention problems
+cached.py              problems of each kernel of a KV cache, and their expected results
+tolerance.py           how far a result may be from the expected one
+correctness.py         checks one kernel
+isolation.py           checks GPU kernels in a process that may be lost
+performance.py         measures the GPU and attention
+performance_cached.py  measures attention with a KV cache
+atomics.py             measures the GPU's rate of atomic additions
+timing.py              takes one time
+tune.py                turns measurements into a tuning file
+report.py              shows the page, the plot and the JSON
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from typing import Any
 
 from ..errors import CommandError
 from ..inspection import info
-from . import fast, isolation, machine, report, right, tune
-from .fast import Speeds
+from . import correctness, isolation, machine, performance, report, tune
+from .correctness import KernelResult
 from .kernels import Target, of_families, wanted
-from .right import Verdict
+from .performance import Speeds
 from .tune import Tuned
 
 #: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has.
@@ -56,7 +58,7 @@ class Findings:
     settings: Settings
     machine: dict[str, Any] = field(default_factory=dict)
     trouble: str | None = None  # this torch cannot run on the card
-    verdicts: list[Verdict] = field(default_factory=list)
+    results: list[KernelResult] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # kernels that time did not suffice for
     unfit: list[str] = field(default_factory=list)  # that need more shared memory than the card has
     speeds: Speeds = field(default_factory=Speeds)
@@ -66,7 +68,7 @@ class Findings:
     @property
     def all_right(self) -> bool:
         """Whether every kernel was checked and passed, and nothing else went wrong."""
-        complete = bool(self.verdicts) and not self.unchecked and all(v.passed for v in self.verdicts)
+        complete = bool(self.results) and not self.unchecked and all(v.passed for v in self.results)
         return complete and self.trouble is None and not self.speeds.troubles and not (self.tuned and self.tuned.trouble)
 
 
@@ -87,19 +89,19 @@ def run_check(settings: Settings) -> Findings:
         limit = LIMIT if target.kind == "cuda" else float("inf")
         with report.Progress() as progress:
             progress.begin("right", len(variants))
-            for verdict in _verdicts(settings, variants, begin + _RIGHT_UNTIL * limit):
-                findings.verdicts.append(verdict)
-                progress.advance(verdict.kernel)
-            findings.unchecked = [v["name"] for v in variants[len(findings.verdicts) :]]
-            right.share_blame(findings.verdicts)
+            for result in _verdicts(settings, variants, begin + _RIGHT_UNTIL * limit):
+                findings.results.append(result)
+                progress.advance(result.kernel)
+            findings.unchecked = [v["name"] for v in variants[len(findings.results) :]]
+            correctness.share_blame(findings.results)
             findings.seconds["right"] = time.monotonic() - begin
-            progress.begin("fast", fast.steps(target, settings.quick))
-            doubtful = [*findings.unchecked, *(v.kernel for v in findings.verdicts if v.complaints)] if target.has_kernels else []
-            findings.speeds = fast.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
+            progress.begin("fast", performance.steps(target, settings.quick))
+            doubtful = [*findings.unchecked, *(v.kernel for v in findings.results if v.failures)] if target.has_kernels else []
+            findings.speeds = performance.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
             findings.seconds["fast"] = time.monotonic() - begin - findings.seconds["right"]
             if settings.tune:
                 progress.begin("tune", tune.steps(target))
-                findings.tuned = tune.tune(target, findings.verdicts, begin + limit, progress.advance)
+                findings.tuned = tune.tune(target, findings.results, begin + limit, progress.advance)
                 findings.seconds["tune"] = time.monotonic() - begin - sum(findings.seconds.values())
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
@@ -107,7 +109,7 @@ def run_check(settings: Settings) -> Findings:
     return findings
 
 
-def _verdicts(settings: Settings, variants: list[dict[str, Any]], deadline: float) -> Iterator[Verdict]:
+def _verdicts(settings: Settings, variants: list[dict[str, Any]], deadline: float) -> Iterator[KernelResult]:
     def out_of_time() -> bool:
         return time.monotonic() > deadline
 
@@ -115,4 +117,4 @@ def _verdicts(settings: Settings, variants: list[dict[str, Any]], deadline: floa
         yield from isolation.check_isolated(settings.target, variants, settings.seed, settings.quick, out_of_time)
     else:
         for variant in variants:
-            yield right.check_kernel(settings.target, variant, settings.seed, settings.quick)
+            yield correctness.check_kernel(settings.target, variant, settings.seed, settings.quick)

@@ -1,7 +1,7 @@
-"""The card's rate of fp32 atomic adds to memory: what sums dq in the backward pass.
+"""Measures the GPU's rate of fp32 atomic additions to global memory, which sum dq in the backward pass.
 
-PyTorch has no operation that does nothing else, so this is a kernel of our own, in PTX, which every driver since CUDA 9 compiles for
-every card since Volta. It is launched through the driver, on PyTorch's context and stream.
+PyTorch has no operation that does only this. So this is a PTX kernel of our own, which every driver since CUDA 9 compiles for every GPU
+since Volta. It runs through the driver, in PyTorch's context and on its stream.
 """
 
 from __future__ import annotations

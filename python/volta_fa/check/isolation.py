@@ -1,5 +1,5 @@
-"""Kernels of a GPU are checked in a process of their own: one that never ends, or that reads where it must not, takes its process'
-CUDA context with it. It is named then, and a new process goes on with the next."""
+"""Checks GPU kernels in a subprocess. A kernel that hangs or faults destroys that process's CUDA context.
+The check reports it and continues in a new process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .correctness import DeviceLost, KernelResult, check_kernel
 from .kernels import Target
-from .right import DeviceLost, Verdict, check_kernel
 
 #: Seconds without an answer after which a kernel counts as one that never ends. Its problems take less than one, and a driver that has
 #: to compile its PTX some more.
-PATIENCE = 30.0
+KERNEL_TIMEOUT_S = 30.0
 #: A process' start: torch, the library, CUDA.
 START = 90.0
 #: Where so many processes were lost, it is not single kernels that are wrong.
-MOST_LOST = 5
+MAX_LOST_PROCESSES = 5
 
-Check = Callable[[Target, dict[str, Any], int, bool], Verdict]
+Check = Callable[[Target, dict[str, Any], int, bool], KernelResult]
 
 
 def check_isolated(
@@ -30,11 +30,11 @@ def check_isolated(
     quick: bool,
     out_of_time: Callable[[], bool],
     check: Check = check_kernel,
-) -> Iterator[Verdict]:
-    """Each kernel's verdict, in turn; none for those that time or processes did not suffice for."""
+) -> Iterator[KernelResult]:
+    """Each kernel's result, in turn; none for those that time or processes did not suffice for."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     position = lost = 0
-    while position < len(variants) and lost < MOST_LOST and not out_of_time():
+    while position < len(variants) and lost < MAX_LOST_PROCESSES and not out_of_time():
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, target, list(variants[position:]), seed, quick, check), daemon=True)
         process.start()
@@ -43,21 +43,21 @@ def check_isolated(
         try:
             started = _receive(ours, START) == _READY
             while position < len(variants) and not out_of_time():
-                answer, alive = _receive(ours, PATIENCE)
-                yield Verdict.from_data(answer)
+                answer, alive = _receive(ours, KERNEL_TIMEOUT_S)
+                yield KernelResult.from_data(answer)
                 position += 1
                 if not alive:
                     lost += 1
                     break
         except (EOFError, TimeoutError, OSError) as error:
             timeout, variant = isinstance(error, TimeoutError), variants[position]
-            verdict = Verdict(variant["name"], variant["family"], variant["pass"], problems=1)
+            result = KernelResult(variant["name"], variant["family"], variant["pass"], problems=1)
             if started:
-                verdict.complaints = [f"no answer in {PATIENCE:.0f} s" if timeout else "the process that launched it died"]
+                result.failures = [f"no answer in {KERNEL_TIMEOUT_S:.0f} s" if timeout else "the process that launched it died"]
             else:
-                verdict.doubts = [f"no process had a CUDA context within {START:.0f} s" if timeout else "no process could start"]
-                lost = MOST_LOST
-            yield verdict
+                result.inconclusive = [f"no process had a CUDA context within {START:.0f} s" if timeout else "no process could start"]
+                lost = MAX_LOST_PROCESSES
+            yield result
             position += 1
             lost += 1
         finally:
@@ -84,9 +84,9 @@ def _work(connection: Connection, target: Target, variants: Sequence[dict[str, A
     connection.send(_READY)
     for variant in variants:
         try:
-            verdict, alive = check(target, variant, seed, quick), True
+            result, alive = check(target, variant, seed, quick), True
         except DeviceLost as error:
-            verdict, alive = error.verdict, False
-        connection.send((verdict.data(), alive))
+            result, alive = error.result, False
+        connection.send((result.data(), alive))
         if not alive:
             return

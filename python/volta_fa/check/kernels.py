@@ -1,4 +1,4 @@
-"""Which kernels a device has to be asked for, and a problem that makes the plan take each."""
+"""Lists the kernels that a device can run, and problems for which the planner takes each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .problems import Problem
+from .cases import Case
 
 #: The passes of `volta_fa::fwd`.
 FORWARD = ("Forward", "ForwardStreamK")
@@ -105,14 +105,14 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def planned(self, problem: Problem, variant: dict[str, Any]) -> list[str]:
+    def planned(self, problem: Case, variant: dict[str, Any]) -> list[str]:
         """Names of the kernels of the problem's pass, this one being preferred; none on the CPU."""
         p = problem
         if not self.has_kernels:
             return []
-        shape = (len(p.entries), p.seqlen_q, p.seqlen_k, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
+        shape = (p.entries, *p.longest, p.nheads, p.nheads_k, p.headdim, p.headdim_v, p.is_causal)
         with self.running(variant):
-            text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, needs=",".join(p.needs), device=self.number)
+            text = torch.ops.volta_fa._plan(*shape, deterministic=p.deterministic, needs=",".join(p.features), device=self.number)
         plan = json.loads(text)
         if variant["pass"] in FORWARD:
             return [plan["forward"]["name"]]
@@ -140,57 +140,75 @@ def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict
 #: How a problem asks for what a kernel cannot do without.
 _ASKING: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
-    "alibi": {"alibi": True},
-    "bias": {"bias": "additive"},
+    "alibi": {"alibi": "bh"},
+    "bias": {"bias": "hqk"},
     "dropout": {"dropout_p": 0.2},
 }
 
 
-def problems(variant: dict[str, Any]) -> list[Problem]:
-    """Odd problems that ask for all that a kernel is prepared for, the simplest first."""
+def problems(variant: dict[str, Any]) -> list[Case]:
+    """Returns odd problems that use every feature of a kernel, the simplest first. No tile divides their sizes."""
     if variant["family"] == "cpu":
-        d, dv, needs, dtype = 40, 24, {"softcap"}, variant["dtype"]
-        plain = [Problem(141, 155, d, dv, dtype=dtype), Problem(77, 33, d, d, dtype=dtype, is_causal=True)]
+        d, dv, features, dtype = 40, 24, {"softcap"}, variant["dtype"]
     else:
-        d, dv, needs, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
-        plain = []
-    deterministic = variant["pass"] in ("BackwardDkDv", "BackwardDq")
+        d, dv, features, dtype = variant["headdim"], variant["headdim_v"], set(variant["needs"]), torch.float16
     if variant["pass"] in ("BackwardPreprocess", "BackwardPostprocess"):
         d = dv = 64  # they take any headdim
-    ragged = "lengths" in needs
-    if own := set(variant.get("requires", ())):
+    # a block of these kernels has all keys of its heads
+    most_keys = variant["block_rows"] - 3 if variant["pass"] == "BackwardFused" else None
+    required = set(variant.get("requires", ()))
+    asked = {name: value for feature in required for name, value in _ASKING[feature].items()}
+    asked["deterministic"] = variant["pass"] in ("BackwardDkDv", "BackwardDq")
+
+    def case(seqlen_q: int, seqlen_k: int, less: int = 0, packed: bool = False, used: bool = False, batch: int = 1, **options: Any) -> Case:
+        """`packed`: beside the sequence of these lengths an empty one and a short one. `used`: fewer keys in each entry."""
+        keys = seqlen_k if most_keys is None else min(seqlen_k - 3, most_keys)
+        return Case(
+            seqlen_q,
+            keys,
+            d - less,
+            dv - less,
+            batch,
+            nheads=4,
+            nheads_k=2,
+            lengths=((seqlen_q, keys), (0, 5), (seqlen_q // 2 + 1, keys // 3)) if packed else (),
+            used=tuple(keys - 1 - 45 * i for i in range(batch)) if used else (),
+            **{"dtype": dtype, **options, **asked},
+        )
+
+    varlen = "lengths" in features
+    sinks = "own" if varlen else ""
+    if required:
         # Some have it of dense tensors alone. (In the last, whole blocks of rows see no key.)
         found = [
-            Problem(141, 155, d, dv, lengths="packed" if ragged else "", sinks=ragged, is_causal=True),
-            Problem(77, 131, d - 8, dv - 8, batch=2, lengths="used" if ragged else "", window_left=60),
-            Problem(288, 33, d, dv, is_causal=True),
+            case(141, 155, packed=varlen, sinks=sinks, is_causal=True),
+            case(77, 131, less=8, batch=2, used=varlen, window_left=60),
+            case(288, 33, is_causal=True),
         ]
-    elif "softcap" in needs:
+    elif "softcap" in features:
         found = [
-            *plain,
-            Problem(141, 155, d, dv, dtype=dtype, softcap=20.0, alibi=True, bias="fp32", sinks=True, is_causal=True),
-            Problem(129, 97, d - 8, dv - 8, batch=2, dtype=dtype, dropout_p=0.2, bias="mask", lengths="used", window_left=50),
-            Problem(65, 113, d, dv, dtype=dtype, alibi=True, dropout_p=0.3, lengths="packed", sinks=True, is_causal=True),
+            case(141, 155, softcap=20.0, alibi="bh", bias="hqk:fp32", sinks="own", is_causal=True),
+            case(129, 97, less=8, batch=2, dropout_p=0.2, bias="bk:bool", used=True, window_left=50),
+            case(65, 113, alibi="bh", dropout_p=0.3, packed=True, sinks="own", is_causal=True),
         ]
-    elif needs:
+    elif features:
         found = [
-            Problem(141, 155, d, dv, lengths="packed", sinks=True, is_causal=True),
-            Problem(77, 131, d - 8, dv - 8, batch=2, lengths="used", window_left=60),
+            case(141, 155, packed=True, sinks="own", is_causal=True),
+            case(77, 131, less=8, batch=2, used=True, window_left=60),
         ]
     else:
         found = [
-            Problem(141, 155, d, dv),
-            Problem(113, 77, d - 8, dv - 8, is_causal=True),  # rows without a key
-            Problem(65, 201, d, dv, window_left=70, is_causal=True),
+            case(141, 155),
+            case(113, 77, less=8, is_causal=True),  # rows without a key
+            case(65, 201, window_left=70, is_causal=True),
         ]
-    # a bf16 bias travels as fp32, which some do not read
-    reads_bf16 = "bias" not in needs or "fp32_bias" in needs
-    if "bf16_gradients" in needs or (variant["pass"] in FORWARD and needs and reads_bf16 and variant["family"] != "cpu"):
-        found.append(Problem(113, 129, d, dv, dtype=torch.bfloat16, sinks=ragged, alibi="alibi" in needs, is_causal=True))
-    if variant["pass"] == "BackwardFused":  # a block has all keys
-        found = [dataclasses.replace(p, seqlen_k=min(p.seqlen_k, variant["block_rows"]) - 3) for p in found]
-    asked = {name: value for need in own for name, value in _ASKING[need].items()}
-    found = [dataclasses.replace(p, deterministic=deterministic, **asked) for p in found]
-    if "bias" in own and "fp32_bias" in needs:
-        found.append(dataclasses.replace(found[0], bias="fp32"))
+    if variant["family"] == "cpu":
+        found = [case(141, 155), dataclasses.replace(case(77, 33, is_causal=True), headdim_v=d), *found]
+    # kernels get a bf16 bias as fp32, which some do not read
+    reads_bf16 = "bias" not in features or "fp32_bias" in features
+    if "bf16_gradients" in features or (variant["pass"] in FORWARD and features and reads_bf16 and variant["family"] != "cpu"):
+        alibi = "bh" if "alibi" in features else ""
+        found.append(case(113, 129, dtype=torch.bfloat16, sinks=sinks, alibi=alibi, is_causal=True))
+    if "bias" in required and "fp32_bias" in features:
+        found.append(dataclasses.replace(found[0], bias="hqk:fp32"))
     return found

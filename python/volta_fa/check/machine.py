@@ -1,4 +1,4 @@
-"""What this machine is: the driver, the card, its clocks, torch and what torch was built for, and the library."""
+"""Describes this machine: driver, GPU, clocks, torch and what torch was built for, and the library."""
 
 from __future__ import annotations
 

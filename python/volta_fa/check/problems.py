@@ -1,8 +1,7 @@
-"""Small attention problems: what they ask for, their tensors, and what the fp64 CPU backend says the results are."""
+"""Results of small problems by the fp64 CPU backend, with the error that others may have."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,71 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import rule
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One attention problem, as a value: with a seed, its tensors follow from it."""
-
-    seqlen_q: int
-    seqlen_k: int
-    headdim: int
-    headdim_v: int
-    batch: int = 1
-    nheads: int = 4
-    nheads_k: int = 2
-    dtype: torch.dtype = torch.float16
-    is_causal: bool = False
-    window_left: int = -1
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    alibi: bool = False
-    bias: str = ""  # "additive", in q's dtype, or "fp32", both with a gradient; or "mask"
-    sinks: bool = False
-    lengths: str = ""  # "packed", or "used": seqused_k
-    deterministic: bool = False
-
-    def __str__(self) -> str:
-        sizes = f"q{self.seqlen_q} k{self.seqlen_k} d{self.headdim}" + (f"/{self.headdim_v}" if self.headdim_v != self.headdim else "")
-        words = [f"b{self.batch} h{self.nheads}/{self.nheads_k} {sizes} {str(self.dtype).removeprefix('torch.')}"]
-        for field in dataclasses.fields(self)[8:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                words.append(field.name if value is True else f"{field.name}={value}")
-        return " ".join(words)
-
-    @property
-    def needs(self) -> list[str]:
-        """What kernels must be prepared for, as `info()` names it."""
-        asked = {
-            "lengths": bool(self.lengths),
-            "sinks": self.sinks,
-            "bf16_gradients": self.dtype == torch.bfloat16,
-            "softcap": self.softcap > 0,
-            "alibi": self.alibi,
-            "bias": bool(self.bias),
-            "dropout": self.dropout_p > 0,
-            # one in bf16 travels as fp32
-            "fp32_bias": self.bias == "fp32" or (self.bias == "additive" and self.dtype != torch.float16),
-        }
-        return [name for name, is_asked in asked.items() if is_asked]
-
-    @property
-    def entries(self) -> list[tuple[int, int]]:
-        """(seqlen_q, seqlen_k) of each batch entry or sequence. Odd ones: no tile divides them, and one is empty."""
-        if self.lengths == "packed":
-            return [(self.seqlen_q, self.seqlen_k), (0, 5), (self.seqlen_q // 2 + 1, self.seqlen_k // 3)]
-        if self.lengths == "used":
-            return [(self.seqlen_q, self.seqlen_k - 1 - 45 * i) for i in range(self.batch)]
-        return [(self.seqlen_q, self.seqlen_k)] * self.batch
+from . import tolerance
+from .cases import Case, CpuSource
 
 
 @dataclass
 class Inputs:
     """A problem's tensors on a device."""
 
-    problem: Problem
+    problem: Case
     q: Tensor
     k: Tensor
     v: Tensor
@@ -83,42 +26,10 @@ class Inputs:
     scratch_bytes: int = 0  # beyond what follows from the tensors' sizes
 
     @classmethod
-    def draw(cls, problem: Problem, seed: int, device: torch.device) -> Inputs:
-        """Standard normal, drawn on the CPU, so that a seed gives the same everywhere."""
-        p = problem
-        generator = torch.Generator().manual_seed(seed)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        lengths_q, lengths_k = zip(*p.entries)
-        packed = p.lengths == "packed"
-        rows_q, rows_k = ((sum(lengths_q),), (sum(lengths_k),)) if packed else ((p.batch, p.seqlen_q), (p.batch, p.seqlen_k))
-        q, k = randn(*rows_q, p.nheads, p.headdim), randn(*rows_k, p.nheads_k, p.headdim)
-        v, dout = randn(*rows_k, p.nheads_k, p.headdim_v), randn(*rows_q, p.nheads, p.headdim_v)
-        options: dict[str, Any] = {"is_causal": p.is_causal, "window_left": p.window_left}
-        if p.softcap:
-            options["softcap"] = p.softcap
-        if p.dropout_p:
-            options["dropout_p"] = p.dropout_p
-        if packed:
-            for name, lengths in (("q", lengths_q), ("k", lengths_k)):
-                options[f"cu_seqlens_{name}"] = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-                options[f"max_seqlen_{name}"] = max(lengths)
-        elif p.lengths:
-            options["seqused_k"] = torch.tensor(lengths_k, dtype=torch.int32).to(device)
-        if p.alibi:
-            # steep enough that they matter beside scores of a few units
-            options["alibi_slopes"] = (randn(len(p.entries), p.nheads).abs() * 0.3).to(device)
-        if p.bias == "mask":
-            options["attn_bias"] = (randn(len(p.entries), 1, 1, p.seqlen_k) > -0.8).to(device)
-        elif p.bias:
-            own = torch.float32 if p.bias == "fp32" else p.dtype
-            options["attn_bias"] = randn(1, p.nheads, p.seqlen_q, p.seqlen_k).to(own).to(device)
-        if p.sinks:
-            options["sinks"] = (randn(p.nheads) * 2).to(p.dtype).to(device)
-        q, k, v, dout = (t.to(p.dtype).to(device) for t in (q, k, v, dout))
-        return cls(p, q, k, v, dout, options)
+    def draw(cls, problem: Case, seed: int, device: torch.device) -> Inputs:
+        """Draws the tensors. A seed gives the same numbers on every device."""
+        tensors, options = problem.problem(CpuSource(device, problem.dtype or torch.float16, seed))
+        return cls(problem, *tensors, options)
 
     @property
     def given(self) -> list[Tensor]:
@@ -146,7 +57,7 @@ class Inputs:
 
     def gradients(self, out: Tensor, softmax_lse: Tensor, rng_state: Tensor) -> dict[str, Tensor]:
         """Those of the op that the problem has."""
-        names = rule.gradient_names(**self.options)
+        names = tolerance.gradient_names(**self.options)
         found = torch.ops.volta_fa.bwd(
             self.dout,
             self.q,
@@ -171,17 +82,16 @@ class Inputs:
         p = self.problem
         kept = None
         if p.dropout_p:
-            kept = torch.ops.volta_fa._dropout_mask(rng_state, len(p.entries), p.nheads, p.seqlen_q, p.seqlen_k, p.dropout_p)
+            kept = torch.ops.volta_fa._dropout_mask(rng_state, p.entries, p.nheads, *p.longest, p.dropout_p)
             kept = kept.to(self.q.device)
         first_q = first_k = 0
-        for number, (seqlen_q, seqlen_k) in enumerate(p.entries):
-            at_q: tuple[slice, ...] = (slice(number, number + 1),)
-            at_k = at_q
-            if p.lengths == "packed":
+        for number, (seqlen_q, seqlen_k) in enumerate(p.seqlens):
+            entry = slice(number, number + 1)
+            at_q: tuple[slice, ...] = (entry, slice(seqlen_q))
+            at_k: tuple[slice, ...] = (entry, slice(seqlen_k))
+            if p.lengths:
                 at_q, at_k = (slice(first_q, first_q + seqlen_q),), (slice(first_k, first_k + seqlen_k),)
-                first_q, first_k = first_q + seqlen_q, first_k + seqlen_k
-            else:
-                at_q, at_k = (*at_q, slice(seqlen_q)), (*at_k, slice(seqlen_k))
+                first_q, first_k = first_q + seqlen_q, first_k + p.lengths[number][1]
             if seqlen_q and seqlen_k:
                 yield Part(self, number, at_q, at_k, seqlen_q, seqlen_k, kept)
 
@@ -222,14 +132,15 @@ class Part:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `rule.attend`."""
+        """For `tolerance.attend`."""
         given = self.inputs.options
-        names = ("is_causal", "window_left", "softcap", "dropout_p", "sinks")
+        names = ("is_causal", "window_left", "window_right", "softmax_scale", "softcap", "dropout_p", "sinks")
         options = {name: given[name] for name in names if name in given}
         if "attn_bias" in given:
             options["attn_bias"] = self.of_bias(given["attn_bias"])
         if "alibi_slopes" in given:
-            slopes = given["alibi_slopes"][self.number : self.number + 1]
+            slopes = given["alibi_slopes"]
+            slopes = slopes[self.number : self.number + 1] if slopes.dim() == 2 else slopes
             options["alibi_slopes"] = slopes.double() if self.inputs.q.dtype == torch.float64 else slopes
         if self.kept is not None:
             options["kept"] = self.kept[self.number : self.number + 1, :, : self.seqlen_q, : self.seqlen_k]
@@ -265,7 +176,7 @@ class Expected:
     """Results of the fp64 CPU backend, and how far others may be from them."""
 
     values: dict[str, Tensor]
-    budgets: dict[str, rule.Budget]
+    budgets: dict[str, tolerance.Budget]
     lse_tolerance: float = 0.0
     #: of q without its last dimension: queries that see no key. Their out and gradient are exactly 0
     keyless: Tensor | None = None
@@ -279,44 +190,44 @@ def expect_forward(inputs: Inputs, rng_state: Tensor) -> Expected:
     options = {name: value for name, value in exact.options.items() if name != "dropout_p"}
     out, lse, _ = torch.ops.volta_fa.fwd(exact.q, exact.k, exact.v, **options)
     eager, again = torch.zeros(out.shape, dtype=inputs.q.dtype, device=inputs.q.device), torch.zeros_like(out)
-    sums = tolerance = 0.0
+    sums = lse_tolerance = 0.0
     for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
-        ref = rule.attend(*theirs.tensors, **theirs.options)
+        ref = tolerance.attend(*theirs.tensors, **theirs.options)
         theirs.queries(again).copy_(ref.out)
-        mine.queries(eager).copy_(first_that_can(lambda part: rule.eager(*part.tensors, **part.options), mine, same))
-        sums = max(sums, rule.forward_sums(ref, same.tensors[0], same.tensors[2], inputs.problem.dropout_p))
-        tolerance = max(tolerance, rule.lse_tolerance(ref, inputs.q.dtype))
+        mine.queries(eager).copy_(first_that_can(lambda part: tolerance.eager(*part.tensors, **part.options), mine, same))
+        sums = max(sums, tolerance.forward_sums(ref, same.tensors[0], same.tensors[2], inputs.problem.dropout_p))
+        lse_tolerance = max(lse_tolerance, tolerance.lse_tolerance(ref, inputs.q.dtype))
         agree("softmax_lse", theirs.lse(lse), ref.softmax_lse)
     if inputs.problem.dropout_p:
         out = again
     agree("out", out, again)
-    budget = rule.Budget.of(eager.cpu(), out, rule.FORWARD_FACTOR, sums)
-    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, tolerance, keyless(lse))
+    budget = tolerance.Budget.of(eager.cpu(), out, tolerance.FORWARD_FACTOR, sums)
+    return Expected({"out": out, "softmax_lse": lse}, {"out": budget}, lse_tolerance, keyless(lse))
 
 
 def expect_backward(inputs: Inputs, forward: Expected, rng_state: Tensor) -> Expected:
     """The gradients that the problem has."""
     host = inputs.on_cpu()
     exact = host.in_fp64()
-    names = rule.gradient_names(**inputs.options)
+    names = tolerance.gradient_names(**inputs.options)
     values = exact.gradients(forward.values["out"], forward.values["softmax_lse"], rng_state.cpu())
     eager = {n: torch.zeros(t.shape, dtype=inputs.dtype_of(n), device=inputs.q.device) for n, t in values.items()}
     again = {n: torch.zeros_like(t) for n, t in values.items()}
     sums = dict.fromkeys(names, 0.0)
     for mine, same, theirs in zip(inputs.parts(rng_state), host.parts(rng_state), exact.parts(rng_state)):
-        ref = rule.attend(*theirs.tensors, **theirs.options)
+        ref = tolerance.attend(*theirs.tensors, **theirs.options)
         for parts, into in (((mine, same), eager), ((theirs,), again)):
-            of_part = first_that_can(lambda p: rule.eager_gradients(p.queries(p.inputs.dout), *p.tensors, **p.options), *parts)
+            of_part = first_that_can(lambda p: tolerance.eager_gradients(p.queries(p.inputs.dout), *p.tensors, **p.options), *parts)
             for name, gradient in zip(names, of_part):
                 place = parts[0].of_gradient(name, into[name])
                 place.add_(gradient.to(place.device))
-        of_sums = rule.gradient_sums(ref, same.queries(host.dout), *same.tensors, **theirs.options)
+        of_sums = tolerance.gradient_sums(ref, same.queries(host.dout), *same.tensors, **theirs.options)
         for name, value in zip(names, of_sums):
             # what all parts add to has the roundings of all of them
             sums[name] = max(sums[name], value) if name in ("dq", "dk", "dv") else sums[name] + value
     for name in names:
         agree(name, values[name], again[name])
-    budgets = {n: rule.Budget.of(eager[n].cpu(), values[n], rule.GRADIENT_FACTOR, sums[n]) for n in names}
+    budgets = {n: tolerance.Budget.of(eager[n].cpu(), values[n], tolerance.GRADIENT_FACTOR, sums[n]) for n in names}
     return Expected(values, budgets, keyless=forward.keyless)
 
 
@@ -331,7 +242,7 @@ _AGREE = 1e-5
 
 def agree(name: str, found: Tensor, again: Tensor) -> None:
     """Raise WrongReference unless the two references are the same."""
-    error = rule.max_error(found, again)
+    error = tolerance.max_error(found, again)
     finite = again[again.isfinite()]
-    if error > _AGREE * (1 + rule.largest(finite)):
+    if error > _AGREE * (1 + tolerance.largest(finite)):
         raise WrongReference(f"{name} of the CPU backend in float64 is {error:.1e} from that of PyTorch's own operations in float64")

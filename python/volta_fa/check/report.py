@@ -1,4 +1,4 @@
-"""What the person sees: progress, one page, a plot, and the JSON to attach to an issue."""
+"""Shows results: progress, one page, a plot, and the JSON to attach to an issue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from . import fast
-from .fast import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
-from .fast_cached import GROUP, PAGE, CachePoint
-from .right import Verdict
+from . import performance
+from .correctness import KernelResult
+from .performance import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
+from .performance_cached import GROUP, PAGE, CachePoint
 
 if TYPE_CHECKING:
     from . import Findings
@@ -133,48 +133,48 @@ def show(findings: Findings) -> None:
         if findings.tuned:
             _console.print(findings.tuned.summary, soft_wrap=True)
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in findings.seconds.items())
-    verdict = "[green]All is right.[/green]" if findings.all_right else "[red]Not all is right.[/red]"
-    _console.print(f"\n{verdict} ({seconds})", soft_wrap=True)
+    result = "[green]All is right.[/green]" if findings.all_right else "[red]Not all is right.[/red]"
+    _console.print(f"\n{result} ({seconds})", soft_wrap=True)
 
 
 _MOST_FAILURES = 12
 
 
 def _show_verdicts(findings: Findings) -> None:
-    by_pass: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for verdict in findings.verdicts:
-        by_pass[verdict.family, verdict.pass_].append(verdict)
+    by_pass: dict[tuple[str, str], list[KernelResult]] = defaultdict(list)
+    for result in findings.results:
+        by_pass[result.family, result.pass_].append(result)
     _console.print("\nRight: errors as a share of what is allowed")
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for name in ("kernels", "right", "worst", "of"):
         table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
-    for (family, pass_), verdicts in by_pass.items():
-        worst = max((v.worst for v in verdicts), key=lambda w: w.share)
-        passed = sum(v.passed for v in verdicts)
+    for (family, pass_), results in by_pass.items():
+        worst = max((v.worst for v in results), key=lambda w: w.share)
+        passed = sum(v.passed for v in results)
         name = f"{family} {_PASSES[pass_]}"
         of = f"{worst.result}, {worst.kind}" if worst.result else "-"
-        table.add_row(name, f"{passed} of {len(verdicts)}", _percent(worst.share), of)
+        table.add_row(name, f"{passed} of {len(results)}", _percent(worst.share), of)
     _console.print(table)
-    failed = [v for v in findings.verdicts if v.complaints]
-    for verdict in failed[:_MOST_FAILURES]:
-        worst = verdict.worst
-        text = verdict.complaints[0]
+    failed = [v for v in findings.results if v.failures]
+    for result in failed[:_MOST_FAILURES]:
+        worst = result.worst
+        text = result.failures[0]
         if worst.share > 1:
             text = f"{worst.result}: {worst.kind} error {worst.error:.3g}, allowed {worst.allowed:.3g} ({worst.problem}, seed {worst.seed})"
-        more = f"; {len(verdict.complaints)} complaints in all" if len(verdict.complaints) > 1 else ""
-        _console.print(f"[red]{verdict.kernel} failed[/red]: {text}{more}", soft_wrap=True)
+        more = f"; {len(result.failures)} failures in all" if len(result.failures) > 1 else ""
+        _console.print(f"[red]{result.kernel} failed[/red]: {text}{more}", soft_wrap=True)
     if len(failed) > _MOST_FAILURES:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
-    doubtful = [v for v in findings.verdicts if v.doubts]
-    for verdict in doubtful[:_MOST_FAILURES]:
-        _console.print(f"[red]{verdict.kernel} could not be checked[/red]: {verdict.doubts[0]}", soft_wrap=True)
+    doubtful = [v for v in findings.results if v.inconclusive]
+    for result in doubtful[:_MOST_FAILURES]:
+        _console.print(f"[red]{result.kernel} could not be checked[/red]: {result.inconclusive[0]}", soft_wrap=True)
     if len(doubtful) > _MOST_FAILURES:
         _console.print(f"[red]and {len(doubtful) - _MOST_FAILURES} others[/red]: the JSON file names them")
     if findings.unfit:
         _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
-    for note in sorted({v.note for v in findings.verdicts if v.note}):
-        _console.print(f"{', '.join(v.kernel for v in findings.verdicts if v.note == note)}: {note}", soft_wrap=True)
-    if not all(v.poisoned for v in findings.verdicts):
+    for note in sorted({v.note for v in findings.results if v.note}):
+        _console.print(f"{', '.join(v.kernel for v in findings.results if v.note == note)}: {note}", soft_wrap=True)
+    if not all(v.poisoned for v in findings.results):
         _console.print("memory was not filled with NaN before each call: PyTorch's allocator does not hand out what was just freed")
     if failed and not findings.settings.tune and findings.settings.target.kind == "cuda":
         _console.print("with --tune, plans on this card will not take them any more")
@@ -231,7 +231,7 @@ def _show_speeds(speeds: Speeds) -> None:
     if ratios:
         _console.print(f"of what was predicted: median {median(ratios):.0%}, from {min(ratios):.0%} to {max(ratios):.0%}")
     missing = [p.missing for p in speeds.points] + [p.missing for p in speeds.cached]
-    late = sum(why == fast.OUT_OF_TIME for of_point in missing for why in of_point.values())
+    late = sum(why == performance.OUT_OF_TIME for of_point in missing for why in of_point.values())
     if late:
         _console.print(f"{late} figures were left out for lack of time")
 
@@ -268,7 +268,7 @@ def _cell(point: CachePoint, name: str) -> str:
 def _number(found: float | None, missing: str | None) -> str:
     if found is not None:
         return f"{found:.0f}" if found >= 100 else f"{found:.1f}" if found >= 1 else f"{found:.2g}"
-    return "memory" if missing == fast.OUT_OF_MEMORY else "-"
+    return "memory" if missing == performance.OUT_OF_MEMORY else "-"
 
 
 def write(findings: Findings) -> None:
@@ -293,7 +293,7 @@ def data(findings: Findings) -> dict[str, Any]:
         "seconds": {name: round(value, 1) for name, value in findings.seconds.items()},
         "trouble": findings.trouble,
         "machine": findings.machine,
-        "right": [verdict.data() for verdict in findings.verdicts],
+        "right": [result.data() for result in findings.results],
         "not_checked": findings.unchecked,
         "unfit": findings.unfit,
         "fast": {
@@ -321,7 +321,7 @@ def plot(findings: Findings, path: Path) -> Path:
     points = findings.speeds.points
     headdims = sorted({p.headdim for p in points})
     seqlens = sorted({p.seqlen for p in points})
-    kinds = [(direction, causal) for direction in fast.HEADS for causal in (False, True)]
+    kinds = [(direction, causal) for direction in performance.HEADS for causal in (False, True)]
     size = (4.2 * max(len(headdims), 2), 10)
     figure, axes = pyplot.subplots(len(kinds), len(headdims), figsize=size, layout="constrained", squeeze=False, sharex=True)
     for row, (direction, causal) in zip(axes, kinds):

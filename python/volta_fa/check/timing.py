@@ -1,4 +1,4 @@
-"""Times of a piece of work on a device, within a limit."""
+"""Takes the times of a piece of work on a device, within a limit of seconds."""
 
 from __future__ import annotations
 

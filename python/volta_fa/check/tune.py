@@ -1,7 +1,7 @@
-"""What serves this card better than the plan's own choice, as a tuning file that plans read (docs/tuning.md).
+"""Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/reference/tuning-file.md).
 
-Two questions, for plain problems: are gradients faster without atomics, by the deterministic kernels, and are smaller or larger blocks
-faster in the forward pass? Each class of shapes is measured at one shape; only what is clearly faster there, each time, is written down.
+It measures two alternatives for problems without options: gradients without atomics, and smaller or larger tiles in the forward pass.
+Each class of shapes is measured at one shape. A choice is written only if it is faster in every round by a clear margin.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..inspection import info
+from .correctness import KernelResult
 from .kernels import Target
-from .right import Verdict
 from .timing import Work, median_ms
 
 #: By so much another choice must be faster, in each of the rounds. Repeated medians of one kernel differ by less.
@@ -157,14 +157,14 @@ def classes(target: Target, variants: Sequence[dict[str, Any]], failed: Sequence
     return found
 
 
-def tune(target: Target, verdicts: Sequence[Verdict], deadline: float, advance: Callable[[str], None]) -> Tuned:
+def tune(target: Target, results: Sequence[KernelResult], deadline: float, advance: Callable[[str], None]) -> Tuned:
     """Measure until `deadline`, and write the card's file."""
     about = json.loads(torch.ops.volta_fa._tuning(target.number))
     if about["outcome"] == "off":
         # what failed before would be forgotten
         return Tuned(trouble="VOLTA_FA_TUNING=0 says that no tuning is read, so none is written")
     # what failed once on this card stays out, whatever it did this time
-    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in verdicts if v.complaints)}))
+    tuned = Tuned(about["path"], failed=sorted({*about["failed"], *(v.kernel for v in results if v.failures)}))
     for class_, alternatives in classes(target, info()["variants"], tuned.failed):
         advance(str(class_))
         if time.monotonic() > deadline:

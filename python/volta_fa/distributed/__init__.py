@@ -7,7 +7,7 @@
 
 ring_attention sends keys and values past the queries, ulysses_attention exchanges heads for positions, and
 context_parallel_attention does the one between, the other inside, the places of a mesh of two dimensions. PyTorch's process groups
-and DeviceMesh are the engine: NCCL on GPUs, gloo on CPUs. docs/context-parallel.md derives what it costs and when that hides.
+and DeviceMesh are the engine: NCCL on GPUs, gloo on CPUs. docs/guides/context-parallel.md derives what it costs and when that hides.
 """
 
 from .attention import context_parallel_attention, ring_attention, shard_sequence, ulysses_attention, unshard_sequence

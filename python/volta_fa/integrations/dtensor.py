@@ -1,5 +1,11 @@
-"""DTensor's rules for our operators, loaded when its first tensor meets one: importing torch.distributed.tensor takes longer than this
-package."""
+"""DTensor and PyTorch's `context_parallel` on volta_fa, for every supported release of torch.
+
+`import volta_fa` registers a hook. When an operator of volta_fa first receives a DTensor, the hook adds `volta_fa.distributed.dtensor`'s
+rules for `volta_fa::fwd` and `volta_fa::bwd` to DTensor's table of handlers. It waits until then, because importing
+torch.distributed.tensor takes longer than importing volta_fa.
+
+If DTensor's internals differ in a torch, no rule is added: DTensor raises its own error, and `enable_sdpa` falls back to PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ _library = torch.library.Library("volta_fa", "IMPL")
 
 
 def _has_rules(t: Tensor) -> bool:
-    """What the native library asks about a tensor of a subclass (torch_ops/subclass.cpp)."""
+    """Returns whether volta_fa computes with a tensor of this subclass, after adding the rules. torch_ops/subclass.cpp calls it."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(t, module.DTensor):
         return False
@@ -21,10 +27,10 @@ def _has_rules(t: Tensor) -> bool:
 
         dtensor.register()
     except (ImportError, AttributeError):
-        return False  # a PyTorch whose DTensor is another inside: it says itself that it has no rule
+        return False
     return True
 
 
 def register_dtensor_rules() -> None:
-    """Once, as the package is imported."""
+    """Registers the hook. Call it once, when the package is imported."""
     _library.impl("_has_rules", _has_rules, "CompositeImplicitAutograd")

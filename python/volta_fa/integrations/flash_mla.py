@@ -1,12 +1,13 @@
-"""FlashMLA's functions, by `volta_fa::fwd_mla`: a drop-in for programs that import `flash_mla`.
+"""FlashMLA's functions on volta_fa, for programs that call FlashMLA's dense decoding.
 
     from volta_fa import flash_mla  # instead of: import flash_mla
 
     metadata, num_splits = flash_mla.get_mla_metadata(cache_seqlens, seqlen_q * nheads, 1)
     out, lse = flash_mla.flash_mla_with_kvcache(q, latents, block_table, cache_seqlens, 512, metadata, num_splits, causal=True)
 
-The blocks of our kernels share the sequences on the device (docs/decode-kernels.md), so metadata has nothing to say: what these functions
-take and give of it is there for the callers' sake. Tensors on the CPU are computed too, in any floating-point dtype.
+The functions call `volta_fa::fwd_mla`, whose kernels schedule on the device and need no metadata: these functions accept and return it
+for the callers' sake. They also compute tensors on the CPU, in any floating-point dtype. Nothing is registered, and nothing falls back:
+sparse attention and FlashMLA's own fp8 format raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What FlashMLA plans ahead for `flash_mla_with_kvcache`. Here nothing is: both are empty, and nobody waits for lengths.
+    """Returns placeholders for what FlashMLA plans ahead. Does not read lengths, so it does not synchronize.
 
     Args:
-        cache_seqlens: int32 (batch); without one, as newer callers have it, the results are on the CPU.
-        num_q_tokens_per_head_k: queries times query heads; not looked at, as num_heads_q.
+        cache_seqlens: int32 (batch). With None, as newer callers pass it, the results are on the CPU.
+        num_q_tokens_per_head_k, num_heads_q: ignored.
         num_heads_k: 1.
         is_fp8_kvcache: False. topk: None.
 
     Returns (tile_scheduler_metadata, num_splits): int32 (0, 8), and int32 zeros (batch + 1).
 
-    Raises ValueError for key heads that are not one, and NotImplementedError for what `flash_mla_with_kvcache` does not have.
+    Raises ValueError for another num_heads_k, and NotImplementedError for is_fp8_kvcache and topk.
     """
     _check_supported(is_fp8_kvcache, topk, "topk")
     if num_heads_k not in (None, 1):
@@ -69,25 +70,27 @@ def flash_mla_with_kvcache(
     descale_k: Tensor | None = None,
     latent_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a paged cache of latents (multi-head latent attention, absorbed), whose first columns are the values.
+    """Computes multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434), over a paged cache of latents.
+
+    The first 512 columns of a latent are its value.
 
     Args:
         q: (batch, seqlen_q, nheads, 576); of each head 512 columns for the latent and 64 for positions.
-        k_cache: (num_pages, page_size, 1, 576), pages of any multiple of 16 tokens. What lies behind a sequence's length is not
-            looked at. In q's dtype, or quantized by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
+        k_cache: (num_pages, page_size, 1, 576), pages of any multiple of 16 tokens. The kernels never read past a sequence's length.
+            In q's dtype, or quantized by `volta_fa.quantize_kv`: torch.int8, torch.float8_e5m2 or torch.float8_e4m3fn.
         block_table: int32 (batch, max_pages).
         cache_seqlens: int32 (batch): tokens of each sequence.
         head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: as `get_mla_metadata` returned them; not looked at.
-        softmax_scale: 576 ** -0.5 unless given. Models give that of the heads that they were trained with.
+        tile_scheduler_metadata, num_splits: ignored.
+        softmax_scale: 576 ** -0.5 unless given. Models pass that of the headdim before absorption.
         causal: the last query sees all tokens, the one before all but the last, and so on.
-        is_fp8_kvcache, indices: FlashMLA's own tokens of 656 bytes, and sparse attention: not there.
+        is_fp8_kvcache, indices: False and None. FlashMLA's own tokens of 656 bytes and sparse attention are not supported.
         descale_k: float32 (1,) or (batch, 1), the scale of a cache in fp8, as vLLM's FlashMLA has it; 1 unless given.
-        latent_scale: float32 (num_pages, page_size, 1), of each token, of a cache in int8; an argument of this package's own.
+        latent_scale: float32 (num_pages, page_size, 1), the scale of each token of a cache in int8. FlashMLA has no such argument.
 
     Returns out (batch, seqlen_q, nheads, 512) in q's dtype, and softmax_lse (batch, nheads, seqlen_q) in float32. No gradient.
 
-    Raises ValueError for wrong arguments, NotImplementedError for what is not there.
+    Raises ValueError for wrong arguments, NotImplementedError for unsupported ones.
     """
     _check_supported(is_fp8_kvcache, indices, "indices")
     require_tensors(q=q, k_cache=k_cache)

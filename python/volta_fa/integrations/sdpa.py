@@ -1,8 +1,11 @@
-"""Running PyTorch's own `scaled_dot_product_attention` through volta_fa.
+"""PyTorch's `scaled_dot_product_attention` on volta_fa, for every supported release of torch.
 
-The switch is one for the process: `enable_sdpa` and each open `sdpa_enabled` block ask for devices, and a device is
-on while anybody asks for it. Nothing in Python's namespaces is replaced: the op itself gets another kernel, so
-modules that imported the function long ago, TorchScript programs, torch.nn's layers and C++ code are all reached.
+`enable_sdpa()` and `disable_sdpa()` switch it for the process, `sdpa_enabled()` for a block, VOLTA_FA_ENABLE_SDPA when the library is
+loaded. A device is on while the switch or an open block names it.
+
+The native library registers another kernel for the op. No Python name is replaced, so TorchScript programs, torch.nn's layers,
+C++ code and modules that imported the function earlier use it too. Calls without a kernel in volta_fa run the implementation that
+PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides/sdpa.md explains the reasons.
 """
 
 from __future__ import annotations
@@ -20,18 +23,18 @@ import torch
 from ..errors import bad_argument
 from ..inspection import info
 
-#: In the key of torch.compile's caches on disk while something is enabled: they know a graph by its Python code,
-#: which is the same whether we are switched on or not.
+#: Part of the key of torch.compile's caches on disk while a device is on. They identify a graph by its Python code, which does not
+#: show the switch.
 _CACHE_TAG = "volta_fa.sdpa"
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Devices that somebody wants volta_fa for."""
+    """The devices that the switch or a block asks for."""
 
     cpu: bool
     cuda: frozenset[int]
-    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": CUDA devices that the library decides on when it first meets each
+    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
     on_first_use: str = ""
 
     def __or__(self, other: _Request) -> _Request:
@@ -41,25 +44,22 @@ class _Request:
 _NOTHING = _Request(False, frozenset())
 
 _lock = threading.RLock()
-_switch = _NOTHING  # what enable_sdpa asked for
-_blocks: list[_Request] = []  # what open `with` blocks ask for
+_switch = _NOTHING  # the devices of enable_sdpa
+_blocks: list[_Request] = []  # the devices of open `with` blocks
 _active = _NOTHING
 
 
 def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
     """Run `torch.nn.functional.scaled_dot_product_attention` through volta_fa, forward and backward.
 
-    Calls that volta_fa cannot serve go to the implementation that PyTorch would have chosen; `sdpa_stats()` counts
-    both. Enabling again replaces the devices of the first time, with a warning. Programs that torch.compile compiled
-    before are compiled again.
+    Calls without a kernel in volta_fa run the implementation that PyTorch would have chosen; `sdpa_stats()` counts both. A second
+    call replaces the devices of the first, with a warning. torch.compile compiles its programs again.
 
     Args:
-        device: one CUDA device, or "cpu" (to try and test the routing without a GPU; it is no faster than PyTorch's own).
-            Default: every CUDA device that a kernel family is made for.
-        force: also use CUDA devices that are newer than every family, where the kernels are correct but slower than
-            PyTorch's own.
+        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: every CUDA device with a kernel family of its own.
+        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than PyTorch's.
 
-    Raises RuntimeError where no device qualifies, ValueError for a device that does not exist.
+    Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
     request = _request(device, force)
     with _lock:
@@ -72,14 +72,14 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
 
 
 def disable_sdpa() -> None:
-    """Undo `enable_sdpa`; without effect if nothing is enabled, and on `sdpa_enabled` blocks that are open."""
+    """Undoes `enable_sdpa`. Open `sdpa_enabled` blocks stay on."""
     with _lock:
         _apply(_NOTHING, _blocks)
 
 
 @contextmanager
 def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool = False) -> Iterator[None]:
-    """`enable_sdpa` for the length of a `with` block, in all threads; blocks nest and overlap freely."""
+    """Enables devices, as `enable_sdpa` does, for a `with` block, in all threads. Blocks may nest and overlap."""
     request = _request(device, force)
     with _lock:
         _apply(_switch, [*_blocks, request])
@@ -93,13 +93,15 @@ def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool 
 
 
 def sdpa_stats(reset: bool = False) -> dict[str, Any]:
-    """What became of the calls of scaled_dot_product_attention on enabled devices, since the start or a reset.
+    """Returns the number of calls of scaled_dot_product_attention on enabled devices, since the start or a reset.
 
     Keys:
         ran: calls that volta_fa ran.
-        traced: calls that torch.compile or another tracer recorded as volta_fa's. What it compiled then runs
-            without asking again, and is not counted.
-        fell_back: calls that went to PyTorch's implementation, counted by reason; docs/sdpa.md explains them.
+        traced: calls that torch.compile or another tracer recorded as volta_fa's. Runs of the compiled program are not counted.
+        fell_back: calls that PyTorch's implementation ran, by reason; docs/guides/sdpa.md explains the reasons.
+
+    Args:
+        reset: set all counts to 0 afterwards.
     """
     counts = dict(torch.ops.volta_fa._sdpa_stats())
     if reset:
@@ -123,7 +125,7 @@ def _request(device: str | torch.device | int | None, force: bool) -> _Request:
 
 
 def _usable(indices: Iterable[int], force: bool) -> list[int]:
-    """Those of the CUDA devices that qualify; raises RuntimeError if none does."""
+    """Returns the CUDA devices that qualify. Raises RuntimeError if none does."""
     usable, refused = [], []
     for index in indices:
         major, minor = torch.cuda.get_device_capability(index)
@@ -141,7 +143,7 @@ def _usable(indices: Iterable[int], force: bool) -> list[int]:
 
 
 def _apply(switch: _Request, blocks: list[_Request]) -> None:
-    """Make what is asked for effective, and then remember it: what the library refuses changes nothing."""
+    """Configures the library, and then stores the requests: after an error of the library nothing has changed."""
     global _switch, _blocks, _active
     wanted = switch
     for request in blocks:
@@ -155,7 +157,7 @@ def _apply(switch: _Request, blocks: list[_Request]) -> None:
 
 
 def _forget_compiled_programs(enabled: bool) -> None:
-    """torch.compile decides once, when it compiles: what it compiled with the switch in another position is stale."""
+    """Discards what torch.compile made before the switch changed, because it decides at compile time."""
     from torch.compiler import config
 
     tags = [tag for tag in config.cache_key_tag.split(",") if tag and tag != _CACHE_TAG]
@@ -165,8 +167,8 @@ def _forget_compiled_programs(enabled: bool) -> None:
         dynamo.reset_code_caches()
 
 
-def _follow_the_library() -> None:
-    """Where VOLTA_FA_ENABLE_SDPA is set, the library has switched on by itself, as it does without this package."""
+def _read_library_state() -> None:
+    """Reads the state that the library took from VOLTA_FA_ENABLE_SDPA when it was loaded."""
     global _switch, _active
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
     _switch = _active = _Request(cpu, frozenset(), on_first_use)

@@ -1,9 +1,11 @@
-"""PyTorch's own door for flash attention implementations: `torch.nn.attention.activate_flash_attention_impl("VOLTA")`.
+"""PyTorch's registry of flash attention implementations, for torch 2.10 and later.
 
-PyTorch (from 2.10 on) lets a library take the place of its flash attention kernels by name. Importing volta_fa registers the
-name; activating it makes volta_fa run what calls them: `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attention_forward`, and
-scaled_dot_product_attention where that chooses flash attention. (It does not on Volta and Turing: `enable_sdpa` reaches it there.)
-`restore_flash_attention_impl()`, from 2.11 on, gives PyTorch its own kernels back.
+`import volta_fa` registers the name "VOLTA", which changes nothing yet. `torch.nn.attention.activate_flash_attention_impl("VOLTA")`
+then replaces the kernels of PyTorch's flash attention ops in `aten`; `restore_flash_attention_impl()`, from torch 2.11 on, undoes it.
+
+volta_fa then runs `torch.nn.attention.varlen.varlen_attn`, `aten::_flash_attention_forward`, and scaled_dot_product_attention where
+PyTorch chooses flash attention. PyTorch never does on Volta and Turing: use `volta_fa.enable_sdpa()` there.
+Nothing falls back: arguments without a kernel raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from torch import Tensor
 
 from ..errors import bad_argument
 
-#: What `activate_flash_attention_impl` calls us.
+#: The name for `activate_flash_attention_impl`.
 NAME = "VOLTA"
 
 
 class _Handle:
-    """Holds what was registered; PyTorch keeps it while we are active."""
+    """Holds the registered kernels. PyTorch keeps it until another implementation is activated."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self._library: torch.library.Library | None = library
@@ -33,7 +35,7 @@ class _Handle:
 def _register_kernels() -> _Handle:
     library = torch.library.Library("aten", "IMPL")
     kernels: list[tuple[str, Callable[..., Any], tuple[str, ...]]] = [
-        # on the CPU PyTorch has none of these two
+        # PyTorch has no CPU kernels for these two
         ("_flash_attention_forward", _forward, ("CPU", "CUDA")),
         ("_flash_attention_backward", _backward, ("CPU", "CUDA")),
         ("_scaled_dot_product_flash_attention", _sdpa_forward, ("CUDA",)),
@@ -66,14 +68,14 @@ def _attend(
     block_table: Tensor | None,
     num_splits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, softmax_lse and rng_state, by the names that PyTorch has for the ops' arguments."""
+    """Returns out, softmax_lse and rng_state. The arguments have the names of PyTorch's ops."""
     if return_debug_mask:
         raise bad_argument("return_debug_mask", True, "False: the probabilities are never in memory", error=NotImplementedError)
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "is_causal": is_causal,
         "window_left": _bound(window_size_left),
-        # is_causal is a bound of 0 already
+        # is_causal sets it to 0
         "window_right": -1 if is_causal else _bound(window_size_right),
         "alibi_slopes": alibi_slopes,
     }
@@ -137,7 +139,7 @@ def _forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`aten::_flash_attention_forward`."""
+    """Implements `aten::_flash_attention_forward`."""
     out, softmax_lse, rng_state = _attend(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
         window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits,
@@ -159,7 +161,7 @@ def _forward_into(
     return_debug_mask: bool,
     **options: Any,
 ) -> Tensor:
-    """`aten::_flash_attention_forward_no_dropout_inplace`: into `out`; softmax_lse."""
+    """Implements `aten::_flash_attention_forward_no_dropout_inplace`: writes `out` and returns softmax_lse."""
     found, softmax_lse, *_ = _forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options
     )  # fmt: skip
@@ -187,7 +189,7 @@ def _backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten::_flash_attention_backward`."""
+    """Implements `aten::_flash_attention_backward`."""
     options: dict[str, Any] = {}
     if cum_seq_q is not None and cum_seq_k is not None and cum_seq_q.numel():
         options = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
@@ -212,8 +214,10 @@ def _backward(
 
 
 def _like(t: Tensor, found: Tensor) -> Tensor:
-    """`found`, (batch, seqlen, heads, headdim), as PyTorch's kernel returns it: with the heads before, and the strides that a tensor
-    like `t` gets, which compiled programs rely on."""
+    """Returns `found`, (batch, seqlen, heads, headdim), as (batch, heads, seqlen, headdim) with the strides of `empty_like(t)`.
+
+    Compiled programs rely on these strides, which PyTorch's kernel gives its results.
+    """
     found = found.transpose(1, 2)
     wanted = torch.empty_like(t, device="meta")
     if found.shape == wanted.shape and found.stride() != wanted.stride():
@@ -231,7 +235,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """`aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
+    """Implements `aten::_scaled_dot_product_flash_attention`, (batch, heads, seqlen, headdim)."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
     out, softmax_lse, rng_state, unused, mask = _forward(
@@ -258,7 +262,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """`aten::_scaled_dot_product_flash_attention_backward`."""
+    """Implements `aten::_scaled_dot_product_flash_attention_backward`."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     gradients = _backward(
         dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset, scale=scale
@@ -267,7 +271,7 @@ def _sdpa_backward(
 
 
 def register() -> None:
-    """Make the name known to PyTorch, where it has such names. Nothing changes before it is activated."""
+    """Registers the name, if this torch has the registry. Nothing changes before it is activated."""
     import torch.nn.attention as attention
 
     known = getattr(attention, "register_flash_attention_impl", None)

@@ -1,4 +1,4 @@
-"""Attention of sequences that begin alike, whose common beginning is read once."""
+"""Cascade attention: sequences with a shared prefix in a paged KV cache, which is read once."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ def cascade_attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
+    """Computes attention over a paged KV cache in which all sequences share their first pages: a system prompt, a document, beams.
 
-    `volta_fa::fwd_kvcache` reads the tokens of each sequence for that sequence's queries. Here the queries of all sequences attend to
-    the shared tokens together, which are read once, then each sequence's to its own; the two results are merged by their softmax_lse.
+    `volta_fa::fwd_kvcache` would read the shared tokens once for each sequence. This function reads them once for the queries of all
+    sequences, then each sequence's own tokens for its queries, and merges both results by their softmax_lse (cascade inference, as in
+    FlashInfer, arXiv 2501.01005).
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim) with cu_seqlens_q and max_seqlen_q.
         k_cache, v_cache: (num_pages, page_size, nheads_k, headdim or headdim_v).
         shared_block_table: int32 (pages): the pages of the shared tokens.
-        shared_seqlen: how many there are, as an int or as an int32 tensor (1) on q's device.
-        block_table: int32 (batch, max_pages): each sequence's own pages, behind the shared ones.
-        cache_seqlens: int32 (batch): own tokens in them, without the shared ones, before this call appends.
-        k, v: appended behind those, in place, as `volta_fa::fwd_kvcache` does it.
+        shared_seqlen: number of shared tokens, as an int or as an int32 tensor (1) on q's device.
+        block_table: int32 (batch, max_pages): each sequence's own pages, without the shared ones.
+        cache_seqlens: int32 (batch): each sequence's own tokens before this call appends, without the shared ones.
+        k, v: appended after those, in place, as by `volta_fa::fwd_kvcache`.
         sinks, softmax_scale, softcap, num_splits: as in `volta_fa::fwd_kvcache`.
         k_scale, v_scale, k_zero_point, v_zero_point: of int8 and int4 caches, float32 (num_pages, page_size, nheads_k), as there.
         k_descale, v_descale: of fp8 caches, float32 (1) or (nheads_k), as there.
-        is_causal: the last query of a sequence sees its last token, the one before all but that, and so on. The queries are the last of
-            a sequence's own tokens, so all of them see all shared ones.
+        is_causal: the last query of a sequence sees all its tokens, the one before it all but the last, and so on. All queries see all
+            shared tokens.
 
-    Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient. A window, ALiBi and rotary positions count from the beginning of a
-    whole sequence, so there are none here: rotate q and k before.
+    Returns (out, softmax_lse) as `volta_fa::fwd_kvcache`. No gradient. Windows, ALiBi and rotary positions count from the beginning of a
+    sequence, so they are not arguments: rotate q and k before the call.
 
-    Raises ValueError, naming the argument, for wrong ones.
+    Raises ValueError for wrong arguments.
     """
     require_tensors(
         q=q, k_cache=k_cache, v_cache=v_cache, shared_block_table=shared_block_table, block_table=block_table, cache_seqlens=cache_seqlens
@@ -91,11 +92,11 @@ def cascade_attention(
         block_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        sinks=sinks,  # once: of both parts together
+        sinks=sinks,  # in one part only: the merge adds the sums of exponentials
         is_causal=is_causal,
         **options,
     )
-    # as the queries of one sequence, which no mask orders
+    # all queries as those of one sequence, without a mask
     packed = q if q.dim() == 3 else q.flatten(0, 1)
     shared, shared_lse = torch.ops.volta_fa.fwd_kvcache(
         packed[None], k_cache, v_cache, cache_seqlens=shared_seqlen, block_table=shared_block_table[None], **options

@@ -1,6 +1,6 @@
-"""The formats of quantized KV caches: what their bytes mean, and how keys and values become bytes.
+"""The formats of quantized KV caches: the meaning of their bytes, and how keys and values are quantized.
 
-This is their one definition. The CPU backend and the kernels compute the same to the bit, and the tests compare them with it.
+This is the definition. The results of the CPU backend and of the kernels are bitwise identical, and tests compare them with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["KV_DTYPES", "QuantizedKV", "dequantize_kv", "hadamard", "quantize_kv
 
 
 class QuantizedKV(NamedTuple):
-    """Keys or values of a quantized cache."""
+    """Keys or values of a quantized cache; `quantize_kv` describes the fields."""
 
     data: Tensor
     scale: Tensor | None
@@ -28,8 +28,8 @@ class QuantizedKV(NamedTuple):
 class _Format:
     dtype: torch.dtype
     bits: int
-    largest: float  # that a code stands for before it is scaled; int4: the last code
-    has_scales: bool = False  # a scale, of each token and head
+    largest: float  # largest magnitude of a code before scaling; int4: the last code
+    has_scales: bool = False  # a scale for each token and head
     has_zero_points: bool = False
 
 
@@ -39,7 +39,7 @@ _FORMATS = {
     "fp8_e5m2": _Format(torch.float8_e5m2, 8, 57344),
     "fp8_e4m3": _Format(torch.float8_e4m3fn, 8, 448),
 }
-#: What `kv_dtype` may be.
+#: The values of `kv_dtype`.
 KV_DTYPES = tuple(_FORMATS)
 
 
@@ -50,12 +50,12 @@ def _format(kv_dtype: str) -> _Format:
 
 
 def _number(x: Tensor, value: float) -> Tensor:
-    """On x's device: by a number of the host, CUDA's division multiplies by the reciprocal, which is rounded."""
+    """Returns a tensor on x's device: CUDA divides by a host number by multiplying with its rounded reciprocal."""
     return x.new_full((), value)
 
 
 def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
-    """A scale that broadcasts over (..., nheads, headdim)."""
+    """Returns a scale that broadcasts over (..., nheads, headdim); None for None."""
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
@@ -64,9 +64,10 @@ def _scaled(x: Tensor, scale: Tensor | float | None) -> Tensor | None:
 
 
 def hadamard(n: int) -> Tensor:
-    """Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, n a power of two. Multiplied by n**-0.5 it is orthogonal:
-    keys and queries that are both multiplied by it have the same scores, and a channel of keys that is larger than the others is spread
-    over all of them before it is quantized.
+    """Returns Sylvester's Hadamard matrix, (n, n) of 1 and -1 in float64, symmetric, for n a power of two.
+
+    Multiplied by n**-0.5 it is orthogonal. So scores stay the same if keys and queries are both multiplied by it, and a channel of keys
+    with outliers spreads over all channels before it is quantized.
 
     Raises ValueError for another n.
     """
@@ -79,9 +80,9 @@ def hadamard(n: int) -> Tensor:
 
 
 def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None) -> QuantizedKV:
-    """Keys or values as a quantized cache has them.
+    """Quantizes keys or values x, (..., nheads, headdim) of any floating-point dtype.
 
-    x is (..., nheads, headdim), of any floating-point type. The result is (data, scale, zero_point):
+    Returns (data, scale, zero_point):
 
         kv_dtype    data                                    a number is                     scale, zero_point
         int8        int8, x's shape                         code * scale                    float32 (..., nheads); None
@@ -89,17 +90,15 @@ def quantize_kv(x: Tensor, kv_dtype: str, *, scale: Tensor | float | None = None
         fp8_e5m2    float8_e5m2, x's shape                  code * scale                    as given; None
         fp8_e4m3    float8_e4m3fn, x's shape                code * scale                    as given; None
 
-    int8 and int4 have a scale for each token and head, so `scale` is for the other two: a float, or a tensor (1), (nheads) or any
-    that broadcasts to (..., nheads); None is 1. fwd_kvcache calls it k_descale or v_descale.
+    The argument `scale` is for fp8 only: a float, or a tensor that broadcasts to (..., nheads), such as (1) or (nheads); None is 1.
+    fwd_kvcache calls it k_descale or v_descale. int8 and int4 compute a scale for each token and head.
 
-    int8's scale is the largest magnitude divided by 127. int4's is the distance from the smallest number to the largest divided by
-    15, and its zero_point, not rounded, is what the smallest becomes 0 by; where all are equal, the scale is their magnitude, so
-    that nothing is lost. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A token and head that has a
-    NaN or an infinity has codes 0 and a scale of NaN, so all of it is NaN. All is computed in float32,
-    rounded to nearest even. fp8 saturates; its NaN stays NaN.
+    int8: scale = max |x| / 127. int4: scale = (max x - min x) / 15, and zero_point = -(min x) / scale, not rounded. If all x of a token and
+    head are equal, scale = |x|, which loses nothing. Column 2 i is in the low half of byte i, column 2 i + 1 in the high half. A token and
+    head with a NaN or infinity has codes 0 and scale NaN, so it dequantizes to NaN. All is computed in float32, rounded to nearest
+    even. fp8 saturates; NaN stays NaN.
 
-    Raises ValueError for another kv_dtype, a type of x that is not a floating-point one, an odd headdim with int4, or a scale where
-    there is one for each token.
+    Raises ValueError for another kv_dtype, an x that is not floating-point, an odd headdim with int4, and a scale with int8 or int4.
     """
     require_tensors(x=x)
     f = _format(kv_dtype)
@@ -150,10 +149,11 @@ def dequantize_kv(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The numbers that a quantized cache stands for: `quantize_kv` has the formats. Computed in float64 if that is dtype, else in
-    float32, and rounded to dtype.
+    """Dequantizes keys or values; `quantize_kv` describes the formats and arguments.
 
-    Raises ValueError where data is not of the format's type, or what it needs is missing.
+    Returns (..., nheads, headdim) in dtype. Computes in float64 if dtype is that, else in float32.
+
+    Raises ValueError if data has another dtype than the format, or a scale or zero_point is missing or superfluous.
     """
     require_tensors(data=data)
     f = _format(kv_dtype)

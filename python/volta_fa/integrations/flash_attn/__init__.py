@@ -1,9 +1,9 @@
-"""flash-attn 2.8 on volta_fa, for programs that call or import flash-attn.
+"""flash-attn on volta_fa, for programs that call or import flash-attn: the interface of release 2.8.3.
 
-- `interface`: flash-attn's functions, also in the package's own namespace.
-- `install`: makes `import flash_attn` find volta_fa, in one process.
-- `shim/`: the `flash_attn` package that it finds, and the metadata of its distribution.
+- `interface`: flash-attn's functions, which `volta_fa` exports. They register nothing.
+- `install`: `volta_fa.install_flash_attn_shim()` appends `shim/` to sys.path, so that `import flash_attn` finds it in this process.
+- `shim/`: a `flash_attn` package made of volta_fa, and the metadata of its distribution. tools/flash_attn_shim installs it with pip.
 
 `volta_fa.rotary` and `volta_fa.bert_padding` are the modules of flash-attn that need no kernel.
-The functions raise NotImplementedError for options without a kernel. Nothing falls back.
+Nothing falls back: the functions raise ValueError or NotImplementedError. docs/guides/flash-attn.md lists the differences.
 """

@@ -1,4 +1,4 @@
-"""A `flash_attn` package made of volta_fa, for programs that import flash-attn."""
+"""Lets `import flash_attn` find volta_fa, for programs that import flash-attn."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-#: The package and its metadata, as pip would install them (tools/flash_attn_shim in the repository is the distribution).
+#: The folder with the package and its metadata, as pip would install them from tools/flash_attn_shim.
 _SITE = Path(__file__).with_name("shim")
 
 
 def install_flash_attn_shim() -> None:
-    """Make `import flash_attn`, and questions for the distribution flash-attn, find volta_fa, in this process.
+    """Makes `import flash_attn`, and importlib.metadata's search for flash-attn, find volta_fa in this process.
 
-    Call it before importing anything that looks for flash-attn, transformers first of all: what they found they
-    remember. Calling it again, or where the shim was installed with pip, does nothing.
+    Call it before importing packages that look for flash-attn, such as transformers, because they look once. A second call does
+    nothing, and so does a call where pip installed the shim.
 
-    Raises RuntimeError if there is another flash_attn, which stays what it is.
+    Raises RuntimeError if another flash_attn is installed or imported.
     """
     installed = next(iter(metadata.distributions(name="flash-attn")), None)
     if installed is not None and installed.version.endswith("+volta"):
@@ -36,6 +36,6 @@ def install_flash_attn_shim() -> None:
             "volta_fa.install_flash_attn_shim: transformers was imported before; if it looked for flash-attn, it will not find the shim",
             stacklevel=2,
         )
-    # At the end: a flash-attn that is installed later comes first.
+    # at the end, so that a flash-attn that is installed later is found first
     sys.path.append(str(_SITE))
     importlib.invalidate_caches()

@@ -1,7 +1,7 @@
-"""flash-attn 2's functions on `torch.ops.volta_fa.fwd`: the same signatures, defaults and results.
+"""flash-attn 2's functions on `volta_fa::fwd` and `volta_fa::fwd_kvcache`, with the signatures, defaults and results of 2.8.3.
 
-Masks are aligned bottom-right, a query that sees no key gets out 0 and softmax_lse +inf, and gradients come from
-autograd. docs/flash-attn.md says where these functions do more or less than flash-attn's.
+Masks are aligned bottom-right. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
+docs/guides/flash-attn.md lists the differences from flash-attn.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Attention of a batch of sequences of one length.
+    """Computes attention of a batch of sequences of one length. Differentiable in q, k and v.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), in float16 or bfloat16; on the CPU also float32 and float64. headdim is at
-            most 256; what is not a multiple of 8 costs a copy.
+            most 256; a headdim that is not a multiple of 8 costs a copy.
         k: (batch, seqlen_k, nheads_k, headdim), where nheads_k divides nheads.
         v: (batch, seqlen_k, nheads_k, headdim_v).
-        dropout_p: probability of dropping an element of softmax's result, in [0, 1).
+        dropout_p: probability of dropping a softmax probability, in [0, 1).
         softmax_scale: headdim ** -0.5 unless given.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
-            i + seqlen_k - seqlen_q + right; a negative number is no limit. Tensors of one element are taken too.
+            i + seqlen_k - seqlen_q + right; a negative number is no limit. Integer tensors of one element work too.
         softcap: scores x become softcap * tanh(x / softcap); 0 is off. Not together with dropout.
         alibi_slopes: float32, (nheads) or (batch, nheads): slope * |i + seqlen_k - seqlen_q - j| is subtracted from
             the scores.
-        deterministic: gradients equal to the bit, run to run.
-        return_attn_probs: for tests, see below.
+        deterministic: gradients are bitwise identical from run to run.
+        return_attn_probs: also return softmax_lse and S_dmask, for tests.
 
     Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_attn_probs=True out, softmax_lse
-    (float32, (batch, nheads, seqlen_q)) and S_dmask. S_dmask is empty without dropout. With dropout it has softmax's
-    result, (batch, nheads, seqlen_q, seqlen_k) in q's dtype, negative where it was dropped; that takes the memory
-    that the kernels do without.
+    (float32, (batch, nheads, seqlen_q)) and S_dmask. S_dmask is empty without dropout. With dropout it holds the
+    probabilities, (batch, nheads, seqlen_q, seqlen_k) in q's dtype, negative where dropped, in memory that the kernels
+    otherwise save.
 
-    Raises ValueError, naming the argument, for wrong ones, and NotImplementedError for what this build lacks.
+    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
     return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
@@ -81,7 +81,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` of k and v in one tensor, whose gradient is one tensor too.
+    """Computes `flash_attn_func` of k and v in one tensor. Its gradient is one tensor too.
 
     Args:
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
@@ -101,7 +101,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` of q, k and v in one tensor, whose gradient is one tensor too.
+    """Computes `flash_attn_func` of q, k and v in one tensor. Its gradient is one tensor too.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
@@ -128,18 +128,18 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Attention of sequences of different lengths, packed one after the other.
+    """Computes attention of sequences of different lengths, packed one after the other. Differentiable in q, k and v.
 
     Args:
         q: (total_q, nheads, headdim), k: (total_k, nheads_k, headdim), v: (total_k, nheads_k, headdim_v).
         cu_seqlens_q, cu_seqlens_k: int32, (batch + 1), on q's device: where each sequence begins, from 0, and at the end
             total_q and total_k. Sequences may be empty.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element are taken too.
-        block_table: int32, (batch, max_pages): k and v are pages, (num_pages, page_size, nheads_k, headdim or headdim_v), of which
-            these are each sequence's, in order; of cu_seqlens_k the lengths count. page_size is any multiple of 16. For inference: no
-            dropout, no gradients.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's length. Tensors of one element work too.
+        block_table: int32, (batch, max_pages): the pages of each sequence, in order. k and v are then pages, (num_pages, page_size,
+            nheads_k, headdim or headdim_v), and only the lengths in cu_seqlens_k count. page_size is any multiple of 16. For
+            inference: no dropout, no gradients.
 
-    The other arguments are `flash_attn_func`'s; what they say of positions, and of a batch, is meant for each sequence.
+    The other arguments are `flash_attn_func`'s. Positions count within each sequence.
 
     Returns out, (total_q, nheads, headdim_v); with return_attn_probs=True out, softmax_lse (float32,
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
@@ -168,7 +168,7 @@ def _paged(
     return_attn_probs: bool,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` over pages."""
+    """Computes `flash_attn_varlen_func` over pages."""
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if dropout_p != 0.0:
         raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
@@ -206,7 +206,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` of k and v in one tensor, whose gradient is one tensor too.
+    """Computes `flash_attn_varlen_func` of k and v in one tensor. Its gradient is one tensor too.
 
     Args:
         kv: (total_k, 2, nheads_k, headdim).
@@ -231,7 +231,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is one tensor too.
+    """Computes `flash_attn_varlen_func` of q, k and v in one tensor. Its gradient is one tensor too.
 
     Args:
         qkv: (total, 3, nheads, headdim).
@@ -266,32 +266,34 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Inference with a cache of keys and values, to which k and v are appended first, in place. No gradients.
+    """Computes attention over a KV cache, after appending k and v to it in place. No gradients.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k_cache: (batch_cache, seqlen_cache, nheads_k, headdim); with a block_table pages, (num_pages, page_size, nheads_k,
-            headdim), of any page_size that is a multiple of 16. All strides but the last are free, so that keys and values may be
-            parts of one tensor.
+            headdim), of any page_size that is a multiple of 16. All strides but the last are free, so keys and values may be
+            views of one tensor.
         v_cache: the same with headdim_v.
-        k, v: (batch, seqlen_new, nheads_k, headdim or headdim_v), written behind the cache_seqlens keys that are there; both or
+        k, v: (batch, seqlen_new, nheads_k, headdim or headdim_v), written after the first cache_seqlens keys; both or
             neither.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions from
             cache_seqlens on, q likewise where causal or a window orders the queries; else all of q by position cache_seqlens.
-        cache_seqlens: int, or int32 (batch): how many keys each entry has, the ones before cache_leftpad included, and what
-            is appended must fit behind them; without it, all that the cache has room for.
-        cache_batch_idx: int32 (batch): the cache's entry of each entry of q. Not together with block_table, as the next one.
-        cache_leftpad: int32 (batch): so many keys at the cache's beginning do not exist.
-        block_table: int32 (batch, max_pages): the pages of each entry, in order. What comes behind the last key's page is not looked at.
+        cache_seqlens: int, or int32 (batch): keys of each entry before the append, those before cache_leftpad included. None: as many
+            as the cache has room for.
+        cache_batch_idx: int32 (batch): the cache's entry of each entry of q. Not together with block_table.
+        cache_leftpad: int32 (batch): keys at the beginning of each cache entry that are padding. Not together with block_table.
+        block_table: int32 (batch, max_pages): the pages of each entry, in order. Entries after the last key's page are not read.
         rotary_interleaved: rotate dimensions 0 and 1, 2 and 3 ..., instead of the first half and the second.
-        num_splits: into how many parts the keys of an entry are cut, at most; 0 lets the schedule decide.
+        num_splits: maximum number of parts into which the keys of an entry are split; 0 lets the scheduler decide.
 
-    The other arguments are `flash_attn_func`'s, for the keys that exist.
+    The other arguments are `flash_attn_func`'s, for keys that are not padding.
 
     Returns out, (batch, seqlen_q, nheads, headdim_v), and with return_softmax_lse=True also softmax_lse (float32,
-    (batch, nheads, seqlen_q)). Raises ValueError, naming the argument, for wrong ones. Values in tensors that are on a GPU are checked
-    with VOLTA_FA_CHECK_LENGTHS=1 only, since that means waiting. Unchecked, an entry whose lengths or pages cannot be gets NaN in out
-    and softmax_lse, and nothing that it does not own is read or written.
+    (batch, nheads, seqlen_q)).
+
+    Raises ValueError for wrong arguments. Values of tensors on a GPU are only checked with VOLTA_FA_CHECK_LENGTHS=1, because that
+    synchronizes. Otherwise an entry with impossible lengths or pages gets NaN in out and softmax_lse, and the kernels access no
+    memory of other entries for it.
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
@@ -304,7 +306,7 @@ def flash_attn_with_kvcache(
     elif v is None:
         raise bad_argument("v", "None", "a value: k is given")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
-        # a number is there to be seen, unlike a tensor's values on a GPU
+        # unlike a tensor's values, a number is known without synchronizing
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
@@ -330,7 +332,7 @@ def flash_attn_with_kvcache(
 
 
 def _int32(name: str, t: Tensor | None, q: Tensor) -> Tensor | None:
-    """(batch) of any integer type, as the op takes it."""
+    """Returns a tensor (batch) of any integer dtype as int32."""
     if t is None:
         return None
     if t.dtype not in _INTEGERS:
@@ -354,7 +356,7 @@ def _attention(
     return_attn_probs: bool,
     packed: tuple[Tensor, Tensor, int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """What all functions for training share; packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    """Computes all functions for training. packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     require_tensors(q=q, k=k, v=v)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
@@ -374,25 +376,25 @@ def _options(
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
-    """The op's names for what every function has."""
+    """Returns the arguments of all functions under the names of the operators."""
     left, right = _window(window_size)
     return {
         "softmax_scale": softmax_scale,
         "is_causal": causal,
         "window_left": left,
-        "window_right": -1 if causal else right,  # flash-attn lets causal win; the op refuses to choose
+        "window_right": -1 if causal else right,  # flash-attn ignores it with causal; the op raises
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
     }
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The op, for any strides."""
+    """Calls the op, for tensors of any strides."""
     return torch.ops.volta_fa.fwd(_operand(q), _operand(k), _operand(v), **options)
 
 
 def _check_headdims(operands: dict[str, Tensor]) -> None:
-    """The op's own rules, under the names that the arguments have here."""
+    """Raises the op's errors about rank and headdim under the argument names of these functions."""
     layout = ("batch", "seqlen", "nheads", "headdim")
     for name, t in operands.items():
         if t.dim() != len(layout):
@@ -411,8 +413,10 @@ def _operand(t: Tensor) -> Tensor:
 
 
 def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor, ...]:
-    """The tensors in dimension -3. Unbinding them at once makes their gradient one stack; a slice for each would fill
-    and add as many tensors of the whole size."""
+    """Returns the tensors in dimension -3.
+
+    Unbinds them at once, so that their gradient is one stack. Separate slices would fill and add as many tensors of the whole size.
+    """
     require_tensors(**{name: packed})
     expected = (*leading.split(", "), str(count), "nheads" if count == 3 else "nheads_k", "headdim")
     if packed.dim() != len(expected) or packed.shape[-3] != count:
@@ -421,7 +425,7 @@ def _unbind(name: str, packed: Tensor, leading: str, count: int) -> tuple[Tensor
 
 
 def _window(window_size: Any) -> tuple[int | torch.SymInt | Tensor, int | torch.SymInt | Tensor]:
-    """window_left and window_right. flash-attn takes any negative number as no limit, the op -1."""
+    """Returns window_left and window_right. Any negative number is no limit in flash-attn; the op takes -1."""
     pair = isinstance(window_size, (tuple, list)) or (isinstance(window_size, Tensor) and window_size.dim() == 1)
     if not pair or len(window_size) != 2 or not all(map(_is_integer, window_size)):
         raise bad_argument("window_size", repr(window_size), "(left, right), two integers or integer tensors of one element")
@@ -454,7 +458,7 @@ def _s_dmask(
     max_seqlen_k: int = 0,
     **_: Any,
 ) -> Tensor:
-    """softmax's result, negative where dropped. softcap is not among the options here: it excludes dropout."""
+    """Returns the probabilities, negative where dropped. Dropout excludes softcap, so it is not an option here."""
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5

@@ -14,8 +14,7 @@ from . import sharded_sequences
 from .mask_rule import MaskRule
 from .patterns import NeedsTensor, Pattern, pattern_of
 
-#: Model types whose own code adds to the mask or compares it with 0: right with eager's additive masks only. (Gemma 4's
-#: vision tower, of another type, does not.)
+#: Model types whose own code adds to the mask or compares it with 0, and so needs eager's additive masks.
 _CALCULATE_WITH_MASKS = ("beit", "deepseek_v4", "doge", "gemma4_audio")
 
 
@@ -29,17 +28,20 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function: transformers calls it once a forward (for each kind of layer) and hands what it returns to
-    `attention` in every layer.
+    """Returns the mask that transformers passes to `attention` in every layer. It calls this once a forward and kind of layer.
 
     Args:
         attention_mask: (batch, keys) bool, False for padding.
+        mask_function: of a batch entry, a head, a query and a key: whether the query sees the key.
 
-    Returns None where nothing is hidden; a `MaskRule` for causality, windows, packed sequences, padding at the ends, and
-    a static cache that is being filled; for one query after padding, or over a static cache that compiled code reads, the range of
-    keys that it sees, int32 (2, 1, 1, batch): the first, and the end; else a bool tensor that broadcasts to (batch, 1, seqlen_q,
-    keys), True where visible: for padding behind cached keys or in the middle, for patterns that are not transformers' own, and while
-    tracing or capturing a CUDA graph, which forbid a look at the values. Models that calculate with their mask get eager's.
+    Returns one of:
+        None, if every query sees every key.
+        A `MaskRule` for causality, windows, packed sequences, padding at the ends, and a static cache that is not full.
+        The range of keys that one query sees, int32 (2, 1, 1, batch): the first key, and the one after the last. For one query after
+        padding, or over a static cache in compiled code.
+        A bool tensor that broadcasts to (batch, 1, seqlen_q, keys), True where visible. For padding after cached keys or between
+        tokens, for patterns that are not transformers' own, and while tracing or capturing a CUDA graph, when values are unknown.
+        Eager's additive mask, for models that calculate with it.
     """
     sharded = sharded_sequences.active()
     if sharded is not None:
@@ -65,12 +67,12 @@ def mask(
             and pattern.sequences is None
             and (tracing or (pattern.window_right == 0 and not allow_is_causal_skip))
         ):
-            # decoding, with a tensor of one shape at every step
+            # decoding gets a tensor of one shape at every step
             return _range(pattern, batch_size, kv_length, kv_offset, attention_mask, kwargs.get("device", "cpu"), kwargs.get("q_offset", 0))
         if tracing:
             raise NeedsTensor
-        # transformers forbids it where compiled code expects a tensor at every step. For packed sequences it always
-        # does, because SDPA has no other way.
+        # transformers forbids leaving out the mask where compiled code expects a tensor at every step. For packed sequences it
+        # always forbids that, because SDPA needs the tensor.
         allowed = allow_is_causal_skip if pattern.window_right == 0 else allow_is_bidirectional_skip
         if not allowed and pattern.sequences is None:
             raise NeedsTensor
@@ -88,7 +90,7 @@ def mask(
 
 
 def _is_tracing() -> bool:
-    """Whether the values of tensors are nobody's to look at now."""
+    """Returns whether tensor values are unknown: while compiling, tracing or capturing a CUDA graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -101,10 +103,10 @@ def _queries(
     cache_position: Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.device | str, int, int]:
-    """Where the queries are, how many, and the position of the first."""
+    """Returns the device of the queries, their number and the position of the first."""
     if cache_position is None:
         return device, q_length, int(q_offset)
-    # transformers 4.57 names all positions
+    # transformers 4.57 passes all positions
     first, last = cache_position[[0, -1]].tolist()
     if last - first != len(cache_position) - 1:
         raise NeedsTensor
@@ -121,9 +123,10 @@ def _rule(
     seqlen_q: int,
     q_offset: int,
 ) -> Tensor | None:
+    """Returns the mask of a pattern with padding. Raises NeedsTensor where only a tensor describes it."""
     left, right, seqlen_k = pattern.window_left, pattern.window_right, kv_length
     if left >= 0 or right >= 0:
-        # The op aligns the last query with the last key, and causality hides what comes after it.
+        # the op aligns the last query with the last key, and causality hides later keys
         seqlen_k = q_offset + seqlen_q - kv_offset
         if not 0 < seqlen_k <= kv_length or (right != 0 and seqlen_k != kv_length):
             raise NeedsTensor
@@ -150,12 +153,12 @@ def _rule(
         elif unlimited and seqlen_q == 1 and not broken:
             return _range_of_tokens(padding_mask)
         elif unlimited and (broken or seqlen_q == 1):
-            # with one query, the memory that this takes is nothing beside the copy of a cache
+            # one query: the mask is small beside the cache
             return F.pad(padding_mask, (0, kv_length - seqlen_k))[:, None, None, :]
         elif broken:
             raise NeedsTensor
         elif unlimited:
-            # All queries belong to the tokens among the keys. They need not be the same tokens: cross-attention.
+            # every query sees the keys that are not padding, also in cross-attention, where queries are other tokens
             cu_seqlens_k = _cu_seqlens(changes)
             begins[:, 0] |= ~padding_mask.any(1)
             cu_seqlens_q = F.pad(begins[changes].cumsum(0).int() * seqlen_q, (1, 0))
@@ -169,7 +172,7 @@ def _rule(
     one_each = cu_seqlens_q is None or len(cu_seqlens_q) == batch + 1
     if not one_each:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, cu_seqlens_q, cu_seqlens_k)
-    # Causality is no None: modules that do not say whether they are causal exist of both kinds.
+    # None would leave causality to the module, and some causal modules do not have the attribute
     if left >= 0 or (right >= 0 and seqlen_q > 1) or seqlen_k != kv_length:
         return MaskRule((batch, 1, seqlen_q, kv_length), device, left, right, seqlen_k, leftpad_k=leftpad_k)
     return None
@@ -184,7 +187,7 @@ def _range(
     device: torch.device | str,
     q_offset: int | Tensor,
 ) -> Tensor:
-    """The keys that one query sees, at position q_offset, which may be a tensor that nobody has to look at."""
+    """Returns the range of keys that one query at position q_offset sees. Does not read q_offset, so it may be traced."""
     position = torch.as_tensor(q_offset - kv_offset, dtype=torch.int32, device=device)
     left, right = pattern.window_left, pattern.window_right
     begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
@@ -203,19 +206,19 @@ def _range(
 
 
 def _range_of_tokens(tokens: Tensor) -> Tensor:
-    """Of (batch, keys) bool with one run of tokens at most: where that begins and ends."""
+    """Returns begin and end of the run of True, int32 (2, 1, 1, batch), in (batch, keys) bool with at most one run."""
     count = tokens.sum(1, dtype=torch.int32)
     first = tokens.to(torch.int8).argmax(1).int()
     return torch.stack((first, first + count))[:, None, None]
 
 
 def is_range(attention_mask: Tensor | None) -> bool:
-    """Whether a mask is what `_range` makes."""
+    """Returns whether a mask is a range of keys, which `_range` makes."""
     return attention_mask is not None and not isinstance(attention_mask, MaskRule) and attention_mask.dtype == torch.int32
 
 
 def _changes(values: Tensor) -> Tensor:
-    """(batch, seqlen): where a row begins or its value changes."""
+    """Returns where a row begins or its value changes, (batch, seqlen) bool."""
     return F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
 
 

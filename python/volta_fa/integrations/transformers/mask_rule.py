@@ -11,19 +11,19 @@ from torch.utils._pytree import tree_map_only
 
 
 class MaskRule(Tensor):
-    """A mask of shape (batch, 1, seqlen_q, keys), dtype bool, True where visible, that has no memory: a few numbers say
-    it all, and `attention` hands them to the op. A model that does anything else with it than to pass it on gets the
-    tensor that it stands for.
+    """A mask of shape (batch, 1, seqlen_q, keys), dtype bool, True where visible, that has attributes instead of memory.
+
+    `attention` passes the attributes to the operators. Any other operation on it gets `as_tensor()` in its place.
 
     Attributes:
         window_left, window_right: query i sees the keys i + o - window_left <= j <= i + o + window_right, with
             o = seqlen_k - seqlen_q; -1 is no limit.
-        seqlen_k: so many of the keys exist. The rest is the empty end of a static cache.
+        seqlen_k: number of keys without the empty end of a static cache.
         cu_seqlens_q, cu_seqlens_k: int32, where the sequences begin among the batch * seqlen_q queries and the batch *
-            seqlen_k keys, and at the end their number; None if each entry of the batch is one sequence. A run of padding is
-            a sequence too, so that the tokens can stay where they are.
-        max_seqlen_q, max_seqlen_k: the longest of them.
-        leftpad_k: int32 (batch), how many of the first keys are padding, that no query sees; None for none.
+            seqlen_k keys, and at the end the number of these; None if each entry of the batch is one sequence. A run of padding is
+            a sequence too, so tokens stay in place.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence.
+        leftpad_k: int32 (batch), number of keys at the beginning that are padding and hidden; None for none.
     """
 
     window_left: int
@@ -47,7 +47,7 @@ class MaskRule(Tensor):
         cu_seqlens_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
     ) -> MaskRule:
-        """Of this shape, on this device; the other arguments are the attributes."""
+        """Returns a mask of a shape on a device. The other arguments are the attributes."""
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         self.window_left, self.window_right = window_left, window_right
         self.seqlen_k = shape[3] if seqlen_k is None else seqlen_k
@@ -83,7 +83,7 @@ class MaskRule(Tensor):
         )
 
     def as_tensor(self) -> Tensor:
-        """What it stands for, in memory."""
+        """Returns the mask in memory."""
         batch, _, seqlen_q, keys = self.shape
         i = torch.arange(seqlen_q, device=self.device)[:, None] + self.seqlen_k - seqlen_q
         j = torch.arange(keys, device=self.device)

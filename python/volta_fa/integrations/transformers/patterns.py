@@ -12,12 +12,12 @@ from transformers import masking_utils
 
 
 class NeedsTensor(Exception):
-    """No rule describes this mask."""
+    """The mask is no `Pattern`, or no `MaskRule` has it: it must be a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A mask function of transformers, in the op's terms."""
+    """A mask function of transformers, as a window and packed sequences. `&` is the intersection."""
 
     window_left: int = -1
     window_right: int = -1
@@ -38,8 +38,10 @@ def _tighter(a: int, b: int) -> int:
 
 
 def pattern_of(function: Callable[..., Any]) -> Pattern:
-    """What a mask function says. Those of transformers are named functions, or closures over their parameters; of any
-    other, and if transformers changes them, nothing is assumed."""
+    """Returns the pattern of a mask function of transformers, which are named functions or closures over their parameters.
+
+    Raises NeedsTensor for any other function.
+    """
     if getattr(function, "__module__", None) != masking_utils.__name__:
         raise NeedsTensor
     variables = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
@@ -55,7 +57,7 @@ def pattern_of(function: Callable[..., Any]) -> Pattern:
         case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as sequences}:
             return Pattern(sequences=sequences)
         case "remap_positions_for_packed_sequence", {"mask_function": inner}:
-            # to positions inside a sequence, which lie as far apart as the tokens do
+            # positions inside a sequence have the same distances as the tokens
             return pattern_of(inner)
         case "and_masks", {"mask_functions": tuple(parts)}:
             return functools.reduce(Pattern.__and__, map(pattern_of, parts))

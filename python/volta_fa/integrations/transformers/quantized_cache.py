@@ -1,7 +1,7 @@
-"""A KV cache for transformers whose layers are quantized and stay so: `volta_fa.transformers.QuantizedCache`.
+"""A KV cache for transformers in int8, int4 or fp8 that no step dequantizes: `volta_fa.transformers.QuantizedCache`.
 
-transformers' own class of the name returns the whole cache in the model's type at each step. This one returns tensors without memory,
-that say where bytes and scales are, and `volta_fa.transformers.attention` hands these to `volta_fa::fwd_kvcache`.
+transformers' class of that name returns the whole cache in the model's dtype at each step. This one returns tensors without memory that
+refer to codes and scales. `volta_fa.transformers.attention` passes these to `volta_fa::fwd_kvcache`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...errors import bad_argument
 from ...kv_cache.formats import KV_DTYPES, QuantizedKV, hadamard, quantize_kv
 
-#: Storage that is full grows by this part of what is needed, so that a token is copied four times, whatever the length.
+#: Full storage grows by 1 / _ROOM of the needed size. A token is then copied about four times, at any length.
 _ROOM = 4
 
 
 class QuantizedStates(Tensor):
-    """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, that have no memory: `stored` has their
-    data, scales and zero points, views of the cache's storage, as `quantize_kv` makes them of such a tensor. Queries are to be multiplied
-    by `turn`, (headdim, headdim), where keys have one. No operation takes such tensors, so nothing can make numbers of the whole
-    cache."""
+    """Keys or values of a layer, of shape (batch, nheads_k, seqlen, headdim) and the model's dtype, without memory of their own.
+
+    Every operation on them raises NotImplementedError, so no code can dequantize the whole cache.
+
+    Attributes:
+        stored: data, scales and zero points, as of `quantize_kv`: views of the cache's storage.
+        turn: a matrix (headdim, headdim) for the queries to be multiplied by, if the keys were rotated.
+    """
 
     stored: QuantizedKV
     turn: Tensor | None
 
     @staticmethod
     def __new__(cls, stored: QuantizedKV, headdim: int, dtype: torch.dtype, turn: Tensor | None = None) -> QuantizedStates:
-        """Of rows of the storage, (batch, nheads_k, seqlen, columns)."""
+        """Returns the states of storage rows, (batch, nheads_k, seqlen, columns)."""
         shape = (*stored.data.shape[:-1], headdim)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.data.device)
         self.stored, self.turn = stored, turn
@@ -55,12 +59,12 @@ class QuantizedStates(Tensor):
 
 
 class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a base that registers classes
-    """One layer of a `QuantizedCache`. Rows of its storage are tokens, heads before them, so that those of a head are side by side."""
+    """One layer of a `QuantizedCache`. Its storage is (batch, nheads_k, tokens, columns), so the tokens of a head are adjacent."""
 
     is_croppable = True
 
     def __init__(self, kv_dtype: str, sliding_window: int | None = None, rotate_keys: bool = False) -> None:
-        # (the base's would set keys and values, which are properties here)
+        # not super().__init__(), which sets keys and values: properties here
         self.kv_dtype, self.rotate_keys = kv_dtype, rotate_keys
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
@@ -68,15 +72,15 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all tokens, and gives the memory back."""
+        """Removes all tokens and frees the memory."""
         self.is_initialized = False
         self.stored: tuple[QuantizedKV, ...] = ()
         self.length = 0  # tokens so far
-        self.dropped = 0  # of these, the first that are no longer in memory: no window shows them again
-        self.shown = 0  # the first that the last call's queries could see
+        self.dropped = 0  # tokens at the beginning that left the window and are no longer in memory
+        self.shown = 0  # position of the first token that the last call's queries could see
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Notes sizes and types, of (batch, nheads_k, any, headdim)."""
+        """Allocates for tensors (batch, nheads_k, any, headdim) of these dtypes and devices."""
         value_states = key_states if value_states is None else value_states
         self.device, self.dtype = key_states.device, key_states.dtype
         self.headdims = (key_states.shape[-1], value_states.shape[-1])
@@ -85,7 +89,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
             n = key_states.shape[-1]
             if n & (n - 1):
                 raise bad_argument("rotate_keys", f"True with headdim {n}", "a power of two")
-            # of keys and of queries, n**-0.5 each, but both powers of two: exact in any type
+            # scales of keys and queries with the product 1 / n: both are powers of two, so exact in any dtype
             half = n.bit_length() // 2
             scales = (2.0**-half, 2.0**half / n)
             self.turns = [(hadamard(n) * scale).to(self.device, self.dtype) for scale in scales]
@@ -93,8 +97,10 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (batch, nheads_k, tokens, headdim), quantized. Returns `keys` and `values`; of a prompt, before which
-        there is nothing, its own, which nobody has to read from the cache."""
+        """Quantizes and appends keys and values (batch, nheads_k, tokens, headdim). Returns `keys` and `values`.
+
+        For a prompt on an empty cache it returns the arguments, so attention to it is not quantized.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new, at = key_states.shape[2], self._make_room(key_states.shape[2])
@@ -103,12 +109,12 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
         cache = arguments(*(_rows(stored, at, new) for stored in self.stored))
         torch.ops.volta_fa.fwd_kvcache(
-            k[:, :0],  # no queries: these come with the mask
+            k[:, :0],  # no queries: attention runs later, with the mask
             cache.pop("k_cache"),
             cache.pop("v_cache"),
             k,
             v,
-            # the rows of these tokens alone are the cache here
+            # the cache argument is the rows of these tokens alone
             cache_seqlens=torch.zeros(len(k), dtype=torch.int32, device=self.device),
             **cache,
         )
@@ -118,7 +124,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         return (key_states, value_states) if is_prompt else (self._states(0), self._states(1))
 
     def _make_room(self, new: int) -> int:
-        """The row for the first of so many tokens."""
+        """Makes room for `new` tokens, and returns the row of the first."""
         used = self.length - self.dropped
         if used + new > self.stored[0].data.shape[2]:
             kept = used if self.sliding_window is None or self.record_past else min(used, self.sliding_window - 1)
@@ -135,7 +141,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         return used
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replaces all tensors of the storage."""
+        """Replaces each tensor of the storage by `change` of it."""
         self.stored = tuple(_each(change, stored) for stored in self.stored)
 
     def _states(self, i: int) -> QuantizedStates:
@@ -144,37 +150,42 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
 
     @property
     def keys(self) -> QuantizedStates | None:  # type: ignore[override]  # an attribute of the base
-        """Of the tokens that the last call's queries could see."""
+        """The keys that the last call's queries could see; None before the first."""
         return self._states(0) if self.is_initialized else None
 
     @property
     def values(self) -> QuantizedStates | None:  # type: ignore[override]
-        """Of the same tokens."""
+        """The values of the same tokens."""
         return self._states(1) if self.is_initialized else None
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Returns the number of tokens so far."""
         return self.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """How many keys the next `query_length` queries get, themselves included, and the position of the first. (transformers 4.57
-        names the queries' positions instead of their number.)"""
+        """Returns the number of keys for the next `query_length` queries, these included, and the position of the first key.
+
+        transformers 4.57 passes the queries' positions instead of their number.
+        """
         queries = len(query_length) if isinstance(query_length, Tensor) else query_length
         past = self.length if self.sliding_window is None else min(self.length, self.sliding_window - 1)
         return past + queries, self.length - past
 
     def get_max_length(self) -> int:
-        """-1: none."""
+        """Returns -1: the cache has no maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # transformers 4.57
 
     def activate_past_recording(self) -> None:
-        """From now on nothing is dropped, so that `crop` can go back beyond a window."""
+        """Keeps all tokens from now on, so that `crop` can go back past a window."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens; where positive, as transformers 4.57 has it, all but the first tokens_to_remove."""
+        """Removes the last -tokens_to_remove tokens. A positive number, as in transformers 4.57, is the number of tokens to keep.
+
+        Raises ValueError if a window would show tokens that are no longer in memory.
+        """
         left = max(0, self.length + tokens_to_remove) if tokens_to_remove <= 0 else min(self.length, tokens_to_remove)
         needed = 0 if self.sliding_window is None else self.sliding_window - 1
         if self.dropped and left - self.dropped < needed:
@@ -186,7 +197,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
         self.length, self.shown = left, min(self.shown, left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what beam_idx[i] was."""
+        """Replaces sequence i by sequence beam_idx[i]."""
         if self.is_initialized:
             indices = beam_idx.to(self.device)
             self._change(lambda t: t.view(torch.uint8).index_select(0, indices).view(t.dtype) if t.element_size() == 1 else t[indices])
@@ -194,7 +205,7 @@ class QuantizedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # a bas
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeats each sequence `repeats` times."""
         if self.is_initialized:
             self.reorder_cache(torch.arange(len(self.stored[0].data), device=self.device).repeat_interleave(repeats))
 
@@ -209,7 +220,7 @@ def _rows(stored: QuantizedKV, first: int, count: int) -> QuantizedKV:
 
 
 def arguments(k: QuantizedKV, v: QuantizedKV) -> dict[str, Tensor]:
-    """A layer's keys and values as arguments of `volta_fa::fwd_kvcache`, which has tokens before heads."""
+    """Returns a layer's keys and values as arguments of `volta_fa::fwd_kvcache`, whose layout has tokens before heads."""
     named = {"k_cache": k.data, "k_scale": k.scale, "k_zero_point": k.zero_point}
     named |= {"v_cache": v.data, "v_scale": v.scale, "v_zero_point": v.zero_point}
     return {name: t.transpose(1, 2) for name, t in named.items() if t is not None}
@@ -221,24 +232,24 @@ class QuantizedCache(Cache):
         cache = volta_fa.transformers.QuantizedCache(model.config, kv_dtype="int8")
         model.generate(**inputs, past_key_values=cache)
 
-    It grows as needed (by a quarter, so up to a fifth of its memory is empty). New tokens are quantized where they are appended, and
-    attention reads bytes and scales: at no time is the whole cache in another form, but where `fwd_kvcache` itself takes copies
-    (docs/decode.md: bfloat16, many queries). A prompt attends to its own keys and values, before they are rounded; what comes later, a
-    second part of the prompt too, to what is in the cache. Layers with a sliding window keep what it shows.
+    It grows by a quarter when it is full, so at most a fifth of its memory is empty. Tokens are quantized as they are appended, and the
+    kernels read codes and scales. The cache is only copied where `fwd_kvcache` itself copies it: for bfloat16 models and many queries.
+    A prompt on an empty cache attends to its own keys and values before rounding; later calls, of chunked prefill too, attend to the
+    cache. Layers with a sliding window keep the tokens in it.
 
-    Beam search, crop (assisted decoding), batches padded on the left, and chunked prefill are covered. Encoder-decoder models can have
-    it for self-attention: `EncoderDecoderCache(QuantizedCache(...), DynamicCache(...))`.
+    Supports beam search, crop (assisted decoding), batches padded on the left, and chunked prefill. In encoder-decoder models it can
+    hold self-attention: `EncoderDecoderCache(QuantizedCache(...), DynamicCache(...))`.
 
     Args:
         config: the model's.
         kv_dtype: "int8", "int4", "fp8_e5m2" or "fp8_e4m3", as of `volta_fa.quantize_kv`; the fp8 ones have a scale of 1.
-        rotate_keys: multiply keys by a Hadamard matrix before they are quantized, and queries with them, so that scores stay what they are
-            and no channel is much larger than others. A headdim that is no power of two raises ValueError at the first token.
+        rotate_keys: multiply keys, before they are quantized, and queries by a Hadamard matrix. Scores stay the same, and outliers of a
+            channel spread over all channels (as in QuaRot, arXiv 2404.00456).
 
-    Raises ValueError for another kv_dtype or a config with another attn_implementation, and NotImplementedError for layers that are
-    neither full nor sliding attention. int4 needs an even headdim: else ValueError at the first token. A mask that is more than
-    causality, a window and padding before or after a sequence raises NotImplementedError in the model's attention, and so does another
-    attention implementation once it is given this cache's keys.
+    Raises ValueError for another kv_dtype and a config with another attn_implementation, and NotImplementedError for layers that are
+    neither full nor sliding attention. At the first token, raises ValueError for an odd headdim with int4, and for a headdim that is no
+    power of two with rotate_keys. The model's attention raises NotImplementedError for masks that are more than causality, a window and
+    padding before or after a sequence, and for another attention implementation.
     """
 
     def __init__(self, config: Any, kv_dtype: str = "int8", *, rotate_keys: bool = False) -> None:

@@ -1,11 +1,13 @@
-"""vLLM on volta_fa: an attention backend for a stock vLLM, chosen with `vllm serve --attention-backend CUSTOM`.
+"""vLLM on volta_fa: an attention backend for an unpatched vLLM 0.19.1 or 0.33.0, chosen with `--attention-backend CUSTOM`.
 
-vLLM calls `register` in all of its processes, by the entry point of this distribution in the group `vllm.general_plugins`. Nothing is
-imported from vLLM before. docs/vllm.md has the releases, the commands and what has not run.
+vLLM calls `register` in each of its processes, by the entry point `volta_fa.vllm:register` in the group `vllm.general_plugins`.
+It registers the backend as CUSTOM, and replaces nothing. Before that call nothing is imported from vLLM.
+Nothing falls back: vLLM asks the backend what it supports, and reports an error for other models and options. docs/guides/vllm.md has the
+commands and limits.
 
-- `paged`: the cache and the calls of the operator, in PyTorch alone.
-- `backend`: vLLM's abstract classes on them.
-- `mla`: the same for models with latent attention (DeepSeek), chosen instead with VOLTA_FA_VLLM_MLA=1.
+- `paged`: the paged cache and the calls of the operators, without vLLM.
+- `backend`: vLLM's abstract classes on `paged`.
+- `mla`: the same for models with latent attention (DeepSeek), registered instead with VOLTA_FA_VLLM_MLA=1.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ from ...errors import bad_argument
 
 __all__ = ["BACKEND", "MLA_BACKEND", "register"]
 
-#: What `--attention-backend CUSTOM` stands for.
+#: The classes for `--attention-backend CUSTOM`.
 BACKEND = "volta_fa.integrations.vllm.backend.VoltaBackend"
 MLA_BACKEND = "volta_fa.integrations.vllm.mla.VoltaMLABackend"
 
 
 def register() -> None:
-    """Tell vLLM what CUSTOM stands for. May be called any number of times; no other choice of vLLM's changes.
+    """Registers the backend as vLLM's CUSTOM. May be called any number of times.
 
-    One name has one class, and vLLM refuses a class without latent attention for models that have it, and the other way round:
-    VOLTA_FA_VLLM_MLA=1 in the environment, read here, makes it that for latent attention. Raises ValueError for other values than 0
-    and 1.
+    CUSTOM names one class, and vLLM needs one with latent attention for models that have it and one without for others. With
+    VOLTA_FA_VLLM_MLA=1 in the environment, this function registers the former.
+
+    Raises ValueError if VOLTA_FA_VLLM_MLA is neither 0 nor 1. Warns, and registers nothing, if this vLLM has no registry.
     """
     mla = os.environ.get("VOLTA_FA_VLLM_MLA", "")
     if mla not in ("", "0", "1"):
@@ -35,7 +38,7 @@ def register() -> None:
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
-        # vLLM does not catch what plugins raise: without this, no model would start in an environment that has both
+        # vLLM does not catch errors of plugins: this one would keep every model from starting
         warnings.warn(f"volta_fa: this vLLM has no registry of attention backends ({error}); nothing is registered", stacklevel=2)
         return
     register_backend(AttentionBackendEnum.CUSTOM, MLA_BACKEND if mla == "1" else BACKEND)

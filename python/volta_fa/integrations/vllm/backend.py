@@ -1,6 +1,6 @@
-"""vLLM's abstract classes on `paged`: what `--attention-backend CUSTOM` stands for.
+"""vLLM's abstract classes on `paged`: the backend that `--attention-backend CUSTOM` selects.
 
-Written against vLLM 0.19.1 and 0.33.0 and tested with the classes of both; where they differ a comment says so.
+Tested with the classes of vLLM 0.19.1 and 0.33.0. (0.19) and (0.33) mark methods that only one of them calls.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from .paged import CACHE_DTYPES, Attention, Batch, bytes_of_a_token, check_cache
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
-#: A cascade is two launches more in each layer, and vLLM runs its steps without whole-step graphs: say 15 us (not measured). It pays
-#: where it saves what a V100 reads in that time, at 750 GB/s.
+#: Bytes of KV cache that a cascade must save. It costs two launches more in each layer, and vLLM then runs without whole-step graphs:
+#: estimated 15 us (not measured), in which a V100 reads at 750 GB/s.
 _CASCADE_BYTES = 15e-6 * 750e9
 
 
 @dataclasses.dataclass
 class VoltaMetadata(Batch, AttentionMetadata):
-    """A step's `Batch`, and what else vLLM looks up in metadata. All tensors are the runner's own: nothing was computed from them, so
-    a captured graph reads what the next step puts there."""
+    """A step's `Batch`, and the other attributes that vLLM reads from metadata.
+
+    All tensors are the runner's own, so a captured graph reads the values of the next step from them.
+    """
 
     max_seq_len: int = 0
     slot_mapping: Tensor | None = None
 
 
 class VoltaMetadataBuilder(AttentionMetadataBuilder):
-    """`build` copies references. (With a common prefix it subtracts its length, on the device.)
+    """Builds a step's metadata from references. With a common prefix it also subtracts its length, on the device.
 
-    CUDA graphs of all kinds: lengths, page numbers and where queries begin are read by the kernels; what the host decides follows from
-    the number of rows and max_query_len, which the runner gives for the capture as what it will not exceed.
+    Supports CUDA graphs of all kinds: the kernels read lengths, block tables and query starts. The host decides by the number of
+    rows and max_query_len, for which the runner passes upper bounds when it captures.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -56,7 +58,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMetadata:
-        """The metadata of a step; waits for nothing."""
+        """Returns the metadata of a step, without synchronizing."""
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
             raise bad_argument("causal", "a tensor, one value a sequence", "one for the batch", error=NotImplementedError)
@@ -77,7 +79,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         return metadata
 
     def update_draft_decode_metadata(self, metadata: VoltaMetadata) -> None:
-        """Nothing to do: see the class."""
+        """Does nothing, because the tensors are the runner's own."""
 
     def use_cascade_attention(
         self,
@@ -91,8 +93,7 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether to read the first common_prefix_len tokens once for all sequences. (vLLM 0.19, with --no-disable-cascade-attn; later
-        releases do not ask.)"""
+        """(0.19, with --no-disable-cascade-attn) Returns whether to read the first common_prefix_len tokens once for all sequences."""
         if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
             return False
         spec = self.kv_cache_spec
@@ -101,41 +102,41 @@ class VoltaMetadataBuilder(AttentionMetadataBuilder):
 
 
 class VoltaBackend(AttentionBackend):
-    """What vLLM asks before it builds a model."""
+    """Tells vLLM what the backend supports, before it builds a model."""
 
-    #: (0.19) a layer's output is ours to write into
+    #: (0.19) the backend writes into the output that vLLM allocates
     accept_output_buffer = True
-    #: bfloat16 works through copies of the whole cache, which no server wants
+    #: bfloat16 would copy the whole cache in each step
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
-    #: it is `do_kv_cache_update`, which vLLM calls with the slots
+    #: vLLM calls `do_kv_cache_update` for it
     forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_name() -> str:
-        """The name that it is registered by: vLLM looks it up."""
+        """Returns the registered name."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[VoltaAttentionImpl]:
-        """A layer's attention."""
+        """Returns the class of a layer's attention."""
         return VoltaAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[VoltaMetadataBuilder]:
-        """A step's metadata."""
+        """Returns the class that builds a step's metadata."""
         return VoltaMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Of the kernels, which vLLM's own blocks are multiples of."""
+        """Returns the page sizes of the kernels, of which vLLM's block sizes are multiples."""
         return [MultipleOf(PAGE_SIZE_MULTIPLE)]
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """(0.19) A layer's cache, as `paged.split_cache` takes it."""
+        """(0.19) Returns the shape of a layer's cache, for `paged.split_cache`."""
         if block_size % PAGE_SIZE_MULTIPLE:
             raise bad_argument("block_size", block_size, f"a multiple of {PAGE_SIZE_MULTIPLE}")
         check_cache_dtype(cache_dtype_str, beside_codes=False)
@@ -143,14 +144,14 @@ class VoltaBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """(0.33) The layer's cache as vLLM lays it out, with room for int8's scales."""
+        """(0.33) Returns vLLM's layout of the layer's cache, with room for the scales of int8."""
         size = bytes_of_a_token(spec.dtype, spec.head_size + spec.head_size_v)
         return spec if size is None else dataclasses.replace(spec, state_content_bytes=size)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """(0.19) The order in memory of those dimensions, after one of layers where vLLM asks for that: tokens before heads (NHD) or after
-        (HND), as vLLM or a connector has it set. The kernels read both."""
+        """(0.19) Returns the order of those dimensions in memory: tokens before heads (NHD) or after (HND), as vLLM or a connector
+        configures it. The kernels read both. With include_num_layers_dimension the layers are dimension 0 of the shape."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         hnd = get_kv_cache_layout() == "HND"
@@ -161,37 +162,37 @@ class VoltaBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Those whose rows the kernels read where they lie."""
+        """Returns the headdims of caches that the kernels read without a copy."""
         return list(range(8, MAX_HEADDIM + 1, 8))
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Volta, Turing, and later ones by PTX."""
+        """Returns True for Volta, Turing, and later GPUs, which run Turing's PTX."""
         return (capability.major, capability.minor) >= (7, 0)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders, encoders and attention between both."""
+        """Returns True for decoders, encoders and attention between both."""
         return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """gpt-oss's."""
+        """Returns True: the kernels have sinks, as gpt-oss uses them."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """(0.33 asks)"""
+        """(0.33) Returns True."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """(0.33 asks)"""
+        """(0.33) Returns True."""
         return True
 
 
 class VoltaAttentionImpl(AttentionImpl):
-    """A layer's attention: `do_kv_cache_update`, then `forward`."""
+    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward`."""
 
     def __init__(
         self,
@@ -235,12 +236,12 @@ class VoltaAttentionImpl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of a step, into output, which is returned.
+        """Computes the attention of a step into output, and returns output.
 
         Args:
-            query: (tokens, num_heads, head_size); key, value: (tokens, num_kv_heads, head_size), looked at in encoders only: else they
-                are in kv_cache.
-            attn_metadata: None while vLLM measures memory: then output is zeros.
+            query: (tokens, num_heads, head_size).
+            key, value: (tokens, num_kv_heads, head_size), read in encoders only. Decoders read them from kv_cache.
+            attn_metadata: None while vLLM measures memory: output becomes zeros.
         """
         for name, t in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
             if t is not None:
@@ -257,7 +258,7 @@ class VoltaAttentionImpl(AttentionImpl):
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write a step's keys and values: `paged.write`."""
+        """Writes a step's keys and values into the cache, by `paged.write`."""
         if not self._without_cache:
             k_cache, v_cache, scales = split_cache(kv_cache, self.head_size, self.kv_cache_dtype, layer)
             write(key, value, k_cache, v_cache, slot_mapping, **scales)

@@ -1,13 +1,11 @@
-"""Latent attention (DeepSeek's MLA) for vLLM: what `--attention-backend CUSTOM` stands for with VOLTA_FA_VLLM_MLA=1.
+"""Latent attention (DeepSeek's MLA) for vLLM: the backend that `--attention-backend CUSTOM` selects with VOLTA_FA_VLLM_MLA=1.
 
-vLLM multiplies the up-projection of the keys into the queries, hands those over as long as a cached latent is, and multiplies what
-comes back by the up-projection of the values. So attention is that of many query heads to one key head, the latent and its rotary part,
-whose first columns are the values too. Here that is done for all tokens, those of prompts as well: a prompt costs
-(576 + 512) / (192 + 128) = 3.4 times the products of attention to expanded keys, and needs no expanded keys, no workspace for them, and no
-lengths on the host.
+MLA is absorbed: vLLM multiplies the up-projection of the keys into the queries, and the output by the up-projection of the values. So
+all query heads attend to one KV head, the latent with its rotary part; the latent is also the value. This backend does so for prompts
+too. A prompt then costs (576 + 512) / (192 + 128) = 3.4 times the products of attention to expanded keys, but needs no expanded keys, no
+workspace for them and no lengths on the host.
 
-Attention is `volta_fa::fwd_mla`'s, which has DeepSeek's sizes, 512 columns and 64; to models of others, and of all in a build without
-it, the backend says no when vLLM asks.
+`volta_fa::fwd_mla` has the sizes of DeepSeek's models, 512 + 64 columns. The backend reports other sizes as unsupported.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 
 __all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
 
-#: Columns of a latent that are not values: all models' so far.
+#: Columns of the rotary part after a latent, in all models so far.
 _ROTARY = 64
 
 
 @dataclasses.dataclass
 class VoltaMLAMetadata(VoltaMetadata):
-    """With the names by which vLLM's layer divides a batch: to it all tokens are those of decode steps, of which there may be many."""
+    """`VoltaMetadata`, with the attributes by which vLLM's layer divides a batch. They declare all tokens to be those of decode steps."""
 
     num_decodes: int = 0
     num_prefills: int = 0
@@ -41,76 +39,76 @@ class VoltaMLAMetadata(VoltaMetadata):
 
 
 class VoltaMLAMetadataBuilder(VoltaMetadataBuilder):
-    """As `VoltaMetadataBuilder`."""
+    """Builds `VoltaMLAMetadata` as `VoltaMetadataBuilder` does."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VoltaMLAMetadata:
-        """The metadata of a step; waits for nothing."""
+        """Returns the metadata of a step, without synchronizing."""
         metadata = super().build(0, common_attn_metadata, fast_build)
         counts = {"num_decodes": common_attn_metadata.num_reqs, "num_decode_tokens": common_attn_metadata.num_actual_tokens}
         return VoltaMLAMetadata(**vars(metadata), **counts)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """No."""
+        """Returns False."""
         return False
 
 
 class VoltaMLABackend(VoltaBackend):
-    """What vLLM asks before it builds a model."""
+    """Tells vLLM what the backend supports, before it builds a model."""
 
     @staticmethod
     def get_impl_cls() -> type[VoltaMLAImpl]:
-        """A layer's attention."""
+        """Returns the class of a layer's attention."""
         return VoltaMLAImpl
 
     @staticmethod
     def get_builder_cls() -> type[VoltaMLAMetadataBuilder]:
-        """A step's metadata."""
+        """Returns the class that builds a step's metadata."""
         return VoltaMLAMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """(0.19) A layer's cache: latents, of one head."""
+        """(0.19) Returns the shape of a layer's cache of latents, which have one head."""
         blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """(0.19) The order in memory of those dimensions."""
+        """(0.19) Returns the order of those dimensions in memory."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Of latents with their rotary part, as far as the operator takes them. (vLLM takes an empty list for all sizes.)"""
+        """Returns the supported numbers of columns of a latent with its rotary part; [0] for none, because [] means all."""
         return [size for size in (320, 576) if paged.takes_latents(size, size - _ROTARY)] or [0]
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
+        """Returns True for decoders."""
         return attn_type == AttentionType.DECODER
 
     @classmethod
     def is_mla(cls) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """No model has both."""
+        """Returns False: no model has latents and sinks."""
         return False
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """(0.33 asks)"""
+        """(0.33) Returns False."""
         return False
 
 
 class VoltaMLAImpl(MLAAttentionImpl):
-    """A layer's attention: `do_kv_cache_update`, then `forward_mqa` for all tokens."""
+    """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mqa` for all tokens."""
 
-    #: (0.33) by this vLLM's layer knows that an implementation takes the tokens of prompts as queries too, and looks for no other
-    #: attention for them, of which none runs on these cards
+    #: (0.33) makes vLLM's layer pass the tokens of prompts to `forward_mqa` too. Otherwise it looks for another attention for them, and
+    #: none runs on these GPUs
     is_sparse = True
     supports_dense_mha_prefill = False
 
@@ -153,18 +151,18 @@ class VoltaMLAImpl(MLAAttentionImpl):
         self.kv_lora_rank = kv_lora_rank
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> None:
-        """Never called: there are no tokens that are not `forward_mqa`'s."""
+        """Raises NotImplementedError: vLLM passes all tokens to `forward_mqa`."""
         raise bad_argument("forward_mha", "a call", "none: all tokens are forward_mqa's", error=NotImplementedError)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: VoltaMLAMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of all tokens of a step to the latents, (tokens, num_heads, kv_lora_rank), and no softmax_lse.
+        """Returns the attention of all tokens of a step to the latents, (tokens, num_heads, kv_lora_rank), and None for softmax_lse.
 
         Args:
             q: (tokens, num_heads, kv_lora_rank + rotary), or both parts.
-            kv_c_and_k_pe_cache: as `paged.split_latents` takes it; vLLM's layer has viewed a quantized one as e4m3, whatever it is.
-            layer: which has the scale of an fp8 cache.
+            kv_c_and_k_pe_cache: the cache for `paged.split_latents`. vLLM's layer views every quantized cache as float8_e4m3fn.
+            layer: holds the scale of an fp8 cache.
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
@@ -182,6 +180,6 @@ class VoltaMLAImpl(MLAAttentionImpl):
         k_scale: Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write a step's latents: `paged.write_latents`."""
+        """Writes a step's latents into the cache, by `paged.write_latents`."""
         if kv_cache.numel():
             paged.write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping.flatten(), self.kv_cache_dtype, k_scale)

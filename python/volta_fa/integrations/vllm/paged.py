@@ -1,6 +1,6 @@
-"""What vLLM's attention is made of, on the operators: the cache in its layouts, writing to it, attending to it.
+"""vLLM's paged cache on the operators: its layouts, writing tokens to it, attention over it.
 
-Nothing here imports vLLM; nor waits for a GPU or looks at a value on one, unless VOLTA_FA_CHECK_LENGTHS=1 asks for that.
+Does not import vLLM. Does not synchronize with a GPU, unless VOLTA_FA_CHECK_LENGTHS=1.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from ...kv_cache.cascade import cascade_attention
 from ...kv_cache.formats import quantize_kv
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
 
-#: The values of --kv-cache-dtype that there are kernels for, which is the one place that knows of them, and what the bytes are that vLLM
-#: hands over for them, as uint8, int8 or, to latent attention, always as float8_e4m3fn. None: it hands over the type itself; `auto` is the
-#: model's own, and a model that runs here is float16.
+#: The supported values of --kv-cache-dtype, and the dtype of their bytes, which vLLM passes as uint8, as int8 or, to latent attention, as
+#: float8_e4m3fn. None: vLLM passes the dtype itself. `auto` is the model's dtype, which is float16.
 CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
     "float16": None,
@@ -30,36 +29,40 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "int8_per_token_head": torch.int8,
 }
 
-#: Bytes before the codes of a token and head of an int8 cache: the scale of its key and that of its value, float32, or a latent's one. 8
-#: would do, and 16 leave rows of codes on the 16-byte boundaries that decode kernels ask for.
+#: Bytes before the codes of a token and head of an int8 cache. They hold the float32 scales of key and value, or the one of a latent. 8
+#: would suffice, but decode kernels need codes on 16-byte boundaries.
 SCALE_BYTES = 16
 
 
 def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
-    """Raise NotImplementedError for a type of cache that the operator cannot read or write, and, unless scales have a place `beside_codes`,
-    for int8."""
+    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+
+    Args:
+        beside_codes: whether this vLLM's cache has room for the scales of int8.
+    """
     allowed = [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
     if kv_cache_dtype in allowed:
         return
-    why = "the operator reads no others"
+    why = "the operators read no others"
     if kv_cache_dtype == "bfloat16":
         why = "Volta and Turing have no bfloat16"
     elif kv_cache_dtype in CACHE_DTYPES:
-        why = "a cache of this vLLM has no place for a scale of each token"
+        why = "a cache of this vLLM has no room for a scale of each token"
     raise bad_argument("kv_cache_dtype", kv_cache_dtype, f"{' or '.join(allowed)}: {why}", error=NotImplementedError)
 
 
 def bytes_of_a_token(dtype: torch.dtype, columns: int) -> int | None:
-    """Of a token and head of this many columns, keys and values together, in the caches of releases that ask; None: what these take."""
+    """(0.33) Returns the bytes of a token and head of this many columns, keys and values together; None: vLLM's own number."""
     return SCALE_BYTES + columns if dtype == torch.int8 else None
 
 
 def split_scales(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor | None]:
-    """A cache's codes, of the operator's type, and the scales that int8 ones have beside them: float32, as `cache` but for the last
-    dimension, which is keys and values (of latents the first alone means something). Views of the same memory.
+    """Returns views of a cache: its codes in the operators' dtype, and the float32 scales of an int8 cache, else None.
+
+    The last dimension of the scales is (key, value); of latents only the first has a meaning.
 
     Args:
-        cache: of any shape, its last dimension the columns, behind `SCALE_BYTES` bytes if it is int8.
+        cache: of any shape; the last dimension is the columns, after `SCALE_BYTES` bytes if it is int8.
     """
     dtype = CACHE_DTYPES[kv_cache_dtype]
     if dtype is None:
@@ -72,15 +75,16 @@ def split_scales(cache: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor | N
 def split_cache(
     kv_cache: Tensor, head_size: int, kv_cache_dtype: str = "auto", layer: Any = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """k_cache and v_cache, (blocks, block_size, nheads_k, head_size or head_size_v), views of one layer's tensor, and what their codes are
-    multiplied by, as options of `volta_fa::fwd_kvcache`; none where the cache has the numbers themselves.
+    """Returns views k_cache and v_cache, (blocks, block_size, nheads_k, head_size or head_size_v), of a layer's tensor, and the scales of a
+    quantized cache as arguments of `volta_fa::fwd_kvcache`.
 
     Args:
-        kv_cache: (blocks, 2, block_size, nheads_k, head_size), keys and values side by side, as vLLM up to 0.19 asks the backend for its
-            shape; or (blocks, nheads_k, block_size, head_size + head_size_v), as later releases have it, of int8 with `SCALE_BYTES` more.
-            In memory the dimensions are in any order, and pages may lie apart.
-        kv_cache_dtype: of `CACHE_DTYPES`.
-        layer: vLLM's, which has one scale of fp8 keys and one of values, float32 on its device.
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.19; or (blocks, nheads_k, block_size,
+            head_size + head_size_v) in later releases, with `SCALE_BYTES` more columns if int8. Strides are free.
+        kv_cache_dtype: a key of `CACHE_DTYPES`.
+        layer: vLLM's layer, with one float32 scale of fp8 keys and one of values, on its device.
+
+    Raises ValueError for another shape, NotImplementedError for int8 in the first shape.
     """
     content, scales = split_scales(kv_cache, kv_cache_dtype)
     options: dict[str, Tensor] = {}
@@ -103,20 +107,19 @@ def split_cache(
 
 
 def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor) -> None:
-    """Write tokens into the cache where `slot_mapping` says.
+    """Writes tokens into the cache slots of `slot_mapping`.
 
-    That mapping, and not the lengths, is what vLLM promises: it leaves out padding and rejected guesses, and later tokens of a sequence
-    need not follow earlier ones. So each token goes to the append kernel as a sequence of its own, whose one page is its slot's and
-    whose length is the rows before it there; there is no query to attend.
+    vLLM guarantees this mapping, not the lengths: it leaves out padding and rejected draft tokens, and tokens of a sequence need not
+    follow each other. So the append kernel gets each token as a sequence of its own: its page is the slot's block, its length the rows
+    before the slot. There are no queries.
 
     Args:
-        key, value: (tokens, nheads_k, head_size or head_size_v); tokens behind the mapping's are padding.
-        k_cache, v_cache: as `split_cache` gives them.
-        slot_mapping: integers (tokens), block * block_size + row; a negative one: the token is not written.
-        scales: as `split_cache` gives them.
+        key, value: (tokens, nheads_k, head_size or head_size_v); tokens after the mapping's are padding.
+        k_cache, v_cache, scales: the results of `split_cache`.
+        slot_mapping: integers (tokens), block * block_size + row. A token with a negative slot is not written.
     """
     if slot_mapping.device.type == "cpu" or os.environ.get("VOLTA_FA_CHECK_LENGTHS") == "1":
-        # where the op looks at values, it refuses a page that there is not; kernels leave such a token out themselves
+        # the op raises for negative pages where it checks values; the kernels skip such tokens
         there = slot_mapping >= 0
         if not there.all():
             key, value, slot_mapping = (t[: len(there)][there] for t in (key, value, slot_mapping))
@@ -124,7 +127,7 @@ def write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
 
 
 def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, **scales: Tensor) -> None:
-    """`write`, by the op alone."""
+    """Does what `write` does, without removing negative slots."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
@@ -144,18 +147,17 @@ def write_slots(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, sl
 
 @dataclasses.dataclass
 class Batch:
-    """The sequences of a step, whose new tokens are in the cache already.
+    """The sequences of a step. The cache already holds their new tokens.
 
     Attributes:
-        num_actual_tokens: rows of the packed queries that belong to the step. Of a captured graph all: then those behind
-            query_start_loc's last value belong to nobody, and their rows of the output hold anything.
-        max_query_len: at least the longest sequence's queries.
+        num_actual_tokens: rows of the packed queries that belong to the step. A captured graph counts all rows; those after
+            query_start_loc's last value belong to no sequence, and their output is undefined.
+        max_query_len: at least the longest sequence's number of queries.
         query_start_loc: int32 (batch + 1): where each sequence's queries begin.
-        seq_lens: int32 (batch): tokens of each in the cache, these included.
-        block_table: int32 (batch, max_blocks): the blocks of each, in order.
-        causal: the last query sees the last token, the one before all but that; else each sees all.
-        common_prefix_len: so many tokens, in whole blocks, are the first of all sequences and lie in the same blocks; 0 unless they
-            are to be read once for all.
+        seq_lens: int32 (batch): tokens of each sequence in the cache, new ones included.
+        block_table: int32 (batch, max_blocks): the blocks of each sequence, in order.
+        causal: the last query sees all tokens, the one before it all but the last, and so on. False: each sees all.
+        common_prefix_len: tokens, in whole blocks, that all sequences share at their beginning, to be read once; 0 for none.
         shared_seqlen, own_seqlens: with common_prefix_len, int32 (1) and (batch): the shared tokens, and each sequence's without them.
     """
 
@@ -172,8 +174,11 @@ class Batch:
 
 @dataclasses.dataclass
 class Attention:
-    """How a layer scores. The attributes are those of `volta_fa::fwd_kvcache`, but for sliding_window: so many tokens a query sees, its
-    own included; None: all."""
+    """A layer's options, under the names of `volta_fa::fwd_kvcache`, and its calls of the operators.
+
+    Attributes:
+        sliding_window: number of tokens that a query sees, its own included; None: all.
+    """
 
     softmax_scale: float
     sliding_window: int | None = None
@@ -182,18 +187,18 @@ class Attention:
     sinks: Tensor | None = None
 
     def to(self, device: torch.device) -> Attention:
-        """With all tensors there: vLLM may have made the slopes before it knew of a device."""
+        """Moves the tensors to a device, and returns self: vLLM may create the slopes before it knows the device."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         return self
 
     def attend(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, output: Tensor, **scales: Tensor) -> None:
-        """Attention of a step over the cache, into output.
+        """Computes the attention of a step over the cache into output.
 
         Args:
             query: (tokens, nheads, head_size).
-            output: (tokens, nheads, head_size_v), or with the last two as one.
-            scales: as `split_cache` gives them.
+            k_cache, v_cache, scales: the results of `split_cache`.
+            output: (tokens, nheads, head_size_v) or (tokens, nheads * head_size_v).
         """
         q = query[: batch.num_actual_tokens]
         scores: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "sinks": self.sinks}
@@ -230,7 +235,7 @@ class Attention:
         output[: batch.num_actual_tokens].view_as(out).copy_(out)
 
     def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, output: Tensor) -> None:
-        """Attention of the tokens of each sequence to each other, in both directions: encoders."""
+        """Computes attention among the tokens of each sequence, in both directions, into output: encoders."""
         q, k, v = (t[: batch.num_actual_tokens] for t in (query, key, value))
         starts, longest, window = batch.query_start_loc, batch.max_query_len, self._window()
         out, _, _ = torch.ops.volta_fa.fwd(
@@ -255,12 +260,13 @@ class Attention:
 
 
 def split_latents(cache: Tensor, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """A layer's latents, (blocks, block_size, 1, kv_lora_rank + rotary), a view of its cache, and what their codes are multiplied by:
-    `scale` or `descale`, as options of `volta_fa::fwd_mla` after `latent_`, and of `volta_fa::fwd_kvcache` after `k_` and `v_`.
+    """Returns a layer's latents, (blocks, block_size, 1, kv_lora_rank + rotary), a view of its cache, and their `scale` or `descale`.
+
+    The key becomes an argument's name after `latent_` in `volta_fa::fwd_mla`, and after `k_` and `v_` in `volta_fa::fwd_kvcache`.
 
     Args:
-        cache: (blocks, block_size, kv_lora_rank + rotary), of int8 with `SCALE_BYTES` more.
-        kv_cache_dtype: of `CACHE_DTYPES`.
+        cache: (blocks, block_size, kv_lora_rank + rotary), with `SCALE_BYTES` more columns if int8.
+        kv_cache_dtype: a key of `CACHE_DTYPES`.
         k_scale: the one scale of an fp8 layer, float32 on its device.
     """
     content, scales = split_scales(cache, kv_cache_dtype)
@@ -280,15 +286,15 @@ def write_latents(
     kv_cache_dtype: str = "auto",
     k_scale: Tensor | None = None,
 ) -> None:
-    """`write` of one head's latents and of their rotary part behind them. Columns are columns to the append kernel: of each part it takes
-    a half as a key and the other as a value, so that none is longer than it knows, and makes fp8 of both by the same scale.
+    """Writes the latents of tokens, and their rotary parts after them, into the slots of `slot_mapping`.
 
-    A token's int8 scale is that of all its columns, of which no half knows. So its bytes, scale and codes, are made here, by PyTorch's
-    operations, and written as the 16-bit words that they are too: the append kernel copies these as they are.
+    The append kernel gets one half of each part as a key and the other as a value, because its headdim is limited. In fp8 both halves
+    have the same scale. The scale of int8 depends on all columns of a token, and no half has them all. So PyTorch's operations quantize
+    to int8 here, and the append kernel copies scale and codes as 16-bit words.
 
     Args:
-        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary). Tokens behind the mapping's are padding.
-        cache, kv_cache_dtype, k_scale: as of `split_latents`.
+        latent: (tokens, kv_lora_rank); rotary: (tokens, rotary) or (tokens, 1, rotary). Tokens after the mapping's are padding.
+        cache, kv_cache_dtype, k_scale: as for `split_latents`.
     """
     parts = [t[: slot_mapping.shape[0]] for t in (latent, rotary.flatten(1))]
     if CACHE_DTYPES[kv_cache_dtype] == torch.int8:
@@ -304,7 +310,7 @@ def write_latents(
     first = 0
     for part in parts:
         columns = latents[..., first : first + part.shape[1]]
-        half = part.shape[1] // 16 * 8  # whole groups of columns, as the operator reads them without a copy
+        half = part.shape[1] // 16 * 8  # a multiple of 8 columns, which the op reads without a copy
         key, value = part[:, None].tensor_split((half,), dim=-1)
         k_cache, v_cache = columns.tensor_split((half,), dim=-1)
         write(key, value, k_cache, v_cache, slot_mapping, **descales)
@@ -320,12 +326,12 @@ def attend_to_latents(
     kv_cache_dtype: str = "auto",
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attention of many query heads, (tokens, nheads, kv_lora_rank + rotary), to the cache's one: (tokens, nheads, kv_lora_rank).
+    """Returns attention of queries (tokens, nheads, kv_lora_rank + rotary) to the cache's one head, (tokens, nheads, kv_lora_rank).
 
-    By `volta_fa::fwd_mla`, which has kernels for the sizes of DeepSeek's models; what `volta_fa::fwd_kvcache` takes is that of small ones.
+    Calls `volta_fa::fwd_mla` for the sizes of DeepSeek's models, and `volta_fa::fwd_kvcache` for up to `MAX_HEADDIM` columns.
 
     Args:
-        cache, kv_cache_dtype, k_scale: as of `split_latents`.
+        cache, kv_cache_dtype, k_scale: as for `split_latents`.
     """
     latents, scales = split_latents(cache, kv_cache_dtype, k_scale)
     options: dict[str, Any] = {
@@ -346,7 +352,7 @@ def attend_to_latents(
 
 
 def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
-    """Whether the operators of this build do: asked with tensors that have no data."""
+    """Returns whether the operators support these sizes, by a call with meta tensors."""
     query, cache = (
         torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 1, head_size), (1, PAGE_SIZE_MULTIPLE, head_size))
     )
@@ -359,7 +365,7 @@ def takes_latents(head_size: int, kv_lora_rank: int) -> bool:
 
 
 def check_latents(head_size: int, kv_lora_rank: int) -> None:
-    """Raise NotImplementedError where they do not."""
+    """Raises NotImplementedError for sizes that the operators do not support."""
     if not takes_latents(head_size, kv_lora_rank):
         got = f"{head_size} with kv_lora_rank {kv_lora_rank}"
         raise bad_argument("head_size", got, "sizes that volta_fa::fwd_mla takes", error=NotImplementedError)

@@ -1,1 +1,1 @@
-"""flash_attn.layers: rotary embeddings are the layers that are here."""
+"""flash_attn.layers: of its layers, rotary embeddings alone."""

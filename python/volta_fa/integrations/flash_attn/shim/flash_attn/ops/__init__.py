@@ -1,1 +1,1 @@
-"""flash_attn.ops: the function under the rotary embeddings is the op that is here."""
+"""flash_attn.ops: of its ops, the rotary function alone."""

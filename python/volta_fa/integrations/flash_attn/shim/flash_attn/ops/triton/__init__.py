@@ -1,1 +1,1 @@
-"""flash_attn.ops.triton: where flash-attn has its rotary function. Here it is plain PyTorch."""
+"""flash_attn.ops.triton: the place of flash-attn's rotary function. volta_fa's is plain PyTorch."""

@@ -1,4 +1,4 @@
-"""How far a result may be off (`volta_fa.check.rule`): what is right is within it, however small the problem; what is not is beyond it."""
+"""Tolerances (`volta_fa.check.tolerance`): small right results are within, wrong ones are beyond."""
 
 import pytest
 import torch

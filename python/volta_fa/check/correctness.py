@@ -1,4 +1,4 @@
-"""Is every kernel right? Each runs small odd problems, twice, on poisoned memory, against the fp64 CPU backend."""
+"""Checks kernels against the fp64 CPU backend. Runs each problem twice, in memory pre-filled with NaN."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import cached, rule
+from . import cached, tolerance
+from .cache_cases import CacheCase, CacheInputs
+from .cases import Case
 from .kernels import FORWARD, Target, problems
-from .problems import Expected, Inputs, Problem, WrongReference, expect_backward, expect_forward
+from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Worst:
 
 
 @dataclass
-class Verdict:
+class KernelResult:
     """What is known of a kernel."""
 
     kernel: str
@@ -39,9 +41,9 @@ class Verdict:
     problems: int = 0
     runs_with: list[str] = field(default_factory=list)
     #: what the kernel did wrong
-    complaints: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     #: why a problem could not be checked, which is not its fault
-    doubts: list[str] = field(default_factory=list)
+    inconclusive: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
     poisoned: bool = True  # its results' memory was full of NaN each time
     note: str = ""
@@ -49,7 +51,7 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Whether all was checked and nothing was wrong."""
-        return not self.complaints and not self.doubts
+        return not self.failures and not self.inconclusive
 
     def data(self) -> dict[str, Any]:
         """As JSON has it: infinite errors as text."""
@@ -61,7 +63,7 @@ class Verdict:
         return {**data, "passed": self.passed}
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Verdict:
+    def from_data(cls, data: dict[str, Any]) -> KernelResult:
         """The inverse of `data`."""
         worst: dict[str, Any] = {n: float(value) if n in ("share", "error") else value for n, value in data["worst"].items()}
         fields = {name: value for name, value in data.items() if name not in ("pass", "passed", "worst")}
@@ -77,111 +79,111 @@ _OF_PASS = {
 
 
 class DeviceLost(Exception):
-    """A kernel took the CUDA context with it: this process can launch no other. Has the verdict so far."""
+    """A kernel took the CUDA context with it: this process can launch no other. Has the result so far."""
 
-    def __init__(self, verdict: Verdict):
-        super().__init__(verdict.complaints[-1])
-        self.verdict = verdict
+    def __init__(self, result: KernelResult):
+        super().__init__(result.failures[-1])
+        self.result = result
 
 
-def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> Verdict:
+def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> KernelResult:
     """Run the kernel's problems. What fails is put down, whatever it is, and the next problem follows; but where the device is lost,
     nothing more can follow in this process, which DeviceLost says."""
-    verdict = Verdict(variant["name"], variant["family"], variant["pass"])
+    result = KernelResult(variant["name"], variant["family"], variant["pass"])
     if variant["pass"] == "Merge":
-        _guarded(verdict, target, "merging two states", seed, lambda: _check_merge(verdict, target, seed))
-        return verdict
+        _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
+        return result
     with_cache = variant["pass"] in cached.PASSES
     for problem in (cached.problems if with_cache else problems)(variant)[: 1 if quick else None]:
         own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
         check: Callable[..., None] = _check_cached if with_cache else _check_problem
-        _guarded(verdict, target, str(problem), own_seed, lambda: check(verdict, target, variant, problem, own_seed))
-    return verdict
+        _guarded(result, target, str(problem), own_seed, lambda: check(result, target, variant, problem, own_seed))
+    return result
 
 
-def _guarded(verdict: Verdict, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
-    verdict.problems += 1
+def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: Callable[[], None]) -> None:
+    result.problems += 1
     try:
         work()
         target.synchronize()
     except (WrongReference, torch.cuda.OutOfMemoryError) as error:
-        verdict.doubts.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
+        result.inconclusive.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
-        verdict.complaints.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+        result.failures.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
         try:
             target.synchronize()
         except Exception as lost:
-            raise DeviceLost(verdict) from lost
+            raise DeviceLost(result) from lost
 
 
-def _is_planned(verdict: Verdict, target: Target, planned: list[str], problem: object) -> bool:
-    if target.has_kernels and verdict.kernel not in planned:
-        verdict.doubts.append(f"the plan takes {', '.join(planned)} instead ({problem})")
+def _is_planned(result: KernelResult, target: Target, planned: list[str], problem: object) -> bool:
+    if target.has_kernels and result.kernel not in planned:
+        result.inconclusive.append(f"the plan takes {', '.join(planned)} instead ({problem})")
         return False
-    verdict.runs_with = sorted({*verdict.runs_with, *planned} - {verdict.kernel})
+    result.runs_with = sorted({*result.runs_with, *planned} - {result.kernel})
     return True
 
 
-def _check_cached(verdict: Verdict, target: Target, variant: dict[str, Any], problem: cached.Problem, seed: int) -> None:
+def _check_cached(result: KernelResult, target: Target, variant: dict[str, Any], problem: CacheCase, seed: int) -> None:
     kernels = cached.planned(target, problem, variant)
-    if not _is_planned(verdict, target, [kernel["name"] for kernel in kernels], problem):
+    if not _is_planned(result, target, [kernel["name"] for kernel in kernels], problem):
         return
-    inputs = cached.Inputs.draw(problem, seed, target.device, kernels)
-    first, second = _twice(verdict, target, variant, inputs, inputs.run)
-    _same_bits(verdict, inputs, seed, first, second)
+    inputs = cached.draw(problem, seed, target.device, kernels)
+    first, second = _twice(result, target, variant, inputs, lambda: cached.run(inputs))
+    _same_bits(result, inputs, seed, first, second)
     expected = cached.expect(inputs)
-    _judge(verdict, inputs, seed, {name: first[name] for name in ("out", "softmax_lse")}, expected)
-    written = inputs.written
+    _judge(result, inputs, seed, {name: first[name] for name in ("out", "softmax_lse")}, expected)
+    written = cached.written(inputs)
     for name, given in (("k_cache", inputs.k_cache), ("v_cache", inputs.v_cache)):
         value, exact = first[name].cpu(), expected.values[name]
         lost = int((_bits(value) != _bits(given.cpu()))[~written].sum())
         if lost:
-            verdict.complaints.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
+            result.failures.append(f"{name}: {lost} elements changed that nothing is appended to ({problem}, seed {seed})")
         if written.any():
             # a sum of two products in fp32, rounded once
-            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + rule.largest(exact[written]))
-            value = inputs.mapped(lambda t: t.cpu()).numbers(name[0], value)
-            _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value[written], exact[written]), allowed)
+            allowed = 2 * torch.finfo(exact.dtype).eps * (1 + tolerance.largest(exact[written]))
+            value = cached.numbers(inputs, name[0], value)
+            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value[written], exact[written]), allowed)
 
 
-def _check_problem(verdict: Verdict, target: Target, variant: dict[str, Any], problem: Problem, seed: int) -> None:
-    if not _is_planned(verdict, target, target.planned(problem, variant), problem):
+def _check_problem(result: KernelResult, target: Target, variant: dict[str, Any], problem: Case, seed: int) -> None:
+    if not _is_planned(result, target, target.planned(problem, variant), problem):
         return
     inputs = Inputs.draw(problem, seed, target.device)
-    if verdict.pass_ in FORWARD:
-        (out, lse, rng_state), again = _twice(verdict, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
+    if result.pass_ in FORWARD:
+        (out, lse, rng_state), again = _twice(result, target, variant, inputs, lambda: inputs.forward(_generator(target, seed)))
         expected = expect_forward(inputs, rng_state)
         found = {"out": out, "softmax_lse": lse}
-        _same_bits(verdict, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
-        _judge(verdict, inputs, seed, found, expected)
+        _same_bits(result, inputs, seed, found, {"out": again[0], "softmax_lse": again[1]})
+        _judge(result, inputs, seed, found, expected)
         return
     rng_state = torch.tensor([seed, 7], device=target.device)
     forward = expect_forward(inputs, rng_state)
     expected = expect_backward(inputs, forward, rng_state)
     # exact results of the forward pass, rounded: its kernels' errors are not these kernels'
     out, lse = forward.values["out"].to(inputs.q.dtype).to(target.device), forward.values["softmax_lse"].to(target.device)
-    runs = _twice(verdict, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
+    runs = _twice(result, target, variant, inputs, lambda: inputs.gradients(out, lse, rng_state))
     unordered = () if problem.deterministic else ("dq", "dattn_bias")  # summed by atomics
-    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(verdict.pass_, run)} for run in runs)
+    first, second = ({n: t for n, t in run.items() if n in _OF_PASS.get(result.pass_, run)} for run in runs)
     ordered = [{n: t for n, t in run.items() if n not in unordered} for run in (first, second)]
-    _same_bits(verdict, inputs, seed, *ordered)
+    _same_bits(result, inputs, seed, *ordered)
     for run in (first, second):
-        _judge(verdict, inputs, seed, run, expected)
+        _judge(result, inputs, seed, run, expected)
 
 
 _Result = TypeVar("_Result")
-AnyInputs = Inputs | cached.Inputs
+AnyInputs = Inputs | CacheInputs
 
 
 def _generator(target: Target, seed: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed)
 
 
-def _twice(verdict: Verdict, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
+def _twice(result: KernelResult, target: Target, variant: dict[str, Any], inputs: AnyInputs, work: Callable[[], _Result]) -> list[_Result]:
     found = []
     for _ in range(2):
-        verdict.poisoned &= poison(target, inputs)
+        result.poisoned &= poison(target, inputs)
         with target.running(variant):
             found.append(work())
             target.synchronize()
@@ -205,41 +207,39 @@ def poison(target: Target, inputs: AnyInputs) -> bool:
     return bool((probe == 255).all())
 
 
-def _same_bits(verdict: Verdict, inputs: AnyInputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+def _same_bits(result: KernelResult, inputs: AnyInputs, seed: int, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     for name, a in first.items():
         different = int((_bits(a) != _bits(second[name])).sum())
         if different:
-            verdict.complaints.append(
-                f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})"
-            )
+            result.failures.append(f"{name}: {different} of {a.numel()} elements differ between two runs ({inputs.problem}, seed {seed})")
 
 
 def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def _judge(verdict: Verdict, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
+def _judge(result: KernelResult, inputs: AnyInputs, seed: int, found: dict[str, Tensor], expected: Expected) -> None:
     for name, tensor in found.items():
         value, exact = tensor.cpu(), expected.values[name]
         if name == "softmax_lse":
-            _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), expected.lse_tolerance)
+            _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), expected.lse_tolerance)
             continue
         if name in ("out", "dq") and expected.keyless is not None and (value[expected.keyless] != 0).any():
-            verdict.complaints.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
+            result.failures.append(f"{name}: not 0 where a query sees no key ({inputs.problem}, seed {seed})")
         budget = expected.budgets[name]
-        _put_down(verdict, inputs, seed, name, "largest", rule.max_error(value, exact), budget.allowed)
-        _put_down(verdict, inputs, seed, name, "rms", rule.rms_error(value, exact), budget.allowed_rms)
+        _put_down(result, inputs, seed, name, "largest", tolerance.max_error(value, exact), budget.allowed)
+        _put_down(result, inputs, seed, name, "rms", tolerance.rms_error(value, exact), budget.allowed_rms)
 
 
-def _put_down(verdict: Verdict, inputs: AnyInputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
+def _put_down(result: KernelResult, inputs: AnyInputs, seed: int, name: str, kind: str, error: float, allowed: float) -> None:
     share = error / allowed if allowed > 0 else 0.0 if error == 0 else math.inf
-    if share > verdict.worst.share:
-        verdict.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
+    if share > result.worst.share:
+        result.worst = Worst(share, name, kind, error, allowed, str(inputs.problem), seed)
     if share > 1:
-        verdict.complaints.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
+        result.failures.append(f"{name}: {kind} error {error:.3g}, allowed {allowed:.3g} ({inputs.problem}, seed {seed})")
 
 
-def _check_merge(verdict: Verdict, target: Target, seed: int) -> None:
+def _check_merge(result: KernelResult, target: Target, seed: int) -> None:
     """Merged states have no eager counterpart that rounds: a result may be two units in the last place off."""
     generator = torch.Generator().manual_seed(seed)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -257,39 +257,39 @@ def _check_merge(verdict: Verdict, target: Target, seed: int) -> None:
                 target.synchronize()
         eps = torch.finfo(dtype).eps
         for name, value, exact, again in zip(("out", "softmax_lse"), runs[0], expected, runs[1]):
-            allowed = (2 * eps if name == "out" else 2**-21) * (1 + rule.largest(exact[exact.isfinite()]))
-            error = rule.max_error(value.cpu(), exact)
+            allowed = (2 * eps if name == "out" else 2**-21) * (1 + tolerance.largest(exact[exact.isfinite()]))
+            error = tolerance.max_error(value.cpu(), exact)
             share = error / allowed
             place = f"merging two states of (2, 77, 3, 40), {str(dtype).removeprefix('torch.')}"
-            if share > verdict.worst.share:
-                verdict.worst = Worst(share, name, "largest", error, allowed, place, seed)
+            if share > result.worst.share:
+                result.worst = Worst(share, name, "largest", error, allowed, place, seed)
             if share > 1:
-                verdict.complaints.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
+                result.failures.append(f"{name}: largest error {error:.3g}, allowed {allowed:.3g} ({place}, seed {seed})")
             if not torch.equal(_bits(value), _bits(again)):
-                verdict.complaints.append(f"{name}: two runs differ ({place}, seed {seed})")
+                result.failures.append(f"{name}: two runs differ ({place}, seed {seed})")
 
 
-def share_blame(verdicts: Sequence[Verdict]) -> None:
+def share_blame(results: Sequence[KernelResult]) -> None:
     """Kernels that prepare and finish a backward pass take part in many, so a wrong result may be theirs or the main kernel's. What one
-    of those passes with is right: then the complaints about it are struck out. What none passes with is wrong: then those about the
+    of those passes with is right: then the failures about it are struck out. What none passes with is wrong: then those about the
     others are, as far as they are about what it computes."""
-    for helper in verdicts:
-        if helper.pass_ not in _HELPERS or not helper.complaints:
+    for helper in results:
+        if helper.pass_ not in _HELPERS or not helper.failures:
             continue
-        others = [v for v in verdicts if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
-        failed = [v for v in others if v.complaints]
+        others = [v for v in results if helper.kernel in v.runs_with and v.pass_ not in _HELPERS]
+        failed = [v for v in others if v.failures]
         if any(v.passed for v in others) and any(v.kernel in helper.runs_with for v in failed):
             names = ", ".join(v.kernel for v in failed if v.kernel in helper.runs_with)
             _absolve(helper, f"failed with {names} alone, which failed with others too")
         elif len(failed) > 1 and failed == others:
-            for verdict in failed:
-                if all(text.startswith(_HELPERS[helper.pass_]) for text in verdict.complaints):
-                    _absolve(verdict, f"not judged: {helper.kernel} failed")
+            for result in failed:
+                if all(text.startswith(_HELPERS[helper.pass_]) for text in result.failures):
+                    _absolve(result, f"not judged: {helper.kernel} failed")
 
 
-#: What of a complaint says that it may be a helper's: the result's name.
+#: What of a failure says that it may be a helper's: the result's name.
 _HELPERS = {"BackwardPreprocess": ("dq: ", "dk: ", "dv: ", "dattn_bias: ", "dsinks: "), "BackwardPostprocess": ("dq: ",)}
 
 
-def _absolve(verdict: Verdict, why: str) -> None:
-    verdict.complaints, verdict.worst, verdict.note = [], Worst(), why
+def _absolve(result: KernelResult, why: str) -> None:
+    result.failures, result.worst, result.note = [], Worst(), why

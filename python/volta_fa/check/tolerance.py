@@ -1,8 +1,6 @@
-"""How far a result may be from the exact one: at most twice (gradients: three times) as far as PyTorch's own eager attention in the
-same dtype on the same inputs.
+"""The error that a result may have: at most 2x (gradients: 3x) that of PyTorch's eager attention in the same dtype on the same inputs.
 
-The tests have the same rule from here, by the file's path, so this module imports nothing but torch. Dense problems only: who has packed
-sequences takes them apart.
+The tests load this file by its path, so it imports nothing but torch. It handles dense problems; callers split packed ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast is attention with a KV cache? Decoding, appending and prefill of pages, beside PyTorch's own attention of dense tensors."""
+"""Measures attention with a KV cache: decode, append and paged prefill, beside PyTorch's own attention of dense tensors."""
 
 from __future__ import annotations
 

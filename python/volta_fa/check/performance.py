@@ -1,4 +1,4 @@
-"""How fast is it? The card itself, then attention beside PyTorch's own and beside what the simulator predicts."""
+"""Measures the GPU, then attention beside PyTorch's own kernels and beside the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..integrations.sdpa import disable_sdpa
-from . import atomics, fast_cached, machine
-from .fast_cached import CachePoint
+from . import atomics, machine, performance_cached
 from .kernels import Target
+from .performance_cached import CachePoint
 from .timing import median_ms
 
 #: Seconds that the runs of one figure may take, but for the two that there are at least.
@@ -96,7 +96,7 @@ def shapes(target: Target, quick: bool) -> list[tuple[int, int, bool]]:
 
 def steps(target: Target, quick: bool) -> int:
     """Of `measure`."""
-    return 0 if target.kind == "simulator" else 1 + len(fast_cached.points(target, quick)) + len(HEADS) * len(shapes(target, quick))
+    return 0 if target.kind == "simulator" else 1 + len(performance_cached.points(target, quick)) + len(HEADS) * len(shapes(target, quick))
 
 
 def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
@@ -111,7 +111,7 @@ def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool,
         speeds.predictions = load_predictions()
     advance("the card itself")
     _attempt(speeds, "the card's figures", lambda: speeds.card.update(card_figures(target)))
-    for cached in fast_cached.points(target, quick):
+    for cached in performance_cached.points(target, quick):
         speeds.cached.append(cached)
         advance(str(cached))
         with target.running(failed=failed):
@@ -192,10 +192,10 @@ def _measure_cached(speeds: Speeds, target: Target, point: CachePoint, deadline:
         if (name == EFFICIENT and target.kind != "cuda") or (name != VOLTA_FA and point.kind == "append"):
             continue
         if name == VOLTA_FA:
-            _measure_one(speeds, target, point, name, str(point), lambda: fast_cached.ours(point, target), 0, deadline)
+            _measure_one(speeds, target, point, name, str(point), lambda: performance_cached.ours(point, target), 0, deadline)
         else:
             needed = point.math_bytes if name == MATH else 0
-            make = partial(_attention, name, fast_cached.dense, point, target)
+            make = partial(_attention, name, performance_cached.dense, point, target)
             _measure_one(speeds, target, point, name, str(point), make, needed, deadline)
 
 

@@ -1,0 +1,380 @@
+"""Problems of attention with a KV cache as values, and their tensors. `python -m volta_fa check` and the tests share them.
+
+Whatever of a cache no token occupies is NaN, or a code or scale that stands for NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv_cache.formats import dequantize_kv, quantize_kv
+from .cases import Source
+
+#: Entries of a block table that name no page: padding of any kind.
+NO_PAGE = (-1, 2**31 - 1, -(2**31))
+ROTARY_POSITIONS = 700
+#: Options that appending to a quantized cache writes.
+WRITTEN = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
+#: Columns by which the rows of a wide cache are longer: 16 bytes of any type.
+WIDER = 16
+
+
+@dataclass(frozen=True, repr=False)
+class CacheCase:
+    """One problem of `volta_fa::fwd_kvcache`, or with `latents` of `volta_fa::fwd_mla`: some sequences, and the layout of their cache."""
+
+    lengths: tuple[tuple[int, int, int], ...]  # (queries, cached tokens, appended tokens) of each sequence
+    headdim: int = 64
+    headdim_v: int | None = None
+    nheads: int = 2
+    nheads_k: int = 1
+    page: int = 16  # tokens; 0: dense
+    packed: bool = False  # q, and k and v to append
+    own_new: bool = False  # packed k and v have cu_seqlens_k_new
+    layout: str = "nhd"  # hnd; kv: K and V interleaved in one tensor; wide: strides larger than a page
+    seqlen_cache: int | None = None  # dense; room for all unless given
+    is_causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = ""  # "h": (nheads), "bh": (batch, nheads)
+    sinks: str = ""  # type: "own" or "fp32"
+    rotary: str = ""  # half, interleaved
+    rotary_dim: int | None = None
+    rotary_dtype: str = "own"
+    leftpad: tuple[int, ...] = ()
+    batch_idx: bool = False
+    num_splits: int = 0
+    all_cached: bool = False  # no cache_seqlens
+    spread: float = 1.0
+    kv_dtype: str = ""  # of a quantized cache: volta_fa.quantize_kv
+    descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
+    latents: bool = False  # the cache is of one head, whose first headdim_v columns are the values
+    dtype: torch.dtype | None = None  # None: whoever draws the tensors decides
+
+    def __str__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        parts = []
+        for name, value in given:
+            match name, value:
+                case "lengths", _:
+                    parts.append("_".join("x".join(map(str, n)) for n in value[:3]) + (f"_{len(value)}in_all" if len(value) > 3 else ""))
+                case "leftpad", _:
+                    parts.append("leftpad")
+                case _, bool():
+                    parts.append(name if value else f"not_{name}")
+                case _, torch.dtype():
+                    parts.append(str(value).removeprefix("torch."))
+                case _, str():
+                    parts.append(f"{name}_{value}" if len(value) < 3 else value)
+                case _:
+                    parts.append(f"{name}{value}")
+        return "-".join(parts)
+
+    __repr__ = __str__
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths)
+
+    @property
+    def appends(self) -> bool:
+        """Whether any sequence gets new tokens."""
+        return any(new for _, _, new in self.lengths)
+
+    @property
+    def columns_v(self) -> int:
+        """headdim_v, which is headdim unless given."""
+        return self.headdim if self.headdim_v is None else self.headdim_v
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of each sequence, appended ones included."""
+        return [cached + new for _, cached, new in self.lengths]
+
+    @property
+    def features(self) -> list[str]:
+        """Features that a kernel must have to run it, by their names in `info()`."""
+        asked = {"lengths": True, "pages": True, "sinks": bool(self.sinks), "softcap": self.softcap > 0, "alibi": bool(self.alibi)}
+        return [name for name, is_asked in asked.items() if is_asked]
+
+    def problem(self, source: Source) -> CacheInputs:
+        """Draws the tensors."""
+        return CacheInputs.draw(self, source)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Returns x (tokens, heads, headdim) in fp64, with each pair of dimensions turned by its angle."""
+    x, cos, sin = x.double().clone(), cos.double()[positions][:, None], sin.double()[positions][:, None]
+    n = cos.shape[-1]
+    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(0, n), slice(n, 2 * n))
+    x0, x1 = x[..., first].clone(), x[..., second].clone()
+    x[..., first], x[..., second] = x0 * cos - x1 * sin, x0 * sin + x1 * cos
+    return x
+
+
+def has_scales(kv_dtype: str) -> bool:
+    """Returns whether the format has a scale for each token and head."""
+    return kv_dtype.startswith("int")
+
+
+def _stored_dtype(kv_dtype: str) -> torch.dtype:
+    return quantize_kv(torch.zeros(1, 2), kv_dtype).data.dtype
+
+
+class _Caches:
+    """Empty caches of a case, with their scales and the options that say where tokens lie."""
+
+    def __init__(self, c: CacheCase, source: Source):
+        self.case, self.source, self.options = c, source, dict[str, Any]()
+        order = torch.Generator().manual_seed(source.seed)
+        if c.page:
+            self._lay_out_pages(order)
+        else:
+            self._lay_out_entries(order)
+        # the byte is NaN in e4m3 and e5m2. An integer's bytes mean nothing without scales, and these are NaN
+        self._poison: float = 0x7F if c.kv_dtype else math.nan
+        self._dtype = torch.uint8 if c.kv_dtype else source.dtype
+        self._columns_per_element = 2 if c.kv_dtype == "int4" else 1
+        if c.latents:
+            caches = [self._empty(c.headdim)]
+        elif c.layout == "kv":
+            both = self._full(self.entries, 2, self.rows, c.nheads_k, c.headdim // self._columns_per_element)
+            caches = list(both.unbind(1))
+        else:
+            caches = [self._empty(c.headdim), self._empty(c.columns_v)]
+        if c.kv_dtype:
+            caches = [t.view(_stored_dtype(c.kv_dtype)) for t in caches]
+            self.options |= self._empty_scales()
+        self.caches = dict(zip("kv", caches))
+
+    def _lay_out_pages(self, order: torch.Generator) -> None:
+        c = self.case
+        pages = [-(-n // c.page) for n in c.ends]
+        max_pages = max(pages) if c.all_cached else max(pages) + 2
+        self.entries, self.rows = sum(pages) + 3, c.page
+        numbers = torch.randperm(self.entries, generator=order)[: sum(pages)].split(pages)
+        table = torch.tensor(NO_PAGE, dtype=torch.int32).repeat(c.batch * max_pages)[: c.batch * max_pages].view(c.batch, max_pages)
+        for b, of_sequence in enumerate(numbers):
+            table[b, : len(of_sequence)] = of_sequence
+        self.options["block_table"] = table.to(self.source.device)
+        self.places = [(numbers[b][torch.arange(n) // c.page], torch.arange(n) % c.page) for b, n in enumerate(c.ends)]
+
+    def _lay_out_entries(self, order: torch.Generator) -> None:
+        c = self.case
+        self.rows = max(c.ends) + (0 if c.all_cached else 5) if c.seqlen_cache is None else c.seqlen_cache
+        self.entries = c.batch + 2 if c.batch_idx else c.batch
+        entry = torch.randperm(self.entries, generator=order)[: c.batch] if c.batch_idx else torch.arange(c.batch)
+        if c.batch_idx:
+            self.options["cache_batch_idx"] = entry.int().to(self.source.device)
+        if c.leftpad:
+            self.options["leftpad_k"] = self.source.ints(c.leftpad)
+        self.places = [(entry[b].expand(n), torch.arange(n)) for b, n in enumerate(c.ends)]
+
+    def _full(self, *shape: int) -> Tensor:
+        return torch.full(shape, self._poison, dtype=self._dtype, device=self.source.device)
+
+    def _empty(self, headdim: int) -> Tensor:
+        c, rows, headdim = self.case, self.rows, headdim // self._columns_per_element
+        if c.layout == "hnd":
+            return self._full(self.entries, c.nheads_k, rows, headdim).transpose(1, 2)
+        if c.layout == "wide":
+            return self._full(self.entries, rows + 3, c.nheads_k + 1, headdim + WIDER)[:, 1 : rows + 1, :-1, WIDER:]
+        return self._full(self.entries, rows, c.nheads_k, headdim)
+
+    def _empty_scales(self) -> dict[str, Tensor]:
+        c, source = self.case, self.source
+        which = "k" if c.latents else "kv"
+        if has_scales(c.kv_dtype):
+            names = [f"{x}_scale" for x in which] + [f"{x}_zero_point" for x in which if c.kv_dtype == "int4"]
+            shape = (self.entries, c.nheads_k, self.rows) if c.layout == "hnd" else (self.entries, self.rows, c.nheads_k)
+            made = {name: torch.full(shape, math.nan, device=source.device) for name in names}
+            return {name: t.transpose(1, 2) if c.layout == "hnd" else t for name, t in made.items()}
+        of_scale = {"one": (1,), "h": (c.nheads_k,), "bh": (c.batch, c.nheads_k)}.get(c.descale)
+        return {} if of_scale is None else {f"{x}_descale": 2.0 ** -source.randn(*of_scale).float().abs().clamp_max(1) for x in which}
+
+    def put(self, which: str, tokens: tuple[Tensor, Tensor], values: Tensor, b: int) -> None:
+        """Stores tokens of sequence b, quantized if the cache is."""
+        c, cache, options = self.case, self.caches[which], self.options
+        if not c.kv_dtype:
+            cache[tokens] = values
+            return
+        made = quantize_kv(values, c.kv_dtype, scale=None if has_scales(c.kv_dtype) else _descale(options, which, b))
+        cache.view(torch.uint8)[tokens] = made.data.view(torch.uint8)
+        if has_scales(c.kv_dtype):
+            options[f"{which}_scale"][tokens] = made.scale
+        if made.zero_point is not None:
+            options[f"{which}_zero_point"][tokens] = made.zero_point
+
+
+def _descale(options: dict[str, Any], which: str, b: int) -> Tensor | None:
+    scale: Tensor | None = options.get(f"{which}_descale")
+    return scale[b] if scale is not None and scale.dim() == 2 else scale
+
+
+@dataclass
+class CacheInputs:
+    """A problem's tensors on a device."""
+
+    case: CacheCase
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    new: Sequence[Tensor]  # k, v where something is appended
+    options: dict[str, Any]
+    places: list[tuple[Tensor, Tensor]]  # of each sequence's tokens, appended ones included, on the CPU: entry and row
+    cu_q: list[int] = field(default_factory=list)
+    cu_new: list[int] = field(default_factory=list)
+    scratch_bytes: int = 0  # that the blocks of the kernels share
+
+    @classmethod
+    def draw(cls, c: CacheCase, source: Source) -> CacheInputs:
+        """Draws queries, cached tokens, tokens to append and options."""
+        made = _Caches(c, source)
+        columns = {"k": c.headdim} if c.latents else {"k": c.headdim, "v": c.columns_v}
+        for b, ((_, cached, _), (entry, row)) in enumerate(zip(c.lengths, made.places)):
+            there = slice(c.leftpad[b] if c.leftpad else 0, cached)
+            for which, headdim in columns.items():
+                values = source.randn(there.stop - there.start, c.nheads_k, headdim, spread=c.spread)
+                made.put(which, (entry[there], row[there]), values, b)
+        cu_q = [0, *itertools.accumulate(q for q, _, _ in c.lengths)]
+        cu_new = [0, *itertools.accumulate(new for _, _, new in c.lengths)]
+
+        def rows_of(cu: list[int], heads: int, headdim: int) -> Tensor:
+            t = source.randn(cu[-1], heads, headdim, spread=c.spread)
+            return t if c.packed else t.unflatten(0, (c.batch, -1)) if cu[-1] else t.view(c.batch, 0, heads, headdim)
+
+        q = rows_of(cu_q, c.nheads, c.headdim)
+        new = [rows_of(cu_new, c.nheads_k, headdim) for headdim in columns.values()] if c.appends else []
+        options = made.options
+        if c.packed:
+            options |= {"cu_seqlens_q": source.ints(cu_q), "max_seqlen_q": max(n for n, _, _ in c.lengths)}
+            if new and c.own_new:
+                options["cu_seqlens_k_new"] = source.ints(cu_new)
+        if not c.all_cached:
+            options["cache_seqlens"] = source.ints(cached for _, cached, _ in c.lengths)
+        options |= _score_tensors(c, source)
+        options |= {"is_causal": c.is_causal, "softmax_scale": c.softmax_scale, "num_splits": c.num_splits}
+        if not c.latents:
+            options |= {"window_left": c.window_left, "window_right": c.window_right, "softcap": c.softcap}
+        k_cache = made.caches["k"]
+        v_cache = k_cache[..., : c.columns_v] if c.latents else made.caches["v"]
+        return cls(c, q, k_cache, v_cache, new, options, made.places, cu_q, cu_new)
+
+    @property
+    def problem(self) -> CacheCase:
+        """The case, by the name that `cases.Case` problems' inputs have it under."""
+        return self.case
+
+    @property
+    def given(self) -> list[Tensor]:
+        """All tensors."""
+        return [self.q, self.k_cache, self.v_cache, *self.new, *(t for t in self.options.values() if isinstance(t, Tensor))]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> CacheInputs:
+        """Returns the same problem with other tensors."""
+        options = {name: change(value) if isinstance(value, Tensor) else value for name, value in self.options.items()}
+        q, k_cache, v_cache, *new = (change(t) for t in (self.q, self.k_cache, self.v_cache, *self.new))
+        return dataclasses.replace(self, q=q, k_cache=k_cache, v_cache=v_cache, new=new, options=options)
+
+    def copy_of_cache(self) -> tuple[Tensor, Tensor]:
+        """Returns copies of the caches with the same strides."""
+        if self.case.layout == "kv":
+            both = torch.stack((self.k_cache, self.v_cache), 1)
+            return both[:, 0], both[:, 1]
+        if self.case.layout == "wide":
+            copies = (
+                torch.zeros((t.shape[0], t.shape[1] + 3, t.shape[2] + 1, t.shape[3] + WIDER), dtype=t.dtype, device=t.device)
+                for t in (self.k_cache, self.v_cache)
+            )
+            k_cache, v_cache = (t[:, 1:-2, :-1, WIDER:] for t in copies)
+            return k_cache.copy_(self.k_cache), v_cache.copy_(self.v_cache)
+        return self.k_cache.clone(), self.v_cache.clone()
+
+    def fresh(self) -> dict[str, Any]:
+        """Returns the options, with copies of what appending writes, of the same strides."""
+        written = [name for name in self.options if name in WRITTEN]
+        if self.case.layout == "hnd":
+            copies = {name: self.options[name].transpose(1, 2).clone().transpose(1, 2) for name in written}
+        else:
+            copies = {name: self.options[name].clone() for name in written}
+        return self.options | copies
+
+    def sequence(self, t: Tensor, cu: list[int], b: int) -> Tensor:
+        """Returns the rows of q, out, k or v of sequence b."""
+        return t[cu[b] : cu[b + 1]] if self.case.packed else t[b]
+
+    def lse(self, t: Tensor, b: int) -> Tensor:
+        """Returns softmax_lse of sequence b, (1, nheads, seqlen_q)."""
+        return (t[:, self.cu_q[b] : self.cu_q[b + 1]] if self.case.packed else t[b])[None]
+
+    def queries(self, b: int) -> Tensor:
+        """Returns q of sequence b, rotated where that is asked for, in q's dtype."""
+        q, c = self.sequence(self.q, self.cu_q, b), self.case
+        if not c.rotary:
+            return q
+        ordered = c.is_causal or c.window_left >= 0 or c.window_right >= 0
+        return self._rotate(q, c.lengths[b][1] + torch.arange(len(q)) * int(ordered)).to(q.dtype)
+
+    def appended(self, b: int) -> tuple[Tensor, Tensor]:
+        """Returns k and v of sequence b as the cache is to have them, in fp64."""
+        k, v = (self.sequence(t, self.cu_new, b).double() for t in self.new)
+        if self.case.rotary:
+            k = self._rotate(k, self.case.lengths[b][1] + torch.arange(len(k)))
+        return k, v
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        tables = self.options["rotary_cos"], self.options["rotary_sin"]
+        return rotate(x, *tables, positions.to(x.device), self.case.rotary == "interleaved")
+
+    def score_options(self, b: int) -> dict[str, Any]:
+        """Returns the options of sequence b as a dense problem."""
+        names = ("is_causal", "window_left", "window_right", "softmax_scale", "softcap", "sinks")
+        found = {name: self.options[name] for name in names if name in self.options}
+        slopes = self.options.get("alibi_slopes")
+        if slopes is not None:
+            found["alibi_slopes"] = slopes[b : b + 1] if slopes.dim() == 2 else slopes
+        return found
+
+    def tokens(self, b: int, first: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the entries and rows of sequence b's tokens first to end, by which caches on any device are indexed."""
+        entry, row = self.places[b]
+        return entry[first:end].to(self.k_cache.device), row[first:end].to(self.k_cache.device)
+
+    def numbers(self, which: str, cache: Tensor, tokens: tuple[Tensor, Tensor], b: int) -> Tensor:
+        """Returns what `cache` stands for at these tokens of sequence b; for a quantized one in fp64."""
+        c, options = self.case, self.options
+        if not c.kv_dtype:
+            return cache[tokens]
+        which = "k" if c.latents else which  # values that are keys have their scales
+        data = cache.view(torch.uint8)[tokens].view(cache.dtype)
+        if not has_scales(c.kv_dtype):
+            return dequantize_kv(data, c.kv_dtype, _descale(options, which, b), dtype=torch.float64)
+        found = (options.get(f"{which}_{name}") for name in ("scale", "zero_point"))
+        return dequantize_kv(data, c.kv_dtype, *(t if t is None else t[tokens] for t in found), dtype=torch.float64)
+
+
+def _score_tensors(c: CacheCase, source: Source) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if c.rotary:
+        rotary_dim = c.headdim if c.rotary_dim is None else c.rotary_dim
+        angles = torch.arange(ROTARY_POSITIONS)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
+        dtype = source.dtype if c.rotary_dtype == "own" else torch.float32
+        options |= {"rotary_cos": angles.cos().to(source.device, dtype), "rotary_sin": angles.sin().to(source.device, dtype)}
+        options["rotary_interleaved"] = c.rotary == "interleaved"
+    if c.alibi:
+        shape = (c.nheads,) if c.alibi == "h" else (c.batch, c.nheads)
+        options["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
+    if c.sinks:
+        options["sinks"] = source.randn(c.nheads).to(source.dtype if c.sinks == "own" else torch.float32)
+    return options

@@ -1,0 +1,204 @@
+"""Attention problems as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
+
+The tests load this file by its path, so it imports nothing but torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Source(Protocol):
+    """Draws a problem's tensors: on one device, in one dtype, from one seed."""
+
+    device: Any
+    dtype: torch.dtype
+    seed: int
+
+    def randn(self, *shape: int, spread: float = 1.0) -> Tensor:
+        """Returns normal numbers with this standard deviation, in the problem's dtype."""
+
+    def ints(self, values: Any) -> Tensor:
+        """Returns these numbers as int32."""
+
+
+@dataclass
+class CpuSource:
+    """Draws on the CPU and moves to `device`, so that a seed gives the same numbers on every device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def randn(self, *shape: int, spread: float = 1.0) -> Tensor:
+        """Returns normal numbers with this standard deviation."""
+        return (torch.randn(shape, generator=self.generator) * spread).to(self.dtype).to(self.device)
+
+    def ints(self, values: Any) -> Tensor:
+        """Returns these numbers as int32."""
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """One problem of `volta_fa::fwd` and `volta_fa::bwd`.
+
+    `lengths` makes it packed: (seqlen_q, seqlen_k) of each sequence; `seqlen_q`, `seqlen_k` and `batch` then do not count.
+    """
+
+    seqlen_q: int = 0
+    seqlen_k: int = 0
+    headdim: int = 64
+    headdim_v: int | None = None
+    batch: int = 2
+    nheads: int = 2
+    nheads_k: int | None = None
+    is_causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softmax_scale: float | None = None
+    spread: float = 1.0  # standard deviation of q, k and v
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi: str = ""  # "h": (nheads), "bh": (batch, nheads)
+    bias: str = ""  # its dimensions that are not 1, as "bhqk", "hqk" or "k", or "-" for none; then its type, as "qk:fp32"
+    sinks: str = ""  # type: "own" or "fp32"
+    lengths: tuple[tuple[int, int], ...] = ()
+    spare: int = 0  # max_seqlen beyond the longest sequence
+    used: tuple[int, ...] = ()  # seqused_k
+    dtype: torch.dtype | None = None  # None: whoever draws the tensors decides
+    deterministic: bool = False
+
+    def __repr__(self) -> str:
+        given = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return f"Case({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
+
+    def __str__(self) -> str:
+        parts = [f"b{self.batch}", f"q{self.seqlen_q}", f"k{self.seqlen_k}"]
+        if self.lengths:
+            shown = [f"{q}x{k}" for q, k in self.lengths[:4]]
+            parts = ["packed" + ",".join([*shown, f"{len(self.lengths)}in all"] if len(self.lengths) > 4 else shown)]
+        if self.spare:
+            parts.append(f"spare{self.spare}")
+        if self.used:
+            parts.append("used" + ",".join(map(str, self.used[:4])))
+        parts.append(f"h{self.nheads}" + ("" if self.nheads_k is None else f"on{self.nheads_k}"))
+        parts.append(f"d{self.headdim}" + ("" if self.headdim_v is None else f"v{self.headdim_v}"))
+        if self.dtype is not None:
+            parts.append(str(self.dtype).removeprefix("torch."))
+        if self.is_causal:
+            parts.append("causal")
+        if self.window_left >= 0 or self.window_right >= 0:
+            parts.append(f"window{self.window_left}:{self.window_right}")
+        if self.softmax_scale is not None:
+            parts.append(f"scale{self.softmax_scale:g}")
+        if self.spread != 1.0:
+            parts.append(f"spread{self.spread:g}")
+        if self.softcap:
+            parts.append(f"softcap{self.softcap:g}")
+        if self.dropout_p:
+            parts.append(f"dropout{self.dropout_p:g}")
+        for name in ("alibi", "bias", "sinks"):
+            if getattr(self, name):
+                parts.append(name + getattr(self, name).replace(":", ""))
+        if self.deterministic:
+            parts.append("deterministic")
+        return "_".join(parts)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """max_seqlen_q and max_seqlen_k."""
+        if not self.lengths:
+            return self.seqlen_q, self.seqlen_k
+        q, k = zip(*self.lengths)
+        return max(q) + self.spare, max(k) + self.spare
+
+    @property
+    def entries(self) -> int:
+        """How many batch entries or packed sequences there are."""
+        return len(self.lengths) or self.batch
+
+    @property
+    def seqlens(self) -> list[tuple[int, int]]:
+        """(seqlen_q, keys that count) of each batch entry or packed sequence."""
+        of_tensors = self.lengths or ((self.seqlen_q, self.seqlen_k),) * self.batch
+        return [(q, self.used[i] if self.used else k) for i, (q, k) in enumerate(of_tensors)]
+
+    @property
+    def features(self) -> list[str]:
+        """Features that a kernel must have to run it, by their names in `info()`."""
+        bias, _, bias_type = self.bias.partition(":")
+        is_bf16 = self.dtype == torch.bfloat16
+        asked = {
+            "lengths": bool(self.lengths or self.used),
+            "sinks": bool(self.sinks),
+            "bf16_gradients": is_bf16,
+            "softcap": self.softcap > 0,
+            "alibi": bool(self.alibi),
+            "bias": bool(bias),
+            "dropout": self.dropout_p > 0,
+            # kernels get a bf16 bias as fp32
+            "fp32_bias": bool(bias) and (bias_type == "fp32" or (not bias_type and is_bf16)),
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The op's keyword arguments that are no tensors; the reference takes the same."""
+        o: dict[str, Any] = {"is_causal": self.is_causal, "window_left": self.window_left, "window_right": self.window_right}
+        if self.softmax_scale is not None:
+            o["softmax_scale"] = self.softmax_scale
+        if self.softcap:
+            o["softcap"] = self.softcap
+        if self.dropout_p:
+            o["dropout_p"] = self.dropout_p
+        return o
+
+    def inputs(self, source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draws q, k, v and dout."""
+        hk = self.nheads if self.nheads_k is None else self.nheads_k
+        dv = self.headdim if self.headdim_v is None else self.headdim_v
+        rows_q: tuple[int, ...] = (self.batch, self.seqlen_q)
+        rows_k: tuple[int, ...] = (self.batch, self.seqlen_k)
+        if self.lengths:
+            rows_q, rows_k = ((sum(lengths),) for lengths in zip(*self.lengths))
+        q = source.randn(*rows_q, self.nheads, self.headdim, spread=self.spread)
+        k = source.randn(*rows_k, hk, self.headdim, spread=self.spread)
+        v = source.randn(*rows_k, hk, dv, spread=self.spread)
+        return q, k, v, source.randn(*rows_q, self.nheads, dv)
+
+    def tensors(self, source: Source) -> dict[str, Any]:
+        """Draws the op's keyword arguments that are tensors, and adds what belongs to them."""
+        o: dict[str, Any] = {}
+        if self.lengths:
+            for name, lengths, longest in zip("qk", zip(*self.lengths), self.longest):
+                o[f"cu_seqlens_{name}"] = source.ints([0, *accumulate(lengths)])
+                o[f"max_seqlen_{name}"] = longest
+        if self.used:
+            o["seqused_k"] = source.ints(self.used)
+        if self.alibi:
+            # steep enough that they matter beside scores of a few units
+            shape = (self.entries, self.nheads) if self.alibi == "bh" else (self.nheads,)
+            o["alibi_slopes"] = source.randn(*shape).float().abs() * 0.3
+        if self.bias:
+            dims, _, dtype = self.bias.partition(":")
+            full = dict(zip("bhqk", (self.entries, self.nheads, *self.longest)))
+            bias = source.randn(*(n if name in dims else 1 for name, n in full.items()))
+            o["attn_bias"] = bias > -0.8 if dtype == "bool" else bias.float() if dtype == "fp32" else bias
+        if self.sinks:
+            sinks = source.randn(self.nheads) * 2
+            o["sinks"] = sinks.float() if self.sinks == "fp32" else sinks
+        return o
+
+    def problem(self, source: Source) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Draws (q, k, v, dout), and every keyword argument."""
+        return self.inputs(source), {**self.options, **self.tensors(source)}
