@@ -1,6 +1,6 @@
 //! volta_fa: exact attention, forward and backward, for NVIDIA Volta and Turing, as PyTorch operators.
 //!
-//! A call passes these modules, in this order:
+//! A call passes these modules, in this order. tests/modules.rs keeps them free of circles.
 //!
 //! ```text
 //! torch_ops/ (C++)      schemas, dispatch keys, autograd
