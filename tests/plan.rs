@@ -79,13 +79,13 @@ fn every_headdim_has_kernels_and_padding_is_least() {
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
-                let asked = asked.intersection(v.pass.facts().needs);
+                let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-                let holds = |v: &Variant| fits(v) && v.needs.covers(asked);
+                let holds = |v: &Variant| fits(v) && v.features.contains(asked);
                 assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
-                let less_padded = others().any(|o| o.needs == v.needs && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
-                let cheaper = others().any(|o| o.needs != v.needs && v.needs.covers(o.needs));
+                let less_padded = others().any(|o| o.features == v.features && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
+                let cheaper = others().any(|o| o.features != v.features && v.features.contains(o.features));
                 assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
@@ -178,7 +178,7 @@ fn far_rows_with_alibi_get_general_kernels() {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
         let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Feature::Alibi));
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|need| need == Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
@@ -262,9 +262,9 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        // a block of rows a block, or, of equal shares, of all heads and entries in one line
-        let [of_head, heads] = f.shares.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
-        assert_eq!((f.shares.is_some(), heads), (seqlen == 4096, 8));
+        // a tile a block; a stream-K grid has the tiles of all heads and entries on one axis
+        let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
+        assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
         let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
@@ -339,7 +339,7 @@ fn few_keys_take_one_kernel() {
     assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
     let newer = DeviceLimits { capability: (9, 0), ..*v100 };
     assert_eq!(name(&a(), &newer), "turing_bwd_fused_64");
-    assert!(in_parts(a(), &tuned_with(COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
+    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     assert_eq!(
         name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])),
@@ -439,11 +439,11 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
                 let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
-                    assert!(v.needs.covers(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
+                    assert!(v.features.contains(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                 assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
-                let prepared = asked.intersection(plan.main.variant.pass.facts().needs) != FeatureSet::NONE;
+                let prepared = asked.intersection(plan.main.variant.pass.info().features) != FeatureSet::NONE;
                 assert!(!prepared || plan.main == fp16.main, "nothing else changes");
             }
         }
@@ -535,7 +535,7 @@ fn names_are_unique_and_blocks_fit_their_gpus() {
         assert!(v.shared_bytes * v.blocks_per_sm <= v.family.shared_bytes, "{}", v.name);
         assert!(v.threads % 32 == 0 && v.threads <= 1024 && v.threads * v.blocks_per_sm <= v.family.threads, "{}", v.name);
         assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
-        assert!(v.pass.facts().needs.covers(v.needs), "{}: no problem asks for all that it covers", v.name);
+        assert!(v.pass.info().features.contains(v.features), "{}: no problem asks for all that it covers", v.name);
     }
 }
 
@@ -545,7 +545,7 @@ fn scratch_layouts_make_sense() {
     for table in COMPILED.0 {
         for v in *table {
             assert_eq!(v.family, table[0].family, "{}: a table is of one family", v.name);
-            if v.pass.facts().params != ParamBlock::Backward {
+            if v.pass.info().params != ParamBlock::Backward {
                 continue;
             }
             let s = v.family.scratch.expect("backward kernels have scratch memory");
@@ -561,7 +561,7 @@ fn scratch_layouts_make_sense() {
             assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
             // keys in blocks: queries in steps
-            assert!(v.pass.facts().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
+            assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
         }
     }
 }
@@ -707,7 +707,7 @@ fn the_environment_may_restrict_the_choice() {
 #[test]
 fn the_kernel_with_the_fewest_needs_wins() {
     let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
-    let two = Variant { name: "two", needs, ..like("volta_fwd_generic_64x64", VOLTA) };
+    let two = Variant { name: "two", features: needs, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
         // full rounds
@@ -743,14 +743,14 @@ fn the_kernel_with_the_fewest_needs_wins() {
 #[test]
 fn an_fp32_bias_gets_kernels_that_read_it() {
     let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
-    assert!(kernels::variants().all(|v| v.needs.covers(bias) || !v.needs.covers(fp32)), "a type of what is not there");
-    let of_fp16: Vec<_> = kernels::variants().filter(|v| v.needs.covers(bias) && !v.needs.covers(fp32)).collect();
-    assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.requires.covers(bias)), "{of_fp16:?}");
+    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type of what is not there");
+    let of_fp16: Vec<_> = kernels::variants().filter(|v| v.features.contains(bias) && !v.features.contains(fp32)).collect();
+    assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.required_features.contains(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
         let [(half, on_t4), (float, float_on_t4)] = [false, true].map(|fp32_bias| {
             let features = RequestedFeatures { attn_bias: true, fp32_bias, dropout_p, ..RequestedFeatures::default() };
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
-            assert_eq!(plan::needs(&a, DEFAULT).covers(bias.union(fp32)), fp32_bias);
+            assert_eq!(plan::features(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
             (name(&DeviceLimits::V100), name(&T4))
         });
@@ -777,7 +777,7 @@ fn a_choice_for_a_bias_says_its_type() {
 #[test]
 fn a_kernel_gets_what_it_requires() {
     let needs = FeatureSet::of(&[Feature::Alibi]);
-    let alibi = Variant { name: "alibi", needs, requires: needs, ..like("volta_fwd_64x64", VOLTA) };
+    let alibi = Variant { name: "alibi", features: needs, required_features: needs, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
@@ -810,7 +810,7 @@ fn a_device_is_served_by_whole_families_of_its_own() {
 #[test]
 fn needs_are_a_set() {
     let [a, b] = [FeatureSet::of(&[Feature::Alibi, Feature::Sinks]), FeatureSet::of(&[Feature::Sinks])];
-    assert!(a.covers(b) && !b.covers(a) && b.covers(FeatureSet::NONE) && a.covers(a));
+    assert!(a.contains(b) && !b.contains(a) && b.contains(FeatureSet::NONE) && a.contains(a));
     assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, FeatureSet::of(&[Feature::Alibi]), b, a));
     assert_eq!(a.iter().collect::<Vec<_>>(), [Feature::Sinks, Feature::Alibi]);
     let mut names = Feature::ALL.map(Feature::name).to_vec();
@@ -831,7 +831,7 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
 }
 
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
-    tuned_with(COMPILED, failed, choices, DeviceLimits::V100)
+    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
 }
 
 fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
@@ -1050,15 +1050,15 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
         (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
         (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
         (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "that the class' headdims and needs fit"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "that the class' headdims and needs fit"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "with the headdims and features of the class"),
         (
             choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "needs": ["bias", "fp32_bias"]"#),
-            "that the class' headdims and needs fit",
+            "with the headdims and features of the class",
         ),
         (
             choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bf16_gradients"]"#),
-            "choices[0].needs: got `bf16_gradients`",
+            "choices[0].features: got `bf16_gradients`",
         ),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
@@ -1067,7 +1067,7 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
         (choice(r#""pass": "Backward""#), "choices[0]: got neither, expected either `variant` or `deterministic`"),
         (choice(r#""pass": "Backward", "variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
     ] {
-        let e = Tuning::parse(&text, COMPILED).expect_err(&text);
+        let e = Tuning::parse(&text, *COMPILED).expect_err(&text);
         assert!(e.kind == ErrorKind::Value && e.message.contains(expected), "{text}: {e}");
     }
 }
@@ -1078,14 +1078,14 @@ fn a_tuning_belongs_to_one_card() {
     assert_eq!(card.file_name(), "Tesla_V100_SXM2_16GB-580.159.04-0.1.0.json");
     assert_eq!(Card { device: "../a b/\u{e9}".into(), ..card.clone() }.file_name(), ".._a_b__-580.159.04-0.1.0.json");
     let text = r#"{"format": 1, "volta_fa": "0.1.0", "device": "Tesla V100-SXM2-16GB", "driver": "580.159.04", "note": {"any": [1]}}"#;
-    Tuning::parse(text, COMPILED).unwrap().check_made_on(&card).unwrap();
+    Tuning::parse(text, *COMPILED).unwrap().check_made_on(&card).unwrap();
     for (from, to, expected) in [
         ("SXM2", "PCIE", "tuning: device: got `Tesla V100-PCIE-16GB`, expected `Tesla V100-SXM2-16GB`"),
         ("580.", "470.", "tuning: driver: got `470.159.04`"),
         ("0.1.0", "0.0.9", "tuning: volta_fa: got `0.0.9`"),
         (r#""driver": "580.159.04", "#, "", "tuning: driver: got nothing"),
     ] {
-        let e = Tuning::parse(&text.replace(from, to), COMPILED).unwrap().check_made_on(&card).unwrap_err();
+        let e = Tuning::parse(&text.replace(from, to), *COMPILED).unwrap().check_made_on(&card).unwrap_err();
         assert!(e.message.contains(expected), "{e}");
     }
 }
@@ -1096,7 +1096,7 @@ fn choices_that_a_device_can_never_take_are_named() {
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
         {"pass": "Backward", "deterministic": true}]}"#;
-    let usable = |d: &DeviceLimits| Tuning::parse(text, COMPILED).unwrap().usable_on(COMPILED, d.sm(), d.shared_bytes_per_block);
+    let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
     let (tuning, refused) = usable(&DeviceLimits::V100);
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");
@@ -1106,40 +1106,40 @@ fn choices_that_a_device_can_never_take_are_named() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
-/// Such grids are the forward pass' own: what reads pages is asked for by the same shape.
+/// Prefill has the same shape, but no stream-K kernels.
 #[test]
-fn a_choice_of_equal_shares_is_not_of_pages() {
+fn prefill_ignores_stream_k_choices() {
     let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
     let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
     assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
     assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
 }
 
-/// Pieces have every step of every block of rows that is cut once, know which they are, and places have equally long.
+/// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.
 #[test]
-fn equal_shares_cover_all_steps_once() {
+fn stream_k_splits_cover_all_iterations_once() {
     let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
-    for (row_blocks, keys, step, places_per_sm) in grids {
-        let places = 80 * places_per_sm;
-        let (shares, _) = plan::StreamKPlan::of(row_blocks, keys, step, 80, places_per_sm).unwrap();
-        assert_eq!((shares.data_parallel_tiles + shares.stream_k_tiles) as u64, row_blocks);
-        assert!(shares.data_parallel_tiles % places == 0 && shares.stream_k_tiles < places);
-        let dealt = shares.deal();
-        assert_eq!(shares.blocks(), shares.data_parallel_tiles + dealt.pieces.len() as u32);
-        for row_block in 0..shares.stream_k_tiles {
-            let mut pieces: Vec<_> = dealt.pieces.iter().filter(|piece| u32::from(piece.row_block) == row_block).collect();
-            pieces.sort_by_key(|piece| piece.first);
-            let (mut at, all) = (0, pieces.len() as u16);
-            for (number, piece) in pieces.into_iter().enumerate() {
-                assert_eq!((piece.first, piece.part), (at, StreamKSplit::part(number as u16, all)), "{shares:?}");
-                assert!(piece.end > piece.first && u32::from(all) <= dealt.most_pieces);
-                at = piece.end;
+    for (tiles, keys, step, blocks_per_sm) in grids {
+        let resident_blocks = 80 * blocks_per_sm;
+        let (plan, _) = plan::StreamKPlan::of(tiles, keys, step, 80, blocks_per_sm).unwrap();
+        assert_eq!((plan.data_parallel_tiles + plan.stream_k_tiles) as u64, tiles);
+        assert!(plan.data_parallel_tiles % resident_blocks == 0 && plan.stream_k_tiles < resident_blocks);
+        let schedule = plan.schedule();
+        assert_eq!(plan.blocks(), plan.data_parallel_tiles + schedule.splits.len() as u32);
+        for tile in 0..plan.stream_k_tiles {
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == tile).collect();
+            splits.sort_by_key(|split| split.first);
+            let (mut at, all) = (0, splits.len() as u16);
+            for (number, split) in splits.into_iter().enumerate() {
+                assert_eq!((split.first, split.part), (at, StreamKSplit::part(number as u16, all)), "{plan:?}");
+                assert!(split.end > split.first && u32::from(all) <= schedule.max_splits);
+                at = split.end;
             }
-            assert_eq!(u32::from(at), shares.steps);
+            assert_eq!(u32::from(at), plan.iterations);
         }
         let longest_first =
-            dealt.pieces.windows(2).take(shares.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
-        assert!(longest_first, "{shares:?}");
+            schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
+        assert!(longest_first, "{plan:?}");
     }
-    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full rounds");
+    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full waves");
 }

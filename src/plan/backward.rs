@@ -2,7 +2,7 @@
 
 use super::choose::{choose, Chosen};
 use super::device::DeviceLimits;
-use super::features::{needs, BackwardMode};
+use super::features::{features, BackwardMode};
 use super::grid::{of_rows, planned, rounded, rows_and_heads, scratch};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::{of_all_sizes, smaller};
@@ -112,7 +112,7 @@ fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &
 /// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
 /// kernel with atomics failed which no other can replace; the other way round it never goes.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    backward_among(COMPILED, a, mode, d)
+    backward_among(*COMPILED, a, mode, d)
 }
 
 /// The same with other kernels to choose from.
@@ -156,7 +156,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
         return None;
     }
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
-    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
+    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
     // instead of one that failed, or of another family's, rather the parts of a pass
     if !is_tuned && large.1 != Reason::Cheapest {
@@ -165,7 +165,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
     // tiles that waste less on padding
     let is_narrower =
-        |v: &Variant| v.needs == kernel.0.needs && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
+        |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
     if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
         return None;
     }
@@ -177,7 +177,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
 
 /// In kernels for what comes before the products, for these, and for dq.
 fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let (shape, needs) = (Shape::of(a), needs(a, mode));
+    let (shape, needs) = (Shape::of(a), features(a, mode));
     let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
     let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
     let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));

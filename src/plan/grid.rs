@@ -11,7 +11,7 @@ pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
 
 /// What a kernel has blocks of, and for how many heads.
 pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
-    match variant.pass.facts().rows {
+    match variant.pass.info().rows {
         RowKind::Queries => (a.seqlen_q, a.nheads),
         RowKind::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         RowKind::Keys => (a.seqlen_k, a.nheads_k),
@@ -39,7 +39,7 @@ pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, 
 }
 
 pub(super) fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, shares: None }
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, stream_k: None }
 }
 
 pub(super) fn scratch(variant: &Variant) -> Scratch {
