@@ -91,9 +91,7 @@ def _install(source: Path, destination: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--releases", default="", help="`all`, or comma-separated folders of torch packages; default: this Python's torch"
-    )
+    parser.add_argument("--releases", default="", help="`all`, or comma-separated folders of torch packages; default: this Python's torch")
     build(target_folder() / "release" / SHIM, PACKAGE, releases=parser.parse_args().releases)
     return 0
 

@@ -16,7 +16,7 @@ use crate::plan::BackwardMode;
 use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
-const FP16_MAX: f64 = 65504.0;
+const FP16_MAX: f64 = half::f16::MAX.to_f64_const();
 /// Scaled magnitudes are below 2 to this, the largest at least half of it: dP is below 16 * headdim then, and dS, which the kernels
 /// keep in fp16, below twice that; and 2^-25 of the largest is still not 0.
 const LARGEST: i64 = 2;
