@@ -31,7 +31,9 @@ use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/shim.rs", "src/options.rs", "src/kernels"] {
+    for path in
+        ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/info.rs", "src/shim.rs", "src/options.rs", "src/kernels"]
+    {
         println!("cargo:rerun-if-changed={path}");
     }
     let target = target_folder(&out)?;
@@ -40,11 +42,11 @@ fn run() -> Result<()> {
     let params = out.join("volta_fa_params.h");
     c_header(&["src/params.rs"], &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
-    embed::embed(&compiler, &tables::TABLES.concat(), &target.join("volta-fa-kernels"), &out)?;
+    embed::embed(&compiler, &tables::tables().concat(), &target.join("volta-fa-kernels"), &out)?;
 
     let headers = target.join("volta-fa-headers");
     std::fs::create_dir_all(&headers)?;
-    c_header(&["src/ffi.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
+    c_header(&["src/ffi.rs", "src/info.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
     options_header::write_header(&headers.join("volta_fa_options.h"))?;
 
     // The name under which the package has the library, and the shims need it. It is not linked with a shim, of which there is one

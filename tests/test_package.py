@@ -103,9 +103,9 @@ def test_links_on_the_site():
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     readme = (
-        "[a](docs/guides/sdpa.md#layers), [`b`](src/plan.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+        "[a](docs/guides/sdpa.md#layers), [`b`](src/lib.rs), [c](tools/volta-sim/README.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
     )
-    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d.org/e.md), `[f](src/plan.rs)`"
+    site = "[a](guides/sdpa.md#layers), `b`, [c](design/simulator.md), [d](https://d.org/e.md), `[f](src/lib.rs)`"
     assert hook.site_links(readme, "index.md") == site
     code = "\n```\n[e](../build.rs)\n```\n"
     page = f"[a](../../README.md#use) ![b](../images/call.svg) [c](#d) [nowhere](../../src/nowhere.rs){code}[f](../../build.rs)"
