@@ -66,7 +66,7 @@ def build(core: Path, package: Path, *, releases: str = "", linker: Path | None 
     folders = torch_folders(releases)
     work = target_folder() / "shims"
     command = ["cargo", "run", "--release", "--locked", "--quiet", "--package", "volta-fa-shims", "--"]
-    command += ["--core", core, "--headers", target_folder() / "volta-fa-headers", "--out", work]
+    command += ["--root", ROOT, "--core", core, "--headers", target_folder() / "volta-fa-headers", "--out", work]
     command += ["--linker", linker] if linker else []
     command += [f"{release}={folder}" for release, folder in folders.items()]
     if subprocess.run(command, cwd=ROOT).returncode != 0:
