@@ -1,5 +1,5 @@
 //! Tunings: which kernels serve a card better than the plan's own choice, and which failed on it, as `python -m volta_fa check` finds
-//! out. docs/tuning.md describes the file.
+//! out. docs/reference/tuning-file.md describes the file.
 //!
 //! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
 
@@ -260,7 +260,8 @@ impl Tuning {
     /// # Errors
     /// What is not such a tuning; the message says where.
     pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
-        let text: Text = serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/tuning.md describes it"))?;
+        let text: Text =
+            serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/reference/tuning-file.md describes it"))?;
         if text.format != FORMAT {
             return Err(Error::value("tuning: format", text.format, FORMAT));
         }

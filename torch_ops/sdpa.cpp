@@ -123,7 +123,7 @@ enum class Decision : size_t {
     count
 };
 
-// Names as sdpa_stats() shows them; docs/sdpa.md explains each.
+// Names as sdpa_stats() shows them; docs/guides/sdpa.md explains each.
 constexpr std::array<const char*, static_cast<size_t>(Decision::count)> decision_names = {
     "ran",     "traced", "attn_mask", "dropout",     "dtype", "forward_mode", "functorch",
     "headdim", "layout", "scale",     "sdpa_kernel", "shape", "subclass"};

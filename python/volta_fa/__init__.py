@@ -126,7 +126,7 @@ Callers write the cache.
 
 A wrong argument raises ValueError, `argument: got X, expected Y`, before anything runs. Unsupported arguments raise
 NotImplementedError, failures of the device or driver RuntimeError. A value of a type outside the schema raises PyTorch's own
-RuntimeError. Values of int32 tensors on a GPU are not checked, and wrong ones give NaN: docs/features.md, "Lengths on a GPU".
+RuntimeError. Values of int32 tensors on a GPU are not checked, and wrong ones give NaN: docs/reference/options.md, "Lengths on a GPU".
 
 GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's PTX, which is correct but
 not tuned for them. Older ones raise NotImplementedError.
@@ -143,11 +143,11 @@ Environment, read at each call unless it says otherwise:
 
     VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
     VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
-    VOLTA_FA_TUNING=0           read no tuning file (docs/tuning.md); a path: read this one. Read once for each device
+    VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device
     VOLTA_FA_LOG=1              print each distinct plan once to standard error, with the reason for each kernel. Read once
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() when the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
-                                (more in docs/architecture.md)
+                                (more in docs/reference/environment.md)
 
 `python -m volta_fa --help` lists the command line's commands.
 """

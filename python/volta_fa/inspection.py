@@ -26,7 +26,7 @@ def info() -> dict[str, Any]:
             it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
         tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
             the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
-            that failed, and overridden: whether the process was given another tuning instead. docs/tuning.md has more.
+            that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
         problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), requires (what of that a

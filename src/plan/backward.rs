@@ -53,7 +53,7 @@ pub struct Tail {
     pub first_block: u32,
 }
 
-/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/backward-kernel.md).
+/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/design/volta-backward.md).
 const TAIL: f64 = 0.67;
 
 /// Blocks of keys of a head that a GPU is done with in one round less than with all, and the smaller variant, where that takes the rest in
@@ -82,7 +82,7 @@ fn places(v: &Variant, d: &DeviceLimits) -> u64 {
 /// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
 /// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
 /// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
-///   rows of dq that it meets. On a V100 (docs/backward-kernel.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
+///   rows of dq that it meets. On a V100 (docs/design/volta-backward.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
 /// - the other mode has seven products for five, in one launch, and no accumulator.
 fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
     const FLOPS_A_BYTE: f64 = 76.0 / 0.83;

@@ -23,7 +23,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
 /// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
 ///   small ones: these end sooner.
 ///
-/// Figures: `docs/forward-kernel.md`, `docs/backward-kernel.md`, `docs/turing-kernels.md`.
+/// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
     let blocks = |v: &Variant| {
         let (rows, heads) = rows_and_heads(v, a);

@@ -1,4 +1,4 @@
-"""Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/tuning.md).
+"""Finds better kernels for this GPU than the planner's choice, and writes them into a tuning file (docs/reference/tuning-file.md).
 
 It measures two alternatives for problems without options: gradients without atomics, and smaller or larger tiles in the forward pass.
 Each class of shapes is measured at one shape. A choice is written only if it is faster in every round by a clear margin.

@@ -19,7 +19,7 @@ CPU backend in float64, times the card and attention beside PyTorch's own and be
 and writes a page to the screen, a plot and a JSON file. At most three minutes on a GPU.
 
 --tune writes what was found to be faster, and which kernels failed, to a file of yours that plans read from then on
-(docs/tuning.md).
+(docs/reference/tuning-file.md).
 
 Exit status: 0 if all is right, 1 if something is not, 2 if the check cannot run here.
 """

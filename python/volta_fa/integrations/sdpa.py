@@ -5,7 +5,7 @@ loaded. A device is on while the switch or an open block names it.
 
 The native library registers another kernel for the op. No Python name is replaced, so TorchScript programs, torch.nn's layers,
 C++ code and modules that imported the function earlier use it too. Calls without a kernel in volta_fa run the implementation that
-PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/sdpa.md explains the reasons.
+PyTorch would have chosen; `sdpa_stats()` counts them by reason, and docs/guides/sdpa.md explains the reasons.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
     Keys:
         ran: calls that volta_fa ran.
         traced: calls that torch.compile or another tracer recorded as volta_fa's. Runs of the compiled program are not counted.
-        fell_back: calls that PyTorch's implementation ran, by reason; docs/sdpa.md explains the reasons.
+        fell_back: calls that PyTorch's implementation ran, by reason; docs/guides/sdpa.md explains the reasons.
 
     Args:
         reset: set all counts to 0 afterwards.

@@ -1,4 +1,4 @@
-//! The backward kernels. docs/turing-backward.md derives the shapes. A thread can have 255 registers.
+//! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
 use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, TURING};
 

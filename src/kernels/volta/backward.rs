@@ -1,4 +1,4 @@
-//! The backward kernels. docs/backward-kernel.md derives the shapes. A thread can have 255 registers.
+//! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
 use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, VOLTA};
 

@@ -1,5 +1,5 @@
 //! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
-//! `docs/forward-kernel.md`. `registers` comes last in each row, of the 255 that one thread can have.
+//! `docs/design/volta-forward.md`. `registers` comes last in each row, of the 255 that one thread can have.
 
 use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, VOLTA};
 

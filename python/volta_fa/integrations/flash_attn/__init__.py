@@ -5,5 +5,5 @@
 - `shim/`: a `flash_attn` package made of volta_fa, and the metadata of its distribution. tools/flash_attn_shim installs it with pip.
 
 `volta_fa.rotary` and `volta_fa.bert_padding` are the modules of flash-attn that need no kernel.
-Nothing falls back: the functions raise ValueError or NotImplementedError. docs/flash-attn.md lists the differences.
+Nothing falls back: the functions raise ValueError or NotImplementedError. docs/guides/flash-attn.md lists the differences.
 """

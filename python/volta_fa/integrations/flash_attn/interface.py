@@ -1,7 +1,7 @@
 """flash-attn 2's functions on `volta_fa::fwd` and `volta_fa::fwd_kvcache`, with the signatures, defaults and results of 2.8.3.
 
 Masks are aligned bottom-right. A query without a visible key has out 0 and softmax_lse +inf. Gradients come from autograd.
-docs/flash-attn.md lists the differences from flash-attn.
+docs/guides/flash-attn.md lists the differences from flash-attn.
 """
 
 from __future__ import annotations

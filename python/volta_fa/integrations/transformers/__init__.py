@@ -7,7 +7,7 @@
 Importing this package registers an attention function and a mask function under the name `volta_fa`. It also replaces two
 methods of `PreTrainedModel`, and functions in three modules of continuous batching, that know implementations by name.
 Nothing falls back: a model without the attention interface raises ValueError when it is constructed with this name, and
-the attention function raises NotImplementedError for options without a kernel. docs/transformers.md lists both.
+the attention function raises NotImplementedError for options without a kernel. docs/guides/transformers.md lists both.
 
 - `releases`: the installed transformers, and the names registered there.
 - `mask_function`, with `patterns` and `mask_rule`: masks as windows, packed sequences and padding, without memory.

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in each of its processes, by the entry point `volta_fa.vllm:register` in the group `vllm.general_plugins`.
 It registers the backend as CUSTOM, and replaces nothing. Before that call nothing is imported from vLLM.
-Nothing falls back: vLLM asks the backend what it supports, and reports an error for other models and options. docs/vllm.md has the
+Nothing falls back: vLLM asks the backend what it supports, and reports an error for other models and options. docs/guides/vllm.md has the
 commands and limits.
 
 - `paged`: the paged cache and the calls of the operators, without vLLM.

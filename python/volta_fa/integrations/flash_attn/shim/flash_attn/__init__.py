@@ -1,4 +1,4 @@
-"""flash-attn 2's package, made of volta_fa: for programs that import flash_attn. See volta_fa's docs/flash-attn.md."""
+"""flash-attn 2's package, made of volta_fa: for programs that import flash_attn. See volta_fa's docs/guides/flash-attn.md."""
 
 from .flash_attn_interface import *
 from .flash_attn_interface import __all__ as __all__
