@@ -1,4 +1,4 @@
-"""The limits of the kernels that Python code checks. The native library has the same in src/, and checks all calls itself."""
+"""The limits of the kernels that Python code checks. src/limits.rs has the same limits, and the native library checks all calls."""
 
 #: Largest headdim of `volta_fa::fwd`, `bwd` and `fwd_kvcache`.
 MAX_HEADDIM = 256
