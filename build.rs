@@ -1,5 +1,5 @@
-//! Builds what cargo alone cannot: the CUDA kernels (NVRTC, embedded compressed). And writes the headers that say in C++ what Rust
-//! and the shim, which CMake builds (torch_ops/CMakeLists.txt), have in common.
+//! Compiles the CUDA kernels with NVRTC and embeds them, compressed.
+//! Writes the C++ headers of everything that Rust shares with the shims (`torch_ops/`, built by `tools/shims`).
 
 #[path = "tools/build/embed.rs"]
 mod embed;
@@ -31,7 +31,9 @@ use tables::variants::ParamBlock;
 
 fn run() -> Result<()> {
     let out = PathBuf::from(std::env::var("OUT_DIR").context("OUT_DIR is not set: run this through cargo")?);
-    for path in ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/shim.rs", "src/options.rs", "src/kernels"] {
+    for path in
+        ["build.rs", "tools/build", "csrc", "src/params.rs", "src/ffi.rs", "src/info.rs", "src/shim.rs", "src/options.rs", "src/kernels"]
+    {
         println!("cargo:rerun-if-changed={path}");
     }
     let target = target_folder(&out)?;
@@ -40,11 +42,11 @@ fn run() -> Result<()> {
     let params = out.join("volta_fa_params.h");
     c_header(&["src/params.rs"], &params)?;
     let compiler = nvrtc::Compiler::load(&python, &params)?;
-    embed::embed(&compiler, &tables::TABLES.concat(), &target.join("volta-fa-kernels"), &out)?;
+    embed::embed(&compiler, &tables::tables().concat(), &target.join("volta-fa-kernels"), &out)?;
 
     let headers = target.join("volta-fa-headers");
     std::fs::create_dir_all(&headers)?;
-    c_header(&["src/ffi.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
+    c_header(&["src/ffi.rs", "src/info.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
     options_header::write_header(&headers.join("volta_fa_options.h"))?;
 
     // The name under which the package has the library, and the shims need it. It is not linked with a shim, of which there is one

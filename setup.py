@@ -1,8 +1,8 @@
-"""Builds the native libraries, the core with cargo and the shims with CMake, and puts them into the package; all else is in pyproject.toml.
+"""Builds the native libraries with cargo and packs them: the core and the shims. pyproject.toml has everything else.
 
-VOLTA_FA_TORCH_RELEASES   the releases of torch to build for: `all`, or folders of torch packages between commas; the active torch if unset
-VOLTA_FA_PORTABLE=1       link for the oldest Linux that torch's own wheels run on (tools/portable_linker.py); the wheel's name says so
-VOLTA_FA_CUDA_HOME        a CUDA 12 toolkit to take NVRTC from, instead of the PyPI wheels
+VOLTA_FA_TORCH_RELEASES   torch releases to build for: `all` or comma-separated folders of torch packages; default: the installed torch
+VOLTA_FA_PORTABLE=1       link for the oldest Linux that torch wheels support (tools/portable_linker.py) and tag the wheel with it
+VOLTA_FA_CUDA_HOME        CUDA 12 toolkit to take NVRTC from, instead of the PyPI wheels
 """
 
 import os
@@ -18,7 +18,7 @@ import check_build_env  # noqa: E402
 RELEASES = os.environ.get("VOLTA_FA_TORCH_RELEASES", "")
 PORTABLE = os.environ.get("VOLTA_FA_PORTABLE", "0") not in ("", "0")
 
-# Before setuptools-rust is imported and cargo compiles for minutes: one line for each thing that is missing.
+# Report all missing tools in one line each, before the import of setuptools-rust and minutes of compilation.
 if found := check_build_env.problems(active_torch=not RELEASES, portable=PORTABLE):
     raise SystemExit("\n".join(f"volta_fa: {problem}" for problem in found))
 
@@ -32,10 +32,11 @@ import build_shims  # noqa: E402
 import portable_linker  # noqa: E402
 
 CORE = "volta_fa.libvolta_fa_core"
+LINKER = portable_linker.script(build_shims.target_folder()) if PORTABLE else None
 
 
 class FreshSources(build_py):
-    """Without what an earlier build left in build/: setuptools would ship modules that are no longer there."""
+    """Removes the results of earlier builds from build/, because setuptools would ship modules that no longer exist."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -44,30 +45,30 @@ class FreshSources(build_py):
 
 
 class NativeLibraries(build_ext):
-    """The libraries are no extension modules: no Python ABI in their names."""
+    """Names libraries without a Python ABI tag, because they are no extension modules."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
 
 class CoreAndShims(build_rust):
-    """The shims go beside the core, when that is there."""
+    """Builds the core, then the shims beside it."""
 
     def run(self) -> None:
         super().run()
         core = Path(self.get_dylib_ext_path(self.extensions[0], CORE)).absolute()
-        build_shims.build(core, core.parent, releases=RELEASES, linker=portable_linker.command() if PORTABLE else "")
+        build_shims.build(core, core.parent, releases=RELEASES, linker=LINKER)
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every supported Python: the libraries depend on torch and the platform only."""
+    """Tags one wheel for all supported Pythons: the libraries depend on torch and the platform only."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", portable_linker.PLATFORM if PORTABLE else super().get_tag()[2])
 
 
 def cargo_environment() -> dict[str, str]:
-    """build.rs asks `python` (in a virtual environment) or `python3` for NVRTC: make that this Python."""
+    """Returns an environment in which build.rs finds NVRTC through this Python: it runs `python` or `python3` on PATH."""
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     environ.pop("VIRTUAL_ENV", None)
     if sys.prefix != sys.base_prefix:
@@ -81,10 +82,10 @@ setup(
             CORE,
             path="Cargo.toml",
             binding=Binding.NoBinding,
-            # what ships is what is tested
+            # wheels contain the simulator, as tested builds do
             features=["sim"],
             args=["--locked"],
-            rustc_flags=[f"-Clinker={portable_linker.script(build_shims.target_folder())}"] if PORTABLE else [],
+            rustc_flags=[f"-Clinker={LINKER}"] if LINKER else [],
             debug=False,
             strip=Strip.Debug,
             env=cargo_environment(),

@@ -31,7 +31,7 @@ from volta_fa.kv_formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 
-#: Bytes a clock and SM, SMs, clocks a microsecond: volta-sim's V100.
+#: Bytes per cycle and SM, SMs, cycles per microsecond: the V100 of volta-sim.
 DRAM_GB_S = 6.6 * 80 * 1.53
 #: Settings of the simulator: its own latency of DRAM, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
@@ -46,8 +46,8 @@ class Case:
     page: int = 16
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
-    bar: float = 0.0  # with the model's latency
-    slow_bar: float = 0.0
+    target: float = 0.0  # with the model's latency
+    slow_target: float = 0.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,10 +76,10 @@ class Case:
 
 def cases(everything: bool) -> Iterator[Case]:
     # as many tokens in all, so that starting and merging weigh the same
-    bars = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
+    targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
     for headdim in (64, 128, 256):
-        for seqlen, (bar, slow_bar) in bars.items():
-            base = Case(headdim, (seqlen,) * max(65536 // seqlen, 1), bar=bar, slow_bar=slow_bar)
+        for seqlen, (target, slow_target) in targets.items():
+            base = Case(headdim, (seqlen,) * max(65536 // seqlen, 1), target=target, slow_target=slow_target)
             groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
             pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
             yield from (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
@@ -92,7 +92,7 @@ def cases(everything: bool) -> Iterator[Case]:
 def measured_cases() -> Iterator[Case]:
     """Enough for a GPU that moves terabytes a second."""
     for headdim in (64, 128, 256):
-        yield Case(headdim, (65536,) * 16, bar=0.85)
+        yield Case(headdim, (65536,) * 16, target=0.85)
         yield from (Case(headdim, (16384,) * 16, seqlen_q=n) for n in (1, 2, 4, 8))
         yield from (Case(headdim, (seqlen,) * 16) for seqlen in (4096, 1024))
     yield Case(128, (65536, *[512] * 63))
@@ -105,9 +105,16 @@ def quantized_cases() -> Iterator[Case]:
         more = 4 if kv_dtype == "int4" else 2
         most = 0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80
         for headdim in (64, 128, 256):
-            for seqlen, bar, slow_bar in ((65536, most, most), (16384, most, most), (4096, 0.78, 0.0)):
+            for seqlen, target, slow_target in ((65536, most, most), (16384, most, most), (4096, 0.78, 0.0)):
                 for group in (8, 1) if seqlen == 16384 else (8,):
-                    yield Case(headdim, (seqlen,) * (more * 65536 // seqlen), group=group, kv_dtype=kv_dtype, bar=bar, slow_bar=slow_bar)
+                    yield Case(
+                        headdim,
+                        (seqlen,) * (more * 65536 // seqlen),
+                        group=group,
+                        kv_dtype=kv_dtype,
+                        target=target,
+                        slow_target=slow_target,
+                    )
 
 
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
@@ -206,15 +213,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = []
         for name, setting in settings.items():
             found = measure(case, copy) if measured else simulate(case, setting)
-            bar = case.slow_bar if name == "3000" else case.bar
-            missed = found["share"] < bar
+            target = case.slow_target if name == "3000" else case.target
+            missed = found["share"] < target
             failed += missed
             cells.append(
-                f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{' < ' + format(bar, '.0%') if missed else ''}"
+                f"{found['us']:9.1f} us {found['gb_s']:6.0f} GB/s {found['share']:6.1%}{' < ' + format(target, '.0%') if missed else ''}"
             )
             others = measure_pytorch(case) if measured else {}
             cells += (f"{other} {gb_s:.0f} GB/s" for other, gb_s in others.items())
-            rows.append({**asdict(case), "latency": name, **found, "bar": bar, "others": others})
+            rows.append({**asdict(case), "latency": name, **found, "target": target, "others": others})
         print(f"{case.name:66s} {' | '.join(cells)}", flush=True)
     return ended(rows, failed, options.json)
 

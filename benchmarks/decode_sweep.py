@@ -33,7 +33,7 @@ SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[Case, int], Case]]] = {
     "page": ((16, 32, 64, 256), lambda case, n: replace(case, page=n)),
     "rows": ((8, 16, 32, 64), lambda case, n: replace(case, seqlen_q=n // case.group)),
 }
-#: GB/s of the cache as they follow from published times, of which none is this project's measurement.
+#: GB/s of the cache, derived from published times. This project measured none of them.
 PUBLISHED = [
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, fp16", "255 to 445", "35 to 39% of its card's 1130 at best"),
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, e5m2, 65536 tokens", "131", ""),
@@ -100,8 +100,8 @@ def plot(found: Sequence[Point], header: dict[str, str], path: Path) -> None:
         values, _ = SWEEPS[sweep]
         for headdim in sorted({p.case.headdim for p in found}):
             curve = [p for p in found if p.sweep == sweep and p.case.headdim == headdim]
-            colour = plots.HEADDIM_COLOURS[headdim]
-            axis.plot([p.value for p in curve], [p.gb_s for p in curve], "o-", color=colour, label=f"headdim {headdim}", markersize=4)
+            color = plots.HEADDIM_COLORS[headdim]
+            axis.plot([p.value for p in curve], [p.gb_s for p in curve], "o-", color=color, label=f"headdim {headdim}", markersize=4)
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [str(n) for n in values])
         axis.set(title=f"by {sweep}", ylim=(0, None))

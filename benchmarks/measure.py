@@ -108,9 +108,9 @@ def aligned(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Te
 
 
 def ended(rows: Sequence[dict], below: int, json_file: Path | None) -> int:
-    """Write the figures, say how many are below their bars, and return the exit status that goes with that."""
+    """Write the figures, say how many are below their targets, and return the exit status that goes with that."""
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
     if below:
-        print(f"{below} figures below their bars")
+        print(f"{below} figures below their targets")
     return 1 if below else 0

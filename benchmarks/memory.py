@@ -94,7 +94,7 @@ def plot(points: Sequence[Point], header: dict[str, str], path: Path) -> None:
         for name in dict.fromkeys(p.implementation for p in points):
             curve = [(p.seqlen, p.bytes / 2**20) for p in points if (p.implementation, p.passes) == (name, passes) and p.bytes]
             if curve:
-                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLOURS[name], label=name, markersize=5)
+                axis.plot(*zip(*curve), marker=plots.MARKERS[name], color=plots.COLORS[name], label=name, markersize=5)
         axis.set_xscale("log", base=2)
         axis.set_xticks(seqlens, map(str, seqlens))
         axis.set(yscale="log", title=passes, xlabel="N", ylabel="MiB beyond the inputs")

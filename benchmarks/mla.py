@@ -24,7 +24,7 @@ from .decode import DRAM_GB_S, LATENCIES
 from .measure import aligned, ended, simulated
 
 HEADDIM, HEADDIM_V, PAGE = 576, 512, 64
-QUANTISED = ("int8", "fp8_e5m2", "fp8_e4m3")
+QUANTIZED = ("int8", "fp8_e5m2", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Case:
     seqlen: int
     seqlen_q: int = 1
     kv_dtype: str = ""  # of a quantized cache
-    bar: float = 0.0  # share of DRAM
-    slow_bar: float = 0.0
-    tflops_bar: float = 0.0
+    target: float = 0.0  # share of DRAM
+    slow_target: float = 0.0
+    tflops_target: float = 0.0
 
     @property
     def name(self) -> str:
@@ -54,23 +54,23 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    yield Case(16, 4, 65536, bar=0.88, slow_bar=0.88)
-    yield Case(16, 16, 16384, bar=0.88, slow_bar=0.88)
-    yield Case(16, 64, 4096, bar=0.78)
-    yield Case(16, 1, 65536, bar=0.88, slow_bar=0.88)
+    yield Case(16, 4, 65536, target=0.88, slow_target=0.88)
+    yield Case(16, 16, 16384, target=0.88, slow_target=0.88)
+    yield Case(16, 64, 4096, target=0.78)
+    yield Case(16, 1, 65536, target=0.88, slow_target=0.88)
     yield Case(16, 1, 16384)
     yield Case(16, 16, 4096, seqlen_q=2)
     yield Case(32, 2, 65536)
     yield Case(64, 16, 4096)
-    yield Case(128, 16, 4096, tflops_bar=60)
-    yield Case(128, 1, 32768, tflops_bar=60)
+    yield Case(128, 16, 4096, tflops_target=60)
+    yield Case(128, 1, 32768, tflops_target=60)
     # With 16 heads, twice the tokens in about the same bytes; with 128 heads, the same tokens.
-    for kv_dtype in QUANTISED:
-        bar = 0.80 if kv_dtype == "fp8_e4m3" else 0.88
-        yield Case(16, 8, 65536, kv_dtype=kv_dtype, bar=bar, slow_bar=bar)
-        yield Case(16, 32, 16384, kv_dtype=kv_dtype, bar=bar, slow_bar=bar)
-        yield Case(16, 128, 4096, kv_dtype=kv_dtype, bar=0.78)
-        yield Case(128, 16, 4096, kv_dtype=kv_dtype, tflops_bar=60)
+    for kv_dtype in QUANTIZED:
+        target = 0.80 if kv_dtype == "fp8_e4m3" else 0.88
+        yield Case(16, 8, 65536, kv_dtype=kv_dtype, target=target, slow_target=target)
+        yield Case(16, 32, 16384, kv_dtype=kv_dtype, target=target, slow_target=target)
+        yield Case(16, 128, 4096, kv_dtype=kv_dtype, target=0.78)
+        yield Case(128, 16, 4096, kv_dtype=kv_dtype, tflops_target=60)
 
 
 def problem(case: Case) -> tuple[Tensor, Tensor, dict]:
@@ -111,10 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = []
         for latency, settings in LATENCIES.items():
             found = simulate(case, settings)
-            bar = case.bar if latency == "430" else case.slow_bar
-            missed = found["share"] < bar or (latency == "430" and found["tflops"] < case.tflops_bar)
+            target = case.target if latency == "430" else case.slow_target
+            missed = found["share"] < target or (latency == "430" and found["tflops"] < case.tflops_target)
             failed += missed
-            cells.append(f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its bar' if missed else ''}")
+            cells.append(
+                f"{found['us']:8.1f} us {found['share']:6.1%} {found['tflops']:5.1f} TFLOP/s{' below its target' if missed else ''}"
+            )
             rows.append({**asdict(case), "latency": latency, **found})
         print(f"{case.name:44s} {found['kernel']:21s} {' | '.join(cells)}", flush=True)
     return ended(rows, failed, options.json)

@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, us in found.items():
         print(f"{us:8.1f} us  {name}")
     flash = found["aten::_scaled_dot_product_flash_attention"]
-    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the aim)")
+    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the target)")
     share = found["volta_fa::fwd_kvcache of pages, with lengths"] / flash
-    print(f"{share:8.2f}     volta_fa::fwd_kvcache of pages beside PyTorch's op (at most 1 is the aim)")
+    print(f"{share:8.2f}     volta_fa::fwd_kvcache of pages beside PyTorch's op (at most 1 is the target)")
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "microseconds": found}, file, indent=1)

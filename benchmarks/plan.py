@@ -84,7 +84,7 @@ def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
 def _label(shape: Shape) -> str:
     parts = [str(shape)]
     if shape.nheads_k != shape.nheads:
-        parts.append(f"{shape.nheads_k} key heads")
+        parts.append(f"{shape.nheads_k} KV heads")
     if shape.headdim_v != shape.headdim:
         parts.append(f"headdim_v {shape.headdim_v}")
     return " ".join(parts)
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="B,H,M,N,D[,causal]")
-    parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="key heads (default: as many as query heads)")
+    parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="KV heads (default: as many as query heads)")
     parser.add_argument("--headdim-v", type=int, default=0, metavar="N", help="headdim of v and out (default: that of q and k)")
     parser.add_argument("--device", choices=("v100", "cuda"), default="v100", help="whose limits hold (default: v100)")
     parser.add_argument("--sms", type=int, metavar="N", help="number of SMs instead of the device's")

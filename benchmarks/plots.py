@@ -13,9 +13,9 @@ from matplotlib import pyplot
 from .report import console
 
 #: Of each headdim.
-HEADDIM_COLOURS = {32: "#7f7f7f", 64: "#c0392b", 96: "#e67e22", 128: "#2c6fbb", 192: "#8e44ad", 256: "#27824a"}
+HEADDIM_COLORS = {32: "#7f7f7f", 64: "#c0392b", 96: "#e67e22", 128: "#2c6fbb", 192: "#8e44ad", 256: "#27824a"}
 #: Of each implementation.
-COLOURS = {"volta_fa": "#c0392b", "eager": "#333333", "eager fp32": "#999999", "SDPA efficient": "#2c6fbb", "SDPA flash": "#27824a"}
+COLORS = {"volta_fa": "#c0392b", "eager": "#333333", "eager fp32": "#999999", "SDPA efficient": "#2c6fbb", "SDPA flash": "#27824a"}
 MARKERS = {"volta_fa": "o", "eager": "s", "eager fp32": "D", "SDPA efficient": "^", "SDPA flash": "v"}
 
 

@@ -182,7 +182,7 @@ def plot(rows: Sequence[Row], header: dict[str, str], path: Path) -> None:
             axis = axes[down][across]
             for name in _names(rows):
                 speeds = [row.results[name].tflops.get(which, math.nan) for row in of_mask]
-                axis.plot(labels, speeds, plots.MARKERS[name], color=plots.COLOURS[name], label=name, markersize=5)
+                axis.plot(labels, speeds, plots.MARKERS[name], color=plots.COLORS[name], label=name, markersize=5)
             axis.set(yscale="log", title=f"{which}, {'causal' if causal else 'not causal'}", ylabel="TFLOP/s")
             axis.tick_params(axis="x", rotation=75, labelsize=7)
     plots.shared_legend(figure, axes)

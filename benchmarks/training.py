@@ -157,7 +157,7 @@ def plot(results: Sequence[Result], header: dict[str, str], path: Path) -> None:
             style = (
                 {"color": "#999999", "linewidth": 0.8}
                 if perturbed
-                else {"color": plots.COLOURS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
+                else {"color": plots.COLORS["volta_fa"] if name == "volta_fa" else "#2c6fbb"}
             )
             label = "torch: its other kernels, one rounding error" if perturbed else name
             axes[0, column].plot(losses, label=label, **style)

@@ -353,7 +353,7 @@ def grids(rows: Sequence[Row], gpu: str) -> list[Grid]:
 def _share_grid(rows: Sequence[Row], gpu: str) -> Grid:
     grid = Grid(
         f"Simulated {GPUS[gpu].title}: share of the tensor pipe at N={SHARES_AT}, and what the main kernel's time goes to",
-        ["pass", "aim", "share", "perfect i-cache", *(f"busy: {name}" for name in PIPES.values()), "warps wait for"],
+        ["pass", "target", "share", "perfect i-cache", *(f"busy: {name}" for name in PIPES.values()), "warps wait for"],
     )
     peak = GPUS[gpu].peak_tflops
     for row in sorted((r for r in rows if _is_share(r.case, gpu)), key=lambda r: (r.case.direction != FORWARD, r.case.shape.headdim)):
@@ -453,16 +453,16 @@ def plot(rows: Sequence[Row], gpu: str, header: dict[str, str], path: Path) -> N
     for down, direction in enumerate((FORWARD, BACKWARD)):
         for across, causal in enumerate((False, True)):
             axis = axes[down][across]
-            for headdim, colour in plots.HEADDIM_COLOURS.items():
+            for headdim, color in plots.HEADDIM_COLORS.items():
                 curve = [r for r in rows if _on_curve(r.case, gpu, direction, headdim, causal)]
                 n = [r.case.shape.seqlen_q for r in curve]
                 if curve:
-                    axis.plot(n, [r.figures.tflops for r in curve], "o-", color=colour, label=f"D={headdim}", markersize=4)
-                    axis.plot(n, [r.figures.tflops_no_icache for r in curve], "--", color=colour, linewidth=0.9)
+                    axis.plot(n, [r.figures.tflops for r in curve], "o-", color=color, label=f"D={headdim}", markersize=4)
+                    axis.plot(n, [r.figures.tflops_no_icache for r in curve], "--", color=color, linewidth=0.9)
             for peer in peers:
                 if (peer.direction, peer.causal) == (direction, causal):
-                    colour = plots.HEADDIM_COLOURS[peer.headdim]
-                    axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=colour, label=f"{peer.name}, D={peer.headdim}")
+                    color = plots.HEADDIM_COLORS[peer.headdim]
+                    axis.plot(peer.seqlen, peer.tflops, markers[peer.name], color=color, label=f"{peer.name}, D={peer.headdim}")
             if facts.gemm_tflops:
                 axis.axhline(facts.gemm_tflops, color="#999999", linewidth=0.8, linestyle=":", label="CUTLASS GEMM 4096³")
             axis.set_xscale("log", base=2)

@@ -1,7 +1,7 @@
 // Causal and sliding-window mask of all passes: which keys a query row sees, and which tiles need no mask.
 //
-// Query i sees keys j with i + o - window_left <= j <= i + o + window_right and 0 <= j < seqlen_k, where o = seqlen_k -
-// seqlen_q (bottom-right alignment). A side without a window carries seqlen_q + seqlen_k, so no code tests for "no window".
+// Let o = seqlen_k - seqlen_q (bottom-right alignment). Query i sees keys j with i + o - window_left <= j <= i + o +
+// window_right and 0 <= j < seqlen_k. A side without a window carries seqlen_q + seqlen_k, so no code tests for "no window".
 // Arguments may lie outside the matrix, in the padding of edge tiles.
 #pragma once
 

@@ -7,6 +7,7 @@
 // out what does not exist, and lets the caller clear it.
 #pragma once
 
+#include "remat.cuh"
 #include "volta_fa_params.h"
 
 constexpr int kChunk = 8;  // fp16 elements of a chunk
@@ -89,37 +90,6 @@ __device__ __forceinline__ unsigned row_swizzle(unsigned rows) {
 
 // Threads that load one row: 4 or 8, so that one load of a warp covers whole 128-byte lines.
 __device__ constexpr int threads_per_row(int chunks) { return chunks % 8 == 0 ? 8 : 4; }
-
-// Keeps x in a register. ptxas would otherwise recompute it from thread indices in every iteration.
-__device__ __forceinline__ int keep_in_register(int x) {
-    asm volatile("mov.b32 %0, %0;" : "+r"(x));
-    return x;
-}
-
-// Reads threadIdx.x again (rematerialization, as in CUTLASS), for code that runs rarely: what is derived from it is computed
-// there, and holds no register elsewhere.
-__device__ __forceinline__ int remat_thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
-// The same for blockIdx.x, y and z.
-__device__ __forceinline__ int remat_block_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int remat_block_head() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int remat_block_batch() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(x));
-    return x;
-}
 
 // Loads tiles of Rows rows by 8 * Chunks columns, one after the other down a matrix: global memory to registers by load(),
 // registers to shared memory by store(). Threads threads share a tile.

@@ -1,11 +1,11 @@
-//! The one error type: a message for the user, and which Python exception it becomes.
+//! The error type of the library: a message for the user, and the Python exception that it becomes.
 
 use std::fmt;
 
-/// What fails with a reason that the user gets to read.
+/// Result of what can fail with a message for the user.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, as the Python side distinguishes it.
+/// Kind of an error: the Python exception that it becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// an argument is wrong: ValueError
@@ -16,7 +16,7 @@ pub enum ErrorKind {
     Runtime,
 }
 
-/// A refusal or a failure, on its way to a Python exception.
+/// An error, on its way to a Python exception.
 #[derive(Clone, Debug)]
 pub struct Error {
     /// which exception it becomes
@@ -26,22 +26,22 @@ pub struct Error {
 }
 
 impl Error {
-    /// `argument` is the schema's name of what is wrong, `found` what was given, `allowed` what would do.
+    /// Returns the error of a wrong argument: its name in the schema, what the call gave, and what it may give.
     pub fn value(argument: &str, found: impl fmt::Display, allowed: impl fmt::Display) -> Self {
         Error { kind: ErrorKind::Value, message: format!("{argument}: got {found}, expected {allowed}") }
     }
 
-    /// What this version, device or build cannot do.
+    /// Returns the error of what this version, device or build cannot do.
     pub fn unsupported(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Unsupported, message: message.into() }
     }
 
-    /// What the machine, the driver or a library failed at.
+    /// Returns the error of a failure of the machine, the driver or a library.
     pub fn runtime(message: impl Into<String>) -> Self {
         Error { kind: ErrorKind::Runtime, message: message.into() }
     }
 
-    /// The same error, naming the op it came from.
+    /// Returns the error with the name of its op in front.
     pub fn in_op(mut self, op: &str) -> Self {
         self.message = format!("volta_fa::{op}: {}", self.message);
         self

@@ -4,6 +4,7 @@
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
 use crate::error::{Error, ErrorKind};
+use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
 use crate::ops::{self, kvcache, merge, Gradients, Inputs, Saved};
@@ -408,41 +409,6 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
-}
-
-/// A shape and a device, for [`volta_fa_plan`].
-#[repr(C)]
-pub struct PlanArgs {
-    /// entries, all of one length; every size here is from 1 to 2^31 - 1
-    pub batch: i64,
-    /// queries of an entry
-    pub seqlen_q: i64,
-    /// keys of an entry
-    pub seqlen_k: i64,
-    /// query heads
-    pub nheads: i64,
-    /// key heads
-    pub nheads_k: i64,
-    /// of q and k
-    pub headdim: i64,
-    /// of v and out
-    pub headdim_v: i64,
-    /// the only window that can be asked for
-    pub is_causal: bool,
-    /// streaming multiprocessors of the device
-    pub sms: i64,
-    /// 7 where the compute capability is 7.5
-    pub capability_major: i64,
-    /// 5 there
-    pub capability_minor: i64,
-    /// dynamic shared memory that a block may opt in to, bytes
-    pub shared_bytes_per_block: i64,
-    /// which backward pass to plan: true, the one without atomics
-    pub deterministic: bool,
-    /// what the problem needs, as kernels say it in `_info()`, between commas
-    pub needs: *const c_char,
-    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
-    pub device: *const i64,
 }
 
 /// JSON of what the plan picks for a shape, see [`crate::info::plan`].

@@ -1,18 +1,61 @@
 //! What this build contains and this machine has, as JSON for `python -m volta_fa info` and the tests.
 
 use crate::error::{Error, Result};
-use crate::ffi::PlanArgs;
-use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, Variant, COMPILED, PASSES};
+use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
 use crate::launch::driver::{self, Driver};
 use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
-use crate::limits::MAX_DECODE_ROWS;
+use crate::limits::{self, MAX_DECODE_ROWS};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
 use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
 use serde_json::{json, Value};
+use std::ffi::c_char;
 
-fn names(needs: FeatureSet) -> Vec<&'static str> {
-    needs.iter().map(Feature::name).collect()
+fn names(features: FeatureSet) -> Vec<&'static str> {
+    features.iter().map(Feature::name).collect()
+}
+
+/// The names that `needs` and `requires`, aliases of `features` and `required_features`, keep.
+fn old_names(features: FeatureSet) -> Vec<&'static str> {
+    features.iter().map(Feature::old_name).collect()
+}
+
+/// The table of cache formats.
+fn cache_formats() -> Vec<Value> {
+    let row = |f: &FormatInfo| {
+        json!({
+            "name": f.name,
+            "dtype": f.dtype,
+            "bits": f.bits,
+            "scale": match f.scale {
+                ScaleGranularity::None => "none",
+                ScaleGranularity::Token => "token",
+                ScaleGranularity::Head => "head",
+            },
+            "zero_point": f.has_zero_point,
+            "max_code": f.max_code,
+            "is_quantized": f.format.is_quantized(),
+            "of_latents": f.of_latents,
+        })
+    };
+    FORMATS.iter().map(row).collect()
+}
+
+/// What calls must keep to.
+fn published_limits() -> Value {
+    json!({
+        "max_headdim": limits::MAX_HEADDIM,
+        "headdim_multiple": limits::HEADDIM_MULTIPLE,
+        "latent_headdims": limits::LATENT_HEADDIMS,
+        "page_size_multiple": limits::PAGE_SIZE_MULTIPLE,
+        "max_decode_rows": limits::MAX_DECODE_ROWS,
+        "max_seqlen": limits::MAX_SEQLEN,
+        "max_sequences": limits::MAX_SEQUENCES,
+        "max_heads": limits::MAX_HEADS,
+        "max_row_stride": limits::MAX_ROW_STRIDE,
+        "max_merged_headdim": limits::MAX_MERGED_HEADDIM,
+        "softcap": [limits::SOFTCAPS.start(), limits::SOFTCAPS.end()],
+    })
 }
 
 fn variant(v: &Variant) -> Value {
@@ -22,8 +65,10 @@ fn variant(v: &Variant) -> Value {
         "family": v.family.name,
         "sm": v.family.sm,
         "pass": format!("{:?}", v.pass),
-        "needs": names(v.needs),
-        "requires": names(v.requires),
+        "features": names(v.features),
+        "required_features": names(v.required_features),
+        "needs": old_names(v.features),
+        "requires": old_names(v.required_features),
         "source": v.source,
         "cache": v.cache.name(),
         "headdim": v.headdim,
@@ -35,7 +80,7 @@ fn variant(v: &Variant) -> Value {
         "blocks_per_sm": v.blocks_per_sm,
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
-        "params_bytes": kernels::params_bytes(v.pass.facts().params),
+        "params_bytes": kernels::params_bytes(v.pass.info().params),
     })
 }
 
@@ -47,7 +92,8 @@ pub fn describe() -> Value {
             "name": format!("{:?}", p.pass),
             "params": p.params.name(),
             "rows": format!("{:?}", p.rows),
-            "needs": names(p.needs),
+            "features": names(p.features),
+            "needs": old_names(p.features),
         })
     });
     let families: Vec<Value> = COMPILED
@@ -67,6 +113,8 @@ pub fn describe() -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
+        "cache_formats": cache_formats(),
+        "limits": published_limits(),
         "passes": passes,
         "families": families,
         "variants": variants,
@@ -79,7 +127,7 @@ pub fn describe() -> Value {
 /// Where the environment restricts the choice to a family that is unknown or does not run there.
 pub fn families(capability: (i32, i32)) -> Result<Value> {
     let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
-    let found = plan::families(COMPILED, &limits)?;
+    let found = plan::families(*COMPILED, &limits)?;
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
 }
 
@@ -87,7 +135,7 @@ pub fn families(capability: (i32, i32)) -> Result<Value> {
 fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
     let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
     for name in needs.split(',').filter(|name| !name.is_empty()) {
-        let need = Feature::ALL.into_iter().find(|n| n.name() == name).ok_or_else(|| {
+        let need = Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
             Error::value("needs", format!("`{name}`"), format!("some of {}, between commas", known.join(", ")))
         })?;
@@ -203,8 +251,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     };
     let append = |format| plan::append(a.seqlen_q, a.nheads_k, format, limits).ok().map(|kernel| described(kernel, a.batch));
     let of_quantized = |planned: &dyn Fn(CacheFormat) -> Option<Value>| -> serde_json::Map<String, Value> {
-        let quantized = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
-        quantized.into_iter().map(|format| (format.name().into(), json!(planned(format)))).collect()
+        CacheFormat::quantized().map(|format| (format.name().into(), json!(planned(format)))).collect()
     };
     let prefill = has_long.then(|| plan::prefill(a, limits).ok()).flatten();
     json!({
@@ -216,6 +263,41 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         "convert": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })
+}
+
+/// A shape and a device, for [`volta_fa_plan`].
+#[repr(C)]
+pub struct PlanArgs {
+    /// entries, all of one length; every size here is from 1 to 2^31 - 1
+    pub batch: i64,
+    /// queries of an entry
+    pub seqlen_q: i64,
+    /// keys of an entry
+    pub seqlen_k: i64,
+    /// query heads
+    pub nheads: i64,
+    /// key heads
+    pub nheads_k: i64,
+    /// of q and k
+    pub headdim: i64,
+    /// of v and out
+    pub headdim_v: i64,
+    /// the only window that can be asked for
+    pub is_causal: bool,
+    /// streaming multiprocessors of the device
+    pub sms: i64,
+    /// 7 where the compute capability is 7.5
+    pub capability_major: i64,
+    /// 5 there
+    pub capability_minor: i64,
+    /// dynamic shared memory that a block may opt in to, bytes
+    pub shared_bytes_per_block: i64,
+    /// which backward pass to plan: true, the one without atomics
+    pub deterministic: bool,
+    /// what the problem needs, as kernels say it in `_info()`, between commas
+    pub needs: *const c_char,
+    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
+    pub device: *const i64,
 }
 
 /// What the plan picks for a shape on a device: `forward`, the kernels of `backward` (null where one does all), and those of a KV
@@ -258,7 +340,8 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "is_causal": args.is_causal,
             "deterministic": mode.deterministic,
             "bf16_gradients": mode.bf16_gradients,
-            "needs": names(plan::needs(&a, mode)),
+            "features": names(plan::needs(&a, mode)),
+            "needs": old_names(plan::needs(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {

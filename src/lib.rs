@@ -1,6 +1,6 @@
 //! volta_fa: exact attention, forward and backward, for NVIDIA Volta and Turing, as PyTorch operators.
 //!
-//! How a call travels, and which module may know what:
+//! The path of a call, and what each module may use. tests/modules.rs keeps the modules free of circles.
 //!
 //! ```text
 //! torch_ops/ (C++)      schemas, dispatch keys, autograd        -> ffi
@@ -8,14 +8,14 @@
 //! ops                   allocate outputs, call a backend         -> tensor, problem, plan, launch
 //!   problem             validation                               pure: no tensors, no device
 //!   plan                variant, grid, parameter block           pure
-//!     tuning            what was found out about a card          pure
+//!     tuning            measurements on one card           pure
 //!   ops::cpu            ATen operations                          tch only
-//! launch                the seam: a planned launch runs on ...
+//! launch                the launch interface: a planned launch runs on
 //!   launch::driver      the CUDA driver                          cudarc
 //!   launch::simulator   volta-sim (feature `sim`)
 //! options               the list of the ops' options
 //! log                   plans, on standard error
-//! shim                  what C++ does for Rust: describing tensors
+//! shim                  C++ functions for Rust: descriptions of tensors
 //! kernels               the table of variants and their machine code
 //! params                the parameter blocks, shared with CUDA C++
 //! ```

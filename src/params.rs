@@ -158,7 +158,7 @@ pub struct Cache {
     pub total_new: i32,
 }
 
-/// What the elements of a KV cache are: python/volta_fa/kv_cache/formats.py says what the bytes of the quantized ones mean.
+/// What the elements of a KV cache are. `FORMATS` in src/kernels/formats.rs has a row for each.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheFormat {
@@ -175,20 +175,6 @@ pub enum CacheFormat {
     E5m2,
     /// the same
     E4m3,
-}
-
-impl CacheFormat {
-    /// As `kv_dtype` has it in Python.
-    pub const fn name(self) -> &'static str {
-        match self {
-            CacheFormat::Unquantized => "float",
-            CacheFormat::Bf16 => "bfloat16",
-            CacheFormat::Int8 => "int8",
-            CacheFormat::Int4 => "int4",
-            CacheFormat::E5m2 => "fp8_e5m2",
-            CacheFormat::E4m3 => "fp8_e4m3",
-        }
-    }
 }
 
 /// A number in fp32 for each token and head of a cache, or (fp8) for each sequence and head.

@@ -1,7 +1,7 @@
-//! Tunings: which kernels serve a card better than the plan's own choice, and which failed on it, as `python -m volta_fa check` finds
-//! out. docs/reference/tuning-file.md describes the file.
+//! Tunings: kernels that are faster on one card than the planner's choice, and kernels that failed there. `python -m
+//! volta_fa check` measures both. docs/reference/tuning-file.md describes the file.
 //!
-//! Pure: text becomes a checked [`Tuning`], and the plan asks it about shapes. Where the text comes from, `launch::tuning` knows.
+//! Pure: parses text into a checked [`Tuning`], which the planner asks about shapes. `launch::tuning` reads the text.
 
 use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Feature, FeatureSet, Kernels, Pass, Variant, PASSES};
@@ -9,12 +9,12 @@ use crate::problem::{Attention, MergedStates, Window};
 use serde::Deserialize;
 use std::fmt;
 
-/// The layout of the text that this version reads and `check` writes.
+/// Version of the file format, which this library reads and `check` writes.
 pub const FORMAT: u32 = 1;
-/// Every call compares its shape with each choice in turn: at a few nanoseconds each, so many of them stay below a microsecond.
+/// Most choices of a tuning. Every call compares its shape with each choice, at a few nanoseconds each: below a microsecond.
 pub const MAX_CHOICES: usize = 256;
 
-/// What a tuning is for: what was measured on one of them says nothing about others.
+/// A card with its software. Measurements on one say nothing about others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
     /// the GPU's name as the driver gives it
@@ -26,17 +26,17 @@ pub struct Card {
 }
 
 impl Card {
-    /// Name of the file that is this card's.
+    /// Returns the name of this card's tuning file.
     pub fn file_name(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || ".+".contains(c) { c } else { '_' };
         [&self.device, &self.driver, &self.volta_fa].map(|text| text.chars().map(plain).collect::<String>()).join("-") + ".json"
     }
 }
 
-/// What classes of shapes distinguish.
+/// Properties of a problem that classes of shapes distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// as kernels read it, in whole groups of 8; 0: the pass takes any
+    /// headdim of q and k as kernels read it, a multiple of 8; 0: the pass takes any
     pub headdim: i64,
     /// the same for v
     pub headdim_v: i64,
@@ -48,14 +48,14 @@ pub struct Shape {
     pub rows: i64,
     /// whether every row sees the keys up to its own position, or all of them; None: another window
     pub is_causal: Option<bool>,
-    /// what a kernel reads of a KV cache; Float too where there is none
+    /// format of the KV cache; Unquantized without a cache too
     pub cache: CacheFormat,
-    /// positions by which a row that sees keys may lie before the first of them
+    /// most positions between a row and the first key, for rows before it that see keys
     pub rows_before_keys: i64,
 }
 
 impl Shape {
-    /// Of a problem of attention.
+    /// Returns the shape of an attention problem.
     pub fn of(a: &Attention) -> Shape {
         Shape {
             headdim: a.headdim,
@@ -77,7 +77,7 @@ impl Shape {
         }
     }
 
-    /// Of states to be merged: their kernel takes any headdim.
+    /// Returns the shape of states to merge: their kernel takes any headdim.
     pub fn of_states(m: &MergedStates) -> Shape {
         let rows = m.batch.saturating_mul(m.seqlen_q).saturating_mul(m.nheads);
         Shape {
@@ -93,7 +93,7 @@ impl Shape {
     }
 }
 
-/// A class of shapes. What is None is not looked at; bounds are inclusive.
+/// A class of shapes. None matches any value; bounds are inclusive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Class {
     headdim: Option<[i64; 2]>,
@@ -102,7 +102,7 @@ struct Class {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    needs: Option<FeatureSet>,
+    features: Option<FeatureSet>,
 }
 
 impl Class {
@@ -116,11 +116,11 @@ impl Class {
         ];
         bounds.into_iter().all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
             && (self.is_causal.is_none() || self.is_causal == s.is_causal)
-            && self.needs.is_none_or(|own| own == needs)
+            && self.features.is_none_or(|own| own == needs)
     }
 }
 
-/// What a class of shapes gets.
+/// What a choice selects for its class of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Take {
     Kernel(&'static Variant),
@@ -135,7 +135,7 @@ struct Choice {
     take: Take,
 }
 
-/// What was found out about a card. Where several choices have a shape in their class, the first one that is possible is taken.
+/// Measurements on a card. Of several choices for a shape, the planner takes the first that is applicable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
     made_on: [(&'static str, Option<String>); 3],
@@ -143,7 +143,7 @@ pub struct Tuning {
     choices: Vec<Choice>,
 }
 
-/// The text, before it is checked. `note` is for whoever writes it.
+/// The text before its check. `note` is a comment of its author.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -169,7 +169,8 @@ struct ChoiceText {
     seqlen_k: Option<[i64; 2]>,
     rows: Option<[i64; 2]>,
     is_causal: Option<bool>,
-    needs: Option<Vec<String>>,
+    #[serde(alias = "needs")]
+    features: Option<Vec<String>>,
     variant: Option<String>,
     deterministic: Option<bool>,
     #[serde(rename = "note")]
@@ -203,13 +204,13 @@ impl ChoiceText {
             }
         }
         let known = |name: &String| {
-            let of_pass = pass.facts().needs;
-            of_pass.iter().find(|n| n.name() == name).ok_or_else(|| {
+            let of_pass = pass.info().features;
+            of_pass.iter().find(|&feature| Feature::named(name) == Some(feature)).ok_or_else(|| {
                 let names: Vec<_> = of_pass.iter().map(Feature::name).collect();
-                Error::value(&of("needs"), format!("`{name}`"), format!("what {pass:?} can need: {}", names.join(", ")))
+                Error::value(&of("features"), format!("`{name}`"), format!("features of {pass:?}: {}", names.join(", ")))
             })
         };
-        let needs = self.needs.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
+        let features = self.features.map(|names| names.iter().map(known).collect::<Result<Vec<_>>>()).transpose()?;
         let class = Class {
             headdim: self.headdim,
             headdim_v: self.headdim_v,
@@ -217,7 +218,7 @@ impl ChoiceText {
             seqlen_k: self.seqlen_k,
             rows: self.rows,
             is_causal: self.is_causal,
-            needs: needs.map(|list| FeatureSet::of(&list)),
+            features: features.map(|list| FeatureSet::of(&list)),
         };
         let take = match (self.variant, self.deterministic) {
             (Some(name), None) => Take::Kernel(variant(kernels, &name, &of("variant"))?),
@@ -240,13 +241,13 @@ impl ChoiceText {
             let holds = v.pass == pass
                 && v.headdim as i64 >= lowest(class.headdim)
                 && v.headdim_v as i64 >= lowest(class.headdim_v)
-                && v.needs.covers(class.needs.unwrap_or(FeatureSet::NONE));
+                && v.features.contains(class.features.unwrap_or(FeatureSet::NONE));
             if !holds {
                 let found = format!("`{}`", v.name);
                 return Err(Error::value(
                     &of("variant"),
                     found,
-                    format!("a kernel of pass {pass:?} that the class' headdims and needs fit"),
+                    format!("a kernel of pass {pass:?} with the headdims and features of the class"),
                 ));
             }
         }
@@ -258,7 +259,7 @@ impl Tuning {
     /// Reads and checks a tuning that names kernels among these.
     ///
     /// # Errors
-    /// What is not such a tuning; the message says where.
+    /// Text that is not such a tuning; the message names the place.
     pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
         let text: Text =
             serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/reference/tuning-file.md describes it"))?;
@@ -281,7 +282,7 @@ impl Tuning {
     }
 
     /// # Errors
-    /// Where this was made on another card, or does not say on which.
+    /// A tuning of another card, or without a card.
     pub fn check_made_on(&self, card: &Card) -> Result<()> {
         for ((name, found), expected) in self.made_on.iter().zip([&card.device, &card.driver, &card.volta_fa]) {
             if found.as_ref() != Some(expected) {
@@ -312,27 +313,27 @@ impl Tuning {
         (self, refused)
     }
 
-    /// Whether this kernel gave wrong results on the card.
+    /// Returns whether this kernel gave wrong results on the card.
     pub fn has_failed(&self, v: &Variant) -> bool {
         self.failed.contains(&v.name)
     }
 
-    /// Kernels that failed, in the order of their names.
+    /// Returns the kernels that failed, in the order of their names.
     pub fn failed(&self) -> &[&'static str] {
         &self.failed
     }
 
-    /// How many choices there are.
+    /// Returns the number of choices.
     pub fn choices(&self) -> usize {
         self.choices.len()
     }
 
     fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = Take> + 'a {
-        let needs = needs.intersection(pass.facts().needs);
+        let needs = needs.intersection(pass.info().features);
         self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, needs)).map(|c| c.take)
     }
 
-    /// Kernels chosen for a shape in one pass, the preferred first. Whether they hold it, the plan says.
+    /// Returns the kernels chosen for a shape in one pass, the preferred first. The planner checks that they are applicable.
     pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = &'static Variant> + 'a {
         self.of(pass, shape, needs).filter_map(|take| match take {
             Take::Kernel(v) => Some(v),
@@ -340,7 +341,7 @@ impl Tuning {
         })
     }
 
-    /// Whether a backward pass that may sum dq by atomics is to do without.
+    /// Returns whether a backward pass that may sum dq by atomics must not use them.
     pub fn without_atomics(&self, shape: &Shape, needs: FeatureSet) -> bool {
         self.of(Pass::Backward, shape, needs).any(|take| take == Take::WithoutAtomics)
     }

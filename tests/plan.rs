@@ -79,13 +79,13 @@ fn every_headdim_has_kernels_and_padding_is_least() {
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
-                let asked = asked.intersection(v.pass.facts().needs);
+                let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-                let holds = |v: &Variant| fits(v) && v.needs.covers(asked);
+                let holds = |v: &Variant| fits(v) && v.features.contains(asked);
                 assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
                 let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
-                let less_padded = others().any(|o| o.needs == v.needs && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
-                let cheaper = others().any(|o| o.needs != v.needs && v.needs.covers(o.needs));
+                let less_padded = others().any(|o| o.features == v.features && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
+                let cheaper = others().any(|o| o.features != v.features && v.features.contains(o.features));
                 assert!(!cheaper, "{} for {features:?}", v.name);
                 assert!(!less_padded, "{} for {headdim}, {headdim_v}", v.name);
             }
@@ -178,7 +178,7 @@ fn far_rows_with_alibi_get_general_kernels() {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
         let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.requires.iter().any(|need| need == Feature::Alibi));
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|need| need == Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
@@ -339,7 +339,7 @@ fn few_keys_take_one_kernel() {
     assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
     let newer = DeviceLimits { capability: (9, 0), ..*v100 };
     assert_eq!(name(&a(), &newer), "turing_bwd_fused_64");
-    assert!(in_parts(a(), &tuned_with(COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
+    assert!(in_parts(a(), &tuned_with(*COMPILED, &["turing_bwd_fused_64"], &[], newer)), "not Volta's");
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "deterministic": true"#])));
     assert_eq!(
         name(&with(8, (4096, 64), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])),
@@ -439,11 +439,11 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
                 let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
-                    assert!(v.needs.covers(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
+                    assert!(v.features.contains(FeatureSet::of(&[Feature::Bf16Gradients])), "{} for {features:?}", v.name);
                 }
                 let fp16 = plan::backward(&a, mode, &DeviceLimits::V100).unwrap();
                 assert_eq!(plan.prepare, fp16.prepare, "writes no gradient");
-                let prepared = asked.intersection(plan.main.variant.pass.facts().needs) != FeatureSet::NONE;
+                let prepared = asked.intersection(plan.main.variant.pass.info().features) != FeatureSet::NONE;
                 assert!(!prepared || plan.main == fp16.main, "nothing else changes");
             }
         }
@@ -535,7 +535,7 @@ fn names_are_unique_and_blocks_fit_their_gpus() {
         assert!(v.shared_bytes * v.blocks_per_sm <= v.family.shared_bytes, "{}", v.name);
         assert!(v.threads % 32 == 0 && v.threads <= 1024 && v.threads * v.blocks_per_sm <= v.family.threads, "{}", v.name);
         assert!(v.pass != Pass::Forward || v.step > 0, "{}", v.name);
-        assert!(v.pass.facts().needs.covers(v.needs), "{}: no problem asks for all that it covers", v.name);
+        assert!(v.pass.info().features.contains(v.features), "{}: no problem asks for all that it covers", v.name);
     }
 }
 
@@ -545,7 +545,7 @@ fn scratch_layouts_make_sense() {
     for table in COMPILED.0 {
         for v in *table {
             assert_eq!(v.family, table[0].family, "{}: a table is of one family", v.name);
-            if v.pass.facts().params != ParamBlock::Backward {
+            if v.pass.info().params != ParamBlock::Backward {
                 continue;
             }
             let s = v.family.scratch.expect("backward kernels have scratch memory");
@@ -561,7 +561,7 @@ fn scratch_layouts_make_sense() {
             assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
             // keys in blocks: queries in steps
-            assert!(v.pass.facts().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
+            assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
         }
     }
 }
@@ -707,7 +707,7 @@ fn the_environment_may_restrict_the_choice() {
 #[test]
 fn the_kernel_with_the_fewest_needs_wins() {
     let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
-    let two = Variant { name: "two", needs, ..like("volta_fwd_generic_64x64", VOLTA) };
+    let two = Variant { name: "two", features: needs, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
         // full rounds
@@ -743,14 +743,14 @@ fn the_kernel_with_the_fewest_needs_wins() {
 #[test]
 fn an_fp32_bias_gets_kernels_that_read_it() {
     let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
-    assert!(kernels::variants().all(|v| v.needs.covers(bias) || !v.needs.covers(fp32)), "a type of what is not there");
-    let of_fp16: Vec<_> = kernels::variants().filter(|v| v.needs.covers(bias) && !v.needs.covers(fp32)).collect();
-    assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.requires.covers(bias)), "{of_fp16:?}");
+    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type of what is not there");
+    let of_fp16: Vec<_> = kernels::variants().filter(|v| v.features.contains(bias) && !v.features.contains(fp32)).collect();
+    assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.required_features.contains(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
         let [(half, on_t4), (float, float_on_t4)] = [false, true].map(|fp32_bias| {
             let features = RequestedFeatures { attn_bias: true, fp32_bias, dropout_p, ..RequestedFeatures::default() };
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
-            assert_eq!(plan::needs(&a, DEFAULT).covers(bias.union(fp32)), fp32_bias);
+            assert_eq!(plan::needs(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
             (name(&DeviceLimits::V100), name(&T4))
         });
@@ -777,7 +777,7 @@ fn a_choice_for_a_bias_says_its_type() {
 #[test]
 fn a_kernel_gets_what_it_requires() {
     let needs = FeatureSet::of(&[Feature::Alibi]);
-    let alibi = Variant { name: "alibi", needs, requires: needs, ..like("volta_fwd_64x64", VOLTA) };
+    let alibi = Variant { name: "alibi", features: needs, required_features: needs, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
@@ -810,7 +810,7 @@ fn a_device_is_served_by_whole_families_of_its_own() {
 #[test]
 fn needs_are_a_set() {
     let [a, b] = [FeatureSet::of(&[Feature::Alibi, Feature::Sinks]), FeatureSet::of(&[Feature::Sinks])];
-    assert!(a.covers(b) && !b.covers(a) && b.covers(FeatureSet::NONE) && a.covers(a));
+    assert!(a.contains(b) && !b.contains(a) && b.contains(FeatureSet::NONE) && a.contains(a));
     assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, FeatureSet::of(&[Feature::Alibi]), b, a));
     assert_eq!(a.iter().collect::<Vec<_>>(), [Feature::Sinks, Feature::Alibi]);
     let mut names = Feature::ALL.map(Feature::name).to_vec();
@@ -831,7 +831,7 @@ fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimi
 }
 
 fn tuned(failed: &[&str], choices: &[&str]) -> DeviceLimits {
-    tuned_with(COMPILED, failed, choices, DeviceLimits::V100)
+    tuned_with(*COMPILED, failed, choices, DeviceLimits::V100)
 }
 
 fn forward_of(a: &Attention, d: &DeviceLimits) -> (&'static str, Reason) {
@@ -1050,15 +1050,15 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
         (choice(r#""pass": "Sideways", "variant": "volta_fwd_64x64""#), "tuning: choices[0].pass: got `Sideways`, expected Forward, "),
         (choice(r#""pass": "Forward", "variant": "nosuch""#), "tuning: choices[0].variant: got `nosuch`"),
         (choice(r#""pass": "Forward", "variant": "volta_bwd_64""#), "expected a kernel of pass Forward"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "that the class' headdims and needs fit"),
-        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "that the class' headdims and needs fit"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "headdim": [65, 70]"#), "with the headdims and features of the class"),
+        (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bias"]"#), "with the headdims and features of the class"),
         (
             choice(r#""pass": "Forward", "variant": "volta_fwd_bias_64x64", "needs": ["bias", "fp32_bias"]"#),
-            "that the class' headdims and needs fit",
+            "with the headdims and features of the class",
         ),
         (
             choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "needs": ["bf16_gradients"]"#),
-            "choices[0].needs: got `bf16_gradients`",
+            "choices[0].features: got `bf16_gradients`",
         ),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [2, 1]"#), "tuning: choices[0].rows: got [2, 1]"),
         (choice(r#""pass": "Forward", "variant": "volta_fwd_64x64", "rows": [-1, 1]"#), "tuning: choices[0].rows: got [-1, 1]"),
@@ -1067,7 +1067,7 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
         (choice(r#""pass": "Backward""#), "choices[0]: got neither, expected either `variant` or `deterministic`"),
         (choice(r#""pass": "Backward", "variant": "volta_bwd_64", "deterministic": true"#), "choices[0]: got both"),
     ] {
-        let e = Tuning::parse(&text, COMPILED).expect_err(&text);
+        let e = Tuning::parse(&text, *COMPILED).expect_err(&text);
         assert!(e.kind == ErrorKind::Value && e.message.contains(expected), "{text}: {e}");
     }
 }
@@ -1078,14 +1078,14 @@ fn a_tuning_belongs_to_one_card() {
     assert_eq!(card.file_name(), "Tesla_V100_SXM2_16GB-580.159.04-0.1.0.json");
     assert_eq!(Card { device: "../a b/\u{e9}".into(), ..card.clone() }.file_name(), ".._a_b__-580.159.04-0.1.0.json");
     let text = r#"{"format": 1, "volta_fa": "0.1.0", "device": "Tesla V100-SXM2-16GB", "driver": "580.159.04", "note": {"any": [1]}}"#;
-    Tuning::parse(text, COMPILED).unwrap().check_made_on(&card).unwrap();
+    Tuning::parse(text, *COMPILED).unwrap().check_made_on(&card).unwrap();
     for (from, to, expected) in [
         ("SXM2", "PCIE", "tuning: device: got `Tesla V100-PCIE-16GB`, expected `Tesla V100-SXM2-16GB`"),
         ("580.", "470.", "tuning: driver: got `470.159.04`"),
         ("0.1.0", "0.0.9", "tuning: volta_fa: got `0.0.9`"),
         (r#""driver": "580.159.04", "#, "", "tuning: driver: got nothing"),
     ] {
-        let e = Tuning::parse(&text.replace(from, to), COMPILED).unwrap().check_made_on(&card).unwrap_err();
+        let e = Tuning::parse(&text.replace(from, to), *COMPILED).unwrap().check_made_on(&card).unwrap_err();
         assert!(e.message.contains(expected), "{e}");
     }
 }
@@ -1096,7 +1096,7 @@ fn choices_that_a_device_can_never_take_are_named() {
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},
         {"pass": "Backward", "deterministic": true}]}"#;
-    let usable = |d: &DeviceLimits| Tuning::parse(text, COMPILED).unwrap().usable_on(COMPILED, d.sm(), d.shared_bytes_per_block);
+    let usable = |d: &DeviceLimits| Tuning::parse(text, *COMPILED).unwrap().usable_on(*COMPILED, d.sm(), d.shared_bytes_per_block);
     let (tuning, refused) = usable(&DeviceLimits::V100);
     assert_eq!((tuning.choices(), refused.len()), (2, 1));
     assert!(refused[0].contains("turing_fwd_64x64") && refused[0].contains("family turing"), "{refused:?}");

@@ -25,7 +25,7 @@ fn machines_are_what_families_are_made_for() {
         let family = kernels::COMPILED.families().find(|f| f.sm == machine.sm).unwrap();
         assert_eq!((machine.smem_per_sm, 32 * machine.max_warps), (family.shared_bytes, family.threads), "{name}");
         for v in kernels::variants().filter(|v| v.family.sm == machine.sm) {
-            let resident = machine.occupancy(v.registers, v.shared_bytes, v.threads).ctas;
+            let resident = machine.occupancy(kernels::image(v).registers, v.shared_bytes, v.threads).ctas;
             assert!(resident >= v.blocks_per_sm, "{}: {resident} blocks on a {name}, {} in its table", v.name, v.blocks_per_sm);
         }
     }

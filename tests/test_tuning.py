@@ -132,6 +132,7 @@ def test_plans_say_what_was_asked(backend):
         "is_causal": False,
         "deterministic": True,
         "bf16_gradients": True,
+        "features": ["bf16_gradients", "alibi"],
         "needs": ["bf16_gradients", "alibi"],
     }
     # as the ops do: kernels read whole groups of 8

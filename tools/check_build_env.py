@@ -21,7 +21,7 @@ PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
 #: The last CUDA release whose compiler knows sm_70.
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
-BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0", "cmake==4.4.4", "ninja==1.13.2")
+BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0")
 ZIG = "ziglang==0.17.1"
 #: The first that reads pyproject.toml's licence expression.
 SETUPTOOLS_OLDEST = 77

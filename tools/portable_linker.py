@@ -1,8 +1,8 @@
-"""Links as a compiler would, but for the oldest Linux on which torch's own wheels run: for rustc, and for CMake's shims.
+"""Links for the oldest Linux on which torch's own wheels run. rustc and the program in tools/shims run it as their linker.
 
-zig, from PyPI, brings the symbols of every glibc and a linker, and takes glibc's old versions. libstdc++ and libgcc_s, which a process
-shares with torch, are the system's as far as the link goes; what only newer ones have, tools/portable_symbols.cpp defines. (zig's own
-libc++ would not pass exceptions to torch, nor its static unwinder to Rust.)
+zig, from PyPI, has a linker and the symbols of every glibc, so it can link against an old one.
+libstdc++ and libgcc_s come from the system, because a process shares them with torch: exceptions cross library boundaries.
+tools/portable_symbols.cpp defines the functions that only newer versions of these two have.
 """
 
 from __future__ import annotations
@@ -14,35 +14,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: What torch's wheels from 2.7 on need themselves.
+#: The glibc that torch wheels need, from 2.7 on.
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
-#: A library by name, as rustc asks for it, that is to be the system's and not one that zig makes.
+#: Libraries to take from the system instead of zig.
 _SYSTEM = {"-lgcc_s": "libgcc_s.so.1", "-lstdc++": "libstdc++.so.6"}
 
 
 def zig() -> Path | None:
-    """The program, if its package is installed."""
+    """Returns the zig program, or None if its package is not installed."""
     spec = importlib.util.find_spec("ziglang")
     return Path(spec.origin).with_name("zig") if spec and spec.origin else None
 
 
-def command() -> str:
-    """For a shell: this script, run by the Python that runs now."""
-    return f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))}"
-
-
 def script(folder: Path) -> Path:
-    """For a program that takes a linker's path without arguments, as rustc: written into `folder`."""
+    """Writes a shell script into `folder` that runs this file with this Python. Callers accept a linker without arguments only."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "portable-linker"
-    path.write_text(f'#!/bin/sh\nexec {command()} "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))} "$@"\n')
     path.chmod(0o755)
     return path
 
 
 def system_library(name: str) -> str:
-    """Where the C++ compiler finds a library that it would link itself."""
+    """Returns the path of a library that the C++ compiler would link."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     return subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
 

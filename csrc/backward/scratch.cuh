@@ -1,7 +1,7 @@
 // Offsets of query rows in the backward pass's scratch memory: row statistics and dq accumulator.
 //
-// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding, so that each step of a kernel finds
-// statistics, and room for dq, for all of its rows.
+// There a sequence's rows are rounded up to a multiple of RowStats::kRowRounding. So each step of a kernel finds statistics,
+// and room for dq, for all of its rows.
 #pragma once
 
 #include "seqlen_info.cuh"

@@ -38,8 +38,8 @@ __device__ __forceinline__ void clear_shared(unsigned address) {
     for (int i = threadIdx.x * kChunkBytes; i < Bytes; i += Threads * kChunkBytes) store_shared(address + i, zero_chunk());
 }
 
-// Loads the step tiles of one head (Q and dO, or K and V) into registers early, and stores them to shared memory when the last
-// tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
+// Moves the step tiles of one head (Q and dO, or K and V): loads them into registers early, and stores them to shared memory
+// when the last tiles are free. A thread takes one chunk of every kRowsAtOnce-th row of both.
 //
 // Unlike TileLoader it pads only rows with zeros. Columns past headdim meet zeros of the block's own rows in S and dP, and
 // produce only gradient columns that are not stored. So a thread there reads the last existing column again. No thread has two

@@ -3,8 +3,8 @@
 //
 // The grid is persistent. TileScheduler deals each block a contiguous range of KV tokens, which it takes as a list of
 // WorkTiles. The warps of a block split the tokens of a tile (FlashDecoding inside a block), so each token group leaves one
-// partial result. The block combines these partials in shared memory. If the block has the whole row tile it writes the output,
-// otherwise it writes one partial to global memory, and the last block of the row tile combines them (partials.cuh).
+// partial result. The block combines these partials in shared memory. If the block has the whole row tile, it writes the
+// output. Otherwise it writes one partial to global memory, and the last block of the row tile combines these (partials.cuh).
 #pragma once
 
 #include "decode/partials.cuh"

@@ -1,8 +1,8 @@
 // Loads int4 tiles in stages, because direct loads keep too few bytes in flight to hide DRAM latency.
 //
-// Each warp has registers in flight for the next kSteps steps (one or two), and computes from the kSteps steps before, which
-// lie in its own part of shared memory. When those are used up, it stores the registers there and loads again. Only this warp
-// reads or writes its part, so __syncwarp is the only synchronization. Scales travel the same way.
+// Each warp has loads in flight, into registers, for the next kSteps steps (one or two). It computes from the kSteps steps
+// before, which lie in its own part of shared memory. When those are used up, it stores the registers there and loads again.
+// Only this warp reads or writes its part, so __syncwarp is the only synchronization. Scales travel the same way.
 #pragma once
 
 #include "decode/direct_loader.cuh"

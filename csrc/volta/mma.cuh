@@ -11,7 +11,7 @@
 //   C, fp32       m = (t&1) + (v&2) + 4*(t>>2)            n = (v&1) + (t&2) + (v&4)
 //
 // Most kernels arrange the four quad-pairs as 2x2: a warp's tile of C is 16x16, and quad-pair (qm, qn) has eight of its rows
-// and eight of its columns. The two quad-pairs of a column then share each B fragment, and the two of a row each A fragment, so
+// and eight of its columns. The two quad-pairs of a column then share each B fragment, and the two of a row each A fragment. So
 // a 16-byte shared load feeds twice the products of a 4x1 arrangement. The kernel chooses which eight rows and columns.
 #pragma once
 

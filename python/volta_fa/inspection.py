@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from . import diagnostics
-from .library import library_path
+from .library import library_path, load
 from .version import __version__
 
 
@@ -29,9 +30,9 @@ def info() -> dict[str, Any]:
             that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
         problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
-        variants: for each compiled kernel its name, family, sm, pass, needs (what it is prepared for), requires (what of that a
-            problem must ask for), source, headdims, tile sizes, threads, blocks an SM, registers a thread, spilled bytes, shared memory
-            and parameters in bytes.
+        variants: for each compiled kernel its name, family, sm, pass, features (those it has code for), required_features (those
+            the problem must use), needs and requires (their old names), source, headdims, tile sizes, threads, blocks an SM, registers
+            a thread, spilled bytes, shared memory and parameters in bytes.
     """
     build = json.loads(torch.ops.volta_fa._info())
     return {
@@ -50,6 +51,25 @@ def info() -> dict[str, Any]:
         "families": [{name: family[name] for name in ("name", "sm", "variants")} for family in build["families"]],
         "variants": build["variants"],
     }
+
+
+def limits() -> dict[str, Any]:
+    """Returns the limits of the operators, as the native library has them: `max_headdim`, `page_size_multiple` and others."""
+    return dict(_build()["limits"])
+
+
+def cache_formats() -> list[dict[str, Any]]:
+    """Returns the table of KV-cache formats.
+
+    Each row has name, dtype (empty: that of q), bits, scale ("none", "token" or "head"), zero_point, max_code, is_quantized, of_latents.
+    """
+    return [dict(row) for row in _build()["cache_formats"]]
+
+
+@functools.cache
+def _build() -> dict[str, Any]:
+    load()
+    return json.loads(torch.ops.volta_fa._info())
 
 
 def kernel_family(device: torch.device) -> str | None:

@@ -1,8 +1,12 @@
-"""The limits of the kernels that Python code checks. src/limits.rs has the same limits, and the native library checks all calls."""
+"""The limits of the kernels that Python code checks, as the native library publishes them. It checks all calls itself."""
+
+from .inspection import limits
+
+_LIMITS = limits()
 
 #: Largest headdim of `volta_fa::fwd`, `bwd` and `fwd_kvcache`.
-MAX_HEADDIM = 256
+MAX_HEADDIM: int = _LIMITS["max_headdim"]
 #: Tokens that the page size of a paged KV cache is a multiple of.
-PAGE_SIZE_MULTIPLE = 16
+PAGE_SIZE_MULTIPLE: int = _LIMITS["page_size_multiple"]
 #: Query rows per KV head (seqlen_q * nheads / nheads_k) that one tile of a decode kernel holds.
-MAX_DECODE_ROWS = 64
+MAX_DECODE_ROWS: int = _LIMITS["max_decode_rows"]

@@ -1,9 +1,10 @@
-//! The kernel registry: every variant with its embedded machine code, and which devices run which family.
+//! The kernel registry: every variant with its embedded machine code, and the families that each device runs.
 
 mod tables;
 
+pub use tables::formats::{FormatInfo, ScaleGranularity, FORMATS};
 pub use tables::variants::{
-    CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Variant, BACKWARD,
+    CacheFormat, Code, Family, Feature, FeatureSet, ParamBlock, Pass, PassInfo, RowKind, Scratch, Size, Variant, BACKWARD,
     DETERMINISTIC_BACKWARD, FORWARD, FORWARD_STREAM_K, FUSED_BACKWARD, PASSES, PASS_SETS,
 };
 pub use tables::volta::VOLTA;
@@ -12,14 +13,15 @@ use crate::error::{Error, Result};
 use crate::limits::MAX_HEADDIM;
 use crate::params::{AppendParams, BwdParams, DecodeParams, DequantizeParams, FwdParams, FwdStreamKParams, MergeParams};
 use std::cmp::Reverse;
+use std::sync::LazyLock;
 
 /// The machine code of one variant, as build.rs compiled and compressed it.
 pub struct Image {
-    /// the variant's
+    /// name of the variant
     pub name: &'static str,
     cubin: &'static [u8],
     ptx: &'static [u8],
-    /// per thread, in the family's cubin
+    /// registers of a thread, in the family's cubin
     pub registers: u32,
     /// spill stores and loads in the family's cubin, bytes
     pub spill_bytes: u32,
@@ -27,20 +29,20 @@ pub struct Image {
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
-/// Tables of variants, each of one family.
+/// Tables of variants. Each table is of one family.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels(pub &'static [&'static [Variant]]);
 
-/// Those that build.rs compiled.
-pub const COMPILED: Kernels = Kernels(tables::TABLES);
+/// The kernels that build.rs compiled.
+pub static COMPILED: LazyLock<Kernels> = LazyLock::new(|| Kernels(tables::tables().leak()));
 
 impl Kernels {
-    /// Every variant, table after table.
+    /// Returns every variant, table after table.
     pub fn variants(self) -> impl Iterator<Item = &'static Variant> {
         self.0.iter().copied().flatten()
     }
 
-    /// The families that have a kernel.
+    /// Returns the families that have a kernel.
     pub fn families(self) -> impl Iterator<Item = &'static Family> {
         let of_table = |table: &'static [Variant]| table.first().map(|v| &v.family);
         self.0.iter().enumerate().filter_map(move |(i, table)| {
@@ -50,32 +52,33 @@ impl Kernels {
         })
     }
 
-    /// The variants of one family and pass, in the order of the tables.
+    /// Returns the variants of one family and pass, in the order of the tables.
     pub fn of(self, family: &'static Family, pass: Pass) -> impl Iterator<Item = &'static Variant> {
         let tables = self.0.iter().filter(move |table| table.first().is_some_and(|v| v.family.name == family.name));
         tables.copied().flatten().filter(move |v| v.pass == pass)
     }
 
-    /// The families that devices of this architecture run, in the order in which a plan asks them, and what they get of each. This is
-    /// the one rule: a family's own machine code before PTX, and of either what is newer, since it is nearer to the device.
+    /// Returns the families that devices of this architecture run, and the code that they load, in the planner's order:
+    /// machine code before PTX, and of each the newer family first, because it is nearer to the device.
     pub fn families_for(self, sm: u32) -> Vec<(&'static Family, Code)> {
         let mut found: Vec<_> = self.families().filter_map(|f| Some((f, f.code_for(sm)?))).collect();
         found.sort_by_key(|(family, code)| (*code, Reverse(family.sm)));
         found
     }
 
-    /// Whether a family is there for all that can be asked of some passes: the largest headdim, every need.
+    /// Returns whether a family has kernels of these passes for the largest headdim with every feature.
     fn covers_all_of(self, family: &'static Family, passes: &[Pass]) -> bool {
         passes.iter().all(|&pass| {
             self.of(family, pass).any(|v| {
-                v.needs.covers(pass.facts().needs)
+                v.features.contains(pass.info().features)
                     && v.headdim.min(v.headdim_v) as i64 >= MAX_HEADDIM
                     && v.shared_bytes <= family.shared_bytes
             })
         })
     }
 
-    /// Do kernels made for such devices run whatever is asked? `through_ptx_too`: are there any that run there at all?
+    /// Returns whether kernels in machine code for this architecture run every problem; with `through_ptx_too`, whether any
+    /// kernel runs there at all.
     pub fn serve(self, sm: u32, through_ptx_too: bool) -> bool {
         let families = self.families_for(sm);
         if through_ptx_too {
@@ -86,17 +89,17 @@ impl Kernels {
     }
 }
 
-/// Every compiled variant.
+/// Returns every compiled variant.
 pub fn variants() -> impl Iterator<Item = &'static Variant> {
     COMPILED.variants()
 }
 
-/// [`Kernels::serve`] of what this library has.
+/// Returns [`Kernels::serve`] of the compiled kernels.
 pub fn serves(sm: u32, through_ptx_too: bool) -> bool {
     COMPILED.serve(sm, through_ptx_too)
 }
 
-/// Size of the argument that kernels with this parameter block take.
+/// Returns the size of a parameter block, bytes.
 pub fn params_bytes(block: ParamBlock) -> usize {
     match block {
         ParamBlock::Forward => size_of::<FwdParams>(),
@@ -109,18 +112,18 @@ pub fn params_bytes(block: ParamBlock) -> usize {
     }
 }
 
-/// The embedded code of a variant.
+/// Returns the embedded code of a variant.
 pub fn image(variant: &Variant) -> &'static Image {
     IMAGES.iter().find(|i| i.name == variant.name).expect("build.rs embeds every variant of the tables")
 }
 
 impl Image {
-    /// The family's machine code (an ELF cubin).
+    /// Returns the family's machine code (an ELF cubin).
     pub fn cubin(&self) -> Result<Vec<u8>> {
         decompress(self.name, self.cubin)
     }
 
-    /// PTX for the family's virtual architecture, NUL-terminated as the driver wants it.
+    /// Returns PTX for the family's virtual architecture, with the terminating NUL that the driver needs.
     pub fn ptx(&self) -> Result<Vec<u8>> {
         let mut text = decompress(self.name, self.ptx)?;
         if text.last() != Some(&0) {

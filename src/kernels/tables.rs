@@ -1,7 +1,9 @@
-//! Every compiled kernel variant: build.rs compiles these rows, the registry embeds them, the plan chooses from them.
-//! A new family is a folder like `volta`, and here its `mod` and its tables.
+//! Every compiled kernel variant: build.rs compiles these rows, the registry embeds them, the planner chooses from them.
+//! To add a family, add a folder like `volta`, and here its `mod` and its tables.
 
 // with their paths, since this file is a module of build.rs too
+#[path = "formats.rs"]
+pub mod formats;
 #[path = "shared/mod.rs"]
 mod shared;
 #[path = "turing/mod.rs"]
@@ -11,18 +13,7 @@ pub mod variants;
 #[path = "volta/mod.rs"]
 pub mod volta;
 
-/// Each table is of one family, its rows in the order in which the plan prefers one of two that are as good.
-pub const TABLES: &[&[variants::Variant]] = &[
-    volta::FORWARD,
-    volta::FORWARD_STREAM_K,
-    volta::BACKWARD,
-    volta::SHARED,
-    volta::PREFILL,
-    volta::DECODE,
-    volta::LATENTS,
-    turing::FORWARD,
-    turing::BACKWARD,
-    turing::PREFILL,
-    turing::SHARED,
-    turing::DECODE,
-];
+/// Builds the tables. Each is of one family, its rows in the planner's order of preference among equally good ones.
+pub fn tables() -> Vec<&'static [variants::Variant]> {
+    [volta::tables(), turing::tables()].concat()
+}

@@ -1,16 +1,15 @@
-//! The words of the kernel tables: what a kernel is for (its pass), what it is prepared for (needs), what it runs on
-//! (its family), and its tiles.
+//! Types of the kernel tables: passes, features, families and rows.
 //!
 //! This file and the tables are also modules of build.rs, as src/params.rs is, so they depend on nothing but that and `core`.
 
 pub use crate::params::CacheFormat;
 
-/// Something that a problem may ask of a kernel beside softmax(scale * QK^T)V inside a window, with one length for all sequences.
+/// A feature of a problem beyond softmax(scale * QK^T)V inside a window with one length for all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Feature {
     /// sequence lengths come from memory: `cu_seqlens_*`, `seqused_k`
     Lengths,
-    /// a logit more in the sum of each row
+    /// one more logit in the sum of each row
     Sinks,
     /// gradients leave as bf16
     Bf16Gradients,
@@ -18,11 +17,11 @@ pub enum Feature {
     Softcap,
     /// slope * distance is subtracted from scores
     Alibi,
-    /// an additive bias or a mask; in fp16, unless `Fp32Bias` is needed too
+    /// an additive bias or a mask; in fp16 without `Fp32Bias`
     Bias,
     /// probabilities are dropped by random numbers
     Dropout,
-    /// keys and values lie in a KV cache: in pages, or in entries whose numbers come from memory
+    /// keys and values in a KV cache: in pages, or in entries with indices from memory
     Pages,
     /// an additive bias in fp32: never without `Bias`
     Fp32Bias,
@@ -42,23 +41,37 @@ impl Feature {
         Feature::Fp32Bias,
     ];
 
-    /// As `_info()` and `_plan()` have it.
+    /// Returns its name in `_info()`, `_plan()` and tuning files.
     pub const fn name(self) -> &'static str {
         match self {
-            Feature::Lengths => "lengths",
+            Feature::Lengths => "varlen",
             Feature::Sinks => "sinks",
             Feature::Bf16Gradients => "bf16_gradients",
             Feature::Softcap => "softcap",
             Feature::Alibi => "alibi",
             Feature::Bias => "bias",
             Feature::Dropout => "dropout",
-            Feature::Pages => "pages",
+            Feature::Pages => "paged_kv",
             Feature::Fp32Bias => "fp32_bias",
         }
     }
+
+    /// Returns its name before `varlen` and `paged_kv` had theirs: `needs` and `requires` of `_info()` keep it.
+    pub const fn old_name(self) -> &'static str {
+        match self {
+            Feature::Lengths => "lengths",
+            Feature::Pages => "pages",
+            other => other.name(),
+        }
+    }
+
+    /// Returns the feature of this name, new or old.
+    pub fn named(name: &str) -> Option<Feature> {
+        Feature::ALL.into_iter().find(|f| f.name() == name || f.old_name() == name)
+    }
 }
 
-/// A set of needs. A kernel with more of them than a problem asks for runs it too, at a price (`plan::cost`).
+/// A set of features. A kernel with more features than a problem uses runs it too, at a cost (`plan::choose`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FeatureSet(u32);
 
@@ -71,10 +84,10 @@ impl FeatureSet {
     pub const GENERIC: FeatureSet =
         FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Fp32Bias, Feature::Dropout]));
 
-    /// What the forward kernels of a KV cache cover; no lesser one is built.
+    /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);
 
-    /// The set of these needs.
+    /// Returns the set of these features.
     pub const fn of(list: &[Feature]) -> FeatureSet {
         let (mut bits, mut i) = (0, 0);
         while i < list.len() {
@@ -84,50 +97,50 @@ impl FeatureSet {
         FeatureSet(bits)
     }
 
-    /// Those that a condition holds for.
+    /// Returns the features that a condition holds for.
     pub fn all_where(holds: impl Fn(Feature) -> bool) -> FeatureSet {
         Feature::ALL.into_iter().filter(|&n| holds(n)).fold(FeatureSet::NONE, |set, n| set.union(FeatureSet::of(&[n])))
     }
 
-    /// The needs of either.
+    /// Returns the features of either set.
     pub const fn union(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 | other.0)
     }
 
-    /// The needs of both.
+    /// Returns the features of both sets.
     pub const fn intersection(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & other.0)
     }
 
-    /// The needs of this set that `other` lacks.
+    /// Returns the features that `other` lacks.
     pub const fn without(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 & !other.0)
     }
 
-    /// Whether all needs of `other` are in this set.
-    pub const fn covers(self, other: FeatureSet) -> bool {
+    /// Returns whether all features of `other` are in this set.
+    pub const fn contains(self, other: FeatureSet) -> bool {
         other.without(self).0 == 0
     }
 
-    /// The same, and where there is a bias, one in fp32 too: what a kernel covers that reads either type.
+    /// Returns the set with `Fp32Bias` if it has `Bias`: kernels that read either type.
     pub const fn with_fp32_bias(self) -> FeatureSet {
-        match self.covers(FeatureSet::of(&[Feature::Bias])) {
+        match self.contains(FeatureSet::of(&[Feature::Bias])) {
             true => self.union(FeatureSet::of(&[Feature::Fp32Bias])),
             false => self,
         }
     }
 
-    /// How many needs there are.
+    /// Returns the number of features.
     pub const fn count(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// In the order of [`Feature::ALL`].
+    /// Returns the features in the order of [`Feature::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Feature> {
-        Feature::ALL.into_iter().filter(move |&n| self.covers(FeatureSet::of(&[n])))
+        Feature::ALL.into_iter().filter(move |&n| self.contains(FeatureSet::of(&[n])))
     }
 
-    /// As the device code has it: `-DNEEDS=<bits>`, and `kFeature...` in the generated header.
+    /// Returns the bits that device code sees: `-DFEATURES=<bits>`, and `kFeature...` in the generated header.
     pub const fn bits(self) -> u32 {
         self.0
     }
@@ -138,7 +151,7 @@ impl FeatureSet {
 pub enum Pass {
     /// out and softmax_lse
     Forward,
-    /// the same on a grid of equal shares: where the usual one's last round would leave much of the GPU idle
+    /// the same on a stream-K grid, if the last wave of the usual grid would leave much of the GPU idle
     ForwardStreamK,
     /// delta and the other row statistics, zeroing of dq's accumulator
     BackwardPreprocess,
@@ -150,7 +163,7 @@ pub enum Pass {
     BackwardDq,
     /// dq's accumulator to fp16 or bf16
     BackwardPostprocess,
-    /// all of a backward pass, where one block has all keys of its heads
+    /// all of a backward pass, if one block has all keys of its heads
     BackwardFused,
     /// attention over two sets of keys from that over each
     Merge,
@@ -166,7 +179,7 @@ pub enum Pass {
     Dequantize,
 }
 
-/// What a pass' kernels take as their one argument: a struct of src/params.rs.
+/// The argument of a pass's kernels: a struct of src/params.rs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamBlock {
     /// `FwdParams`
@@ -192,7 +205,7 @@ impl ParamBlock {
         [Forward, ForwardStreamK, Backward, Merge, Decode, Append, Dequantize]
     };
 
-    /// The struct's.
+    /// Returns the name of the struct.
     pub const fn name(self) -> &'static str {
         match self {
             ParamBlock::Forward => "FwdParams",
@@ -206,37 +219,37 @@ impl ParamBlock {
     }
 }
 
-/// What the rows of a pass' blocks are, and so its grid's first two axes.
+/// Kind of the rows of a pass's blocks, which decides the first two axes of its grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowKind {
     /// queries of a query head
     Queries,
-    /// the same, and those that round them up in the scratch memory
+    /// the same, rounded up as in scratch memory
     ScratchQueries,
-    /// keys of a key head
+    /// keys of a KV head
     Keys,
-    /// queries of all heads of a key head; its grid is as large as the GPU
+    /// queries of all heads of a KV head; the grid is as large as the GPU
     PackedQueries,
 }
 
 /// A row of the table of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassInfo {
-    /// whose row this is
+    /// the pass
     pub pass: Pass,
-    /// its kernels' argument
+    /// argument of its kernels
     pub params: ParamBlock,
-    /// what a block of its kernels has `block_rows` of
+    /// kind of the `block_rows` of its kernels
     pub rows: RowKind,
-    /// what a problem may need of it at all
-    pub needs: FeatureSet,
+    /// features that problems can ask of it
+    pub features: FeatureSet,
 }
 
 /// The table of passes, in the order of the enum.
 pub const PASSES: [PassInfo; 14] = {
     use {ParamBlock as P, RowKind::*};
-    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, needs: FeatureSet) -> PassInfo {
-        PassInfo { pass, params, rows, needs }
+    const fn row(pass: Pass, params: ParamBlock, rows: RowKind, features: FeatureSet) -> PassInfo {
+        PassInfo { pass, params, rows, features }
     }
     let forward = FeatureSet::GENERIC.without(FeatureSet::of(&[Feature::Bf16Gradients]));
     // backward finds all that sinks did in softmax_lse
@@ -270,9 +283,29 @@ const _: () = {
 };
 
 impl Pass {
-    /// Its row of the table.
-    pub const fn facts(self) -> PassInfo {
+    /// Returns its row of the table.
+    pub const fn info(self) -> PassInfo {
         PASSES[self as usize]
+    }
+
+    /// What kernel names have for it: the pass, and what follows the features.
+    const fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Pass::Forward => ("fwd", ""),
+            Pass::ForwardStreamK => ("fwd_streamk", ""),
+            Pass::BackwardPreprocess => ("bwd", "preprocess"),
+            Pass::Backward => ("bwd", ""),
+            Pass::BackwardDkDv => ("bwd", "dkdv"),
+            Pass::BackwardDq => ("bwd", "dq"),
+            Pass::BackwardPostprocess => ("bwd", "postprocess"),
+            Pass::BackwardFused => ("bwd", "fused"),
+            Pass::Merge => ("merge", ""),
+            Pass::Decode => ("decode", ""),
+            Pass::Prefill => ("prefill", ""),
+            Pass::DecodeMla => ("mla_decode", ""),
+            Pass::Append => ("append", ""),
+            Pass::Dequantize => ("dequantize", ""),
+        }
     }
 }
 
@@ -302,9 +335,9 @@ pub struct Family {
     pub native: &'static [u32],
     /// shared memory of an SM of its own, all of which a block may take, bytes
     pub shared_bytes: u32,
-    /// threads that such an SM holds
+    /// threads that an SM of its own holds
     pub threads: u32,
-    /// how its backward kernels lay out their scratch memory; None: it has none of them
+    /// layout of its backward kernels' scratch memory; None for families without them
     pub scratch: Option<Scratch>,
     /// the passes whose kernels run on grids whose first axis is heads too (csrc/forward/block.cuh)
     pub either_order: &'static [Pass],
@@ -315,22 +348,22 @@ pub struct Family {
     pub stores_dbias: bool,
 }
 
-/// What the backward kernels of a family keep of query rows between their launches, as far as others need to know it.
+/// Layout of the statistics of query rows that the backward kernels of a family keep between launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
     /// rows of an entry are a multiple of this, which every step of queries divides
     pub row_rounding: u32,
-    /// so many rows have their statistics together ...
+    /// rows of a group, whose statistics lie together
     pub group_rows: u32,
-    /// ... in so many floats,
+    /// floats of a group
     pub group_floats: u32,
-    /// of which these are the rows' -lse/scale, one each,
+    /// offset of each row's -lse/scale in its group, floats
     pub neg_lse_offsets: &'static [u32],
-    /// and these the rows' -delta
+    /// offset of each row's -delta in its group, floats
     pub neg_delta_offsets: &'static [u32],
 }
 
-/// What a GPU gets of a family: the better first.
+/// Code of a family that a GPU loads, the better first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Code {
     /// the embedded machine code
@@ -340,7 +373,7 @@ pub enum Code {
 }
 
 impl Family {
-    /// What GPUs of this architecture get; None: they cannot run it.
+    /// Returns the code that GPUs of this architecture load; None if they cannot run the family.
     pub fn code_for(&self, sm: u32) -> Option<Code> {
         match self.native.contains(&sm) {
             true => Some(Code::Cubin),
@@ -349,44 +382,121 @@ impl Family {
     }
 }
 
-/// One kernel: a source file compiled with its `-D` definitions.
+/// How many rows a block has among kernels of one headdim: smaller ones are for grids that would leave SMs idle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// the most rows, or all
+    Large,
+    /// fewer rows
+    Medium,
+    /// the fewest rows
+    Small,
+}
+
+/// One kernel: a source file compiled with its `-D` definitions. A row is tile times features times cache format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variant {
-    /// name of the `extern "C" __global__` function
+    /// name of the `extern "C" __global__` function; [`table`] derives it from the rest
     pub name: &'static str,
     /// the instruction set it is written for
     pub family: Family,
     /// what it computes
     pub pass: Pass,
-    /// what it is prepared for
-    pub needs: FeatureSet,
-    /// what of that a problem has to ask for: such a kernel does it unasked
-    pub requires: FeatureSet,
-    /// the one kind of cache that it reads; Unquantized too where it reads none
+    /// features that it has code for
+    pub features: FeatureSet,
+    /// features that the problem must use: the kernel applies them without checking parameters
+    pub required_features: FeatureSet,
+    /// the one cache format that it reads or writes; Unquantized for kernels without a cache too
     pub cache: CacheFormat,
     /// source below `csrc/`
     pub source: &'static str,
-    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merging: any)
+    /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merge: any)
     pub headdim: u32,
-    /// the same for v and out
+    /// the largest headdim of v and out
     pub headdim_v: u32,
-    /// rows of a block: what they are, the pass says
+    /// rows of a block; `PassInfo::rows` says which rows
     pub block_rows: u32,
     /// keys or queries, the other of the two, of one step of the main loop
     pub step: u32,
-    /// of a block
+    /// how many rows it has beside others of its headdim
+    pub size: Size,
+    /// threads of a block
     pub threads: u32,
-    /// dynamic shared memory, bytes
+    /// dynamic shared memory of a block, bytes
     pub shared_bytes: u32,
     /// blocks that an SM must be able to hold (`__launch_bounds__`)
     pub blocks_per_sm: u32,
-    /// per thread, of the family's machine code: a record, which a test compares with what was compiled
-    pub registers: u32,
 }
 
 impl Variant {
-    /// The same source and tiles, prepared for those of the needs that its pass can have.
-    pub const fn covering(self, needs: FeatureSet, name: &'static str, registers: u32) -> Variant {
-        Variant { name, needs: needs.intersection(self.pass.facts().needs), registers, ..self }
+    /// Returns the row that others of a family and pass begin with: no feature, no tile.
+    pub const fn new(family: Family, pass: Pass, source: &'static str) -> Variant {
+        Variant {
+            name: "",
+            family,
+            pass,
+            features: FeatureSet::NONE,
+            required_features: FeatureSet::NONE,
+            cache: CacheFormat::Unquantized,
+            source,
+            headdim: 256,
+            headdim_v: 256,
+            block_rows: 0,
+            step: 0,
+            size: Size::Large,
+            threads: 256,
+            shared_bytes: 0,
+            blocks_per_sm: 1,
+        }
     }
+
+    /// Returns the same source and tile with those of the features that its pass can use.
+    pub const fn with_features(self, features: FeatureSet) -> Variant {
+        Variant { features: features.intersection(self.pass.info().features), ..self }
+    }
+
+    /// The kernel's name, from the data of its row: `family_pass[_format][_features][_stage][_headdim][_size]`.
+    fn derived_name(&self) -> String {
+        let (pass, stage) = self.pass.words();
+        let features = self.feature_words();
+        let Variant { headdim, headdim_v, block_rows, .. } = self;
+        let tile = match self.pass {
+            Pass::Forward | Pass::ForwardStreamK | Pass::Prefill => format!("{headdim}x{headdim_v}"),
+            Pass::Decode => format!("{headdim}x{block_rows}"),
+            Pass::DecodeMla => block_rows.to_string(),
+            // these read the headdim from their parameters
+            Pass::BackwardPreprocess | Pass::BackwardPostprocess | Pass::Merge | Pass::Append | Pass::Dequantize => String::new(),
+            _ if headdim == headdim_v => headdim.to_string(),
+            _ => format!("{headdim}x{headdim_v}"),
+        };
+        let size = match self.size {
+            Size::Large => "",
+            Size::Medium => "medium",
+            Size::Small => "small",
+        };
+        let words = [self.family.name, pass, self.cache.info().kernel_word, &features, stage, &tile, size];
+        words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
+    }
+
+    /// What a name says of features: those that the problem must use, or the set.
+    fn feature_words(&self) -> String {
+        let mut required: Vec<_> = self.required_features.iter().map(Feature::name).collect();
+        required.sort_unstable();
+        // every prefill kernel has these
+        let usual = if self.pass == Pass::Prefill { FeatureSet::PAGED } else { FeatureSet::NONE };
+        let of_scores = FeatureSet::GENERIC.without(FeatureSet::VARLEN);
+        match self.features.without(usual) {
+            _ if !required.is_empty() => required.join("_"),
+            FeatureSet::NONE => String::new(),
+            beyond if beyond.intersection(of_scores) == FeatureSet::NONE => "varlen".into(),
+            _ => "generic".into(),
+        }
+    }
+}
+
+/// Names the rows of one family and keeps them for the life of the process. The planner prefers the earlier of two
+/// rows that are equally good.
+pub fn table(rows: impl IntoIterator<Item = Variant>) -> &'static [Variant] {
+    let named = |row: Variant| Variant { name: row.derived_name().leak(), ..row };
+    rows.into_iter().map(named).collect::<Vec<_>>().leak()
 }

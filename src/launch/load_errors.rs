@@ -1,15 +1,15 @@
-//! Why a driver does not take a kernel's code, and what to do about it.
+//! Errors of drivers that cannot load a kernel's code, with their remedies.
 
 use crate::kernels::Code;
 use cudarc::driver::sys::CUresult;
 use std::fmt::Write;
 
-/// The first driver of CUDA 12, whose minor releases load each other's machine code: ours is CUDA 12.9's.
+/// First driver of CUDA 12. Its minor releases load each other's machine code; ours is that of CUDA 12.9.
 const CUBIN_DRIVER: &str = "525";
-/// The driver of CUDA 10.2, the first that knows PTX 6.5, which Turing's kernels need; Volta's need less.
+/// Driver of CUDA 10.2, the first with PTX 6.5. Turing's kernels need that version; Volta's need less.
 const PTX_DRIVER: &str = "440";
 
-/// Answers that say that the code, not the machine's state, is what the driver cannot take: another form of it may do.
+/// Returns true for errors about the code rather than the state of the machine: another form of the code may load.
 pub fn is_refusal(code: CUresult) -> bool {
     use CUresult::*;
     matches!(
@@ -24,7 +24,7 @@ pub fn is_refusal(code: CUresult) -> bool {
     )
 }
 
-/// One line about a kernel that the driver refused in every form there is of it: what it answered, and the remedy.
+/// Returns one line about a kernel that the driver loads in no form: its errors, and the remedy.
 pub fn describe(kernel: &str, card: &str, sm: u32, driver: &str, answers: &[(Code, CUresult)]) -> String {
     let mut text = format!("CUDA driver: loading {kernel} on {card} (sm_{sm}), driver {driver}:");
     for (i, (code, answer)) in answers.iter().enumerate() {

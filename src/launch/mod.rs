@@ -1,5 +1,5 @@
-//! The seam between planning and execution: a [`KernelLaunch`] says everything about one kernel launch, a
-//! [`Launcher`] runs it, on the CUDA driver or in the simulator. All that comes before is the same code.
+//! The interface between planning and execution. A [`KernelLaunch`] describes one kernel launch. A [`Launcher`] runs it on
+//! the CUDA driver or in the simulator. All code before it is the same for both.
 
 pub mod driver;
 mod load_errors;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::kernels::{Family, Variant, COMPILED};
 use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 
-/// Memory that a launch may touch. The driver has its own protection; the simulator maps exactly these.
+/// Memory that a launch may access. The simulator maps these ranges and no others; a GPU has its own protection.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRange {
     /// the tensor's name, for error messages
@@ -32,11 +32,11 @@ pub struct KernelLaunch<'a> {
     pub grid: [u32; 3],
     /// the kernel's single by-value argument
     pub params: &'a [u8],
-    /// all that the kernel may touch through its pointers, for launchers that look at it
+    /// memory that the kernel may access through its pointers, for launchers that use ranges
     pub ranges: &'a [MemoryRange],
 }
 
-/// The only family that the environment allows a plan to take, where it names one.
+/// Returns the family that the environment restricts plans to; None for no restriction.
 ///
 /// # Errors
 /// An unknown name.
@@ -51,40 +51,40 @@ pub fn only_family() -> Result<Option<&'static Family>> {
     }
 }
 
-/// What runs planned launches: the CUDA driver, or the simulator.
+/// Runs planned launches: on the CUDA driver, or in the simulator.
 pub trait Launcher {
-    /// What outputs and scratch must be aligned to, bytes, where ATen's allocator would not do.
+    /// Alignment of outputs and scratch that the launcher needs beyond ATen's, bytes.
     fn output_alignment(&self) -> usize {
         1
     }
 
-    /// Whether it looks at the memory that it is told of. What nobody looks at need not be found out.
+    /// Returns whether the launcher uses memory ranges. If false, callers do not compute them.
     fn looks_at_memory(&self) -> bool {
         false
     }
 
-    /// Whether every block of a launch runs. If not, none finds that all others have been there.
+    /// Returns whether every block of a launch runs. If false, no block is the last to arrive at a semaphore.
     fn runs_all_blocks(&self) -> bool {
         true
     }
 
-    /// Called once by an op, with all its memory, before its first launch.
+    /// Prepares for the launches of one op, before the first, with all of its memory.
     fn begin(&self, _ranges: &[MemoryRange]) {}
 
-    /// What the plan may rely on.
+    /// Returns the limits of the device, which the planner relies on.
     ///
     /// # Errors
     /// Where there is no driver, and for an unknown family in the environment.
     fn limits(&self) -> Result<DeviceLimits>;
 
-    /// Enqueue the launch.
+    /// Enqueues the launch.
     ///
     /// # Errors
     /// Where the module cannot be loaded or the launch fails; nothing has run then.
     fn launch(&self, launch: &KernelLaunch) -> Result<()>;
 }
 
-/// View a parameter block as the bytes that travel to the kernel.
+/// Returns a parameter block as the bytes that the kernel receives.
 pub fn bytes_of<T: Copy>(block: &T) -> &[u8] {
     // SAFETY: parameter blocks are `#[repr(C)]` values of `crate::params`; the kernel reads no padding.
     unsafe { std::slice::from_raw_parts((block as *const T).cast(), size_of::<T>()) }

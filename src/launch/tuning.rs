@@ -1,6 +1,6 @@
-//! Where tunings come from: a file of the user for each card, or a text that the process was given.
+//! Sources of tunings: a file of the user for each card, or a text from [`force`].
 //!
-//! A device's file is read once, by its first plan. Whatever is wrong with it costs one warning and nothing else.
+//! The first plan for a device reads its file, once. A bad file costs one warning; the plan then has no tuning.
 
 use crate::error::{Error, Result};
 use crate::kernels::COMPILED;
@@ -12,35 +12,35 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, RwLock};
 
-/// 0: read no tuning file; a path: read this one.
+/// Environment variable: 0 reads no tuning file, a path reads this one.
 pub const VARIABLE: &str = "VOLTA_FA_TUNING";
-/// What `MAX_CHOICES` take with every field and a note of some hundred characters, and room besides.
+/// Largest tuning file, bytes: room for `MAX_CHOICES` with every field and a note of some hundred characters.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What became of a device's tuning file.
+/// Outcome of reading a device's tuning file.
 pub enum Outcome {
-    /// the environment says that none is to be read
+    /// not read: the environment switches files off
     Off,
-    /// there is none
+    /// there is no file
     Missing,
-    /// read, and taken by plans
+    /// read, and used by plans
     Read(&'static Tuning),
-    /// there is one, but it does not fit, for this reason
+    /// not used, for this reason
     Ignored(String),
 }
 
 /// A device and its tuning file.
 pub struct DeviceTuning {
-    /// what the file has to be made on
+    /// the card that the file must be made on
     pub card: Card,
-    /// where it lies, or would; None: there is no home folder
+    /// path of the file, whether it exists or not; None: there is no home folder
     pub path: Option<PathBuf>,
-    /// what was found there
+    /// what became of it
     pub outcome: Outcome,
 }
 
 impl DeviceTuning {
-    /// What plans take from it.
+    /// Returns the tuning that plans use.
     pub fn tuning(&self) -> Option<&'static Tuning> {
         match self.outcome {
             Outcome::Read(tuning) => Some(tuning),
@@ -54,7 +54,7 @@ static FOUND: RwLock<Vec<(usize, &'static DeviceTuning)>> = RwLock::new(Vec::new
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
 static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
 
-/// The tuning of a device; `describe` is asked the first time.
+/// Returns the tuning of a device, which the first call reads for the card that `describe` returns.
 pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceLimits)>) -> Result<&'static DeviceTuning> {
     let known = |list: &[(usize, &'static DeviceTuning)]| list.iter().find(|(d, _)| *d == device).map(|(_, found)| *found);
     if let Some(found) = known(&FOUND.read().unwrap_or_else(|e| e.into_inner())) {
@@ -70,7 +70,7 @@ pub fn of_device(device: usize, describe: impl FnOnce() -> Result<(Card, DeviceL
     Ok(found)
 }
 
-/// Looks for a card's file, for as long as the process lives.
+/// Reads a card's file. The result lives as long as the process.
 pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
     let variable = std::env::var_os(VARIABLE).filter(|v| !v.is_empty());
     let off = variable.as_ref().is_some_and(|v| v == "0");
@@ -83,7 +83,7 @@ pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
             Ok(None) if given.is_none() => Outcome::Missing,
             Ok(None) => ignored(path, "there is no such file"),
             Ok(Some(tuning)) => {
-                let (tuning, refused) = tuning.usable_on(COMPILED, limits.sm(), limits.shared_bytes_per_block);
+                let (tuning, refused) = tuning.usable_on(*COMPILED, limits.sm(), limits.shared_bytes_per_block);
                 if !refused.is_empty() {
                     warn(&format!("choices of the tuning {} are ignored: {}", path.display(), refused.join("; ")));
                 }
@@ -107,7 +107,7 @@ fn ignored(path: &Path, why: &str) -> Outcome {
     Outcome::Ignored(why.into())
 }
 
-/// None: there is no such file.
+/// Returns the tuning of a file; None if there is no such file.
 fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
     let unreadable = |e: std::io::Error| Error::runtime(e.to_string());
     let file = match std::fs::File::open(path) {
@@ -119,24 +119,24 @@ fn read(path: &Path, card: &Card) -> Result<Option<Tuning>> {
     if text.len() as u64 > MAX_BYTES {
         return Err(Error::value("tuning", format!("more than {MAX_BYTES} bytes"), "less"));
     }
-    let tuning = Tuning::parse(&text, COMPILED)?;
+    let tuning = Tuning::parse(&text, *COMPILED)?;
     tuning.check_made_on(card)?;
     Ok(Some(tuning))
 }
 
-/// Of the XDG base directory specification: relative paths in its variable do not count.
+/// Returns the folder of the XDG base directory specification, which ignores relative paths in its variable.
 fn user_folder() -> Option<PathBuf> {
     let absolute = |variable: &str| std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
     let data = absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
     Some(data.join("volta_fa").join("tuning"))
 }
 
-/// Makes plans on all devices take this tuning instead of the files'; an empty text, the files' again.
+/// Sets a tuning for plans on all devices in place of the files. An empty text restores the files.
 ///
-/// Plans hold references to tunings, so each text that the process is ever given is kept, once. Only tools give any.
+/// Plans hold references to tunings, so each text is kept once for the life of the process. Only tools call this.
 ///
 /// # Errors
-/// What is not a tuning. It need not say what it was made on.
+/// Text that is not a tuning. It need not name a card.
 pub fn force(text: &str) -> Result<()> {
     let mut tuning = std::ptr::null_mut();
     if !text.is_empty() {
@@ -145,7 +145,7 @@ pub fn force(text: &str) -> Result<()> {
         let found = match parsed.get(text) {
             Some(found) => *found,
             None => {
-                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, COMPILED)?));
+                let new: &'static Tuning = Box::leak(Box::new(Tuning::parse(text, *COMPILED)?));
                 parsed.insert(text.into(), new);
                 new
             }
@@ -156,8 +156,8 @@ pub fn force(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// What [`force`] set last.
+/// Returns the tuning that [`force`] set last.
 pub fn forced() -> Option<&'static Tuning> {
-    // SAFETY: null, or a tuning that lives as long as the process and that nobody writes.
+    // SAFETY: null, or a tuning that lives as long as the process and is never written.
     unsafe { FORCED.load(Ordering::Acquire).as_ref() }
 }

@@ -112,7 +112,7 @@ fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &
 /// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
 /// kernel with atomics failed which no other can replace; the other way round it never goes.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    backward_among(COMPILED, a, mode, d)
+    backward_among(*COMPILED, a, mode, d)
 }
 
 /// The same with other kernels to choose from.
@@ -165,7 +165,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
     // tiles that waste less on padding
     let is_narrower =
-        |v: &Variant| v.needs == kernel.0.needs && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
+        |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
     if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
         return None;
     }

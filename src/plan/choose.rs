@@ -11,7 +11,7 @@ use crate::tuning::{Shape, Tuning};
 /// - What it is prepared for in vain: each takes registers and instructions of every step.
 /// - Its columns, since padding is computed on.
 pub(super) fn cost(v: &Variant, needs: FeatureSet) -> (u32, u32) {
-    (v.needs.without(needs).count(), v.headdim + v.headdim_v)
+    (v.features.without(needs).count(), v.headdim + v.headdim_v)
 }
 
 /// The families that the device runs, in the order of preference.
@@ -48,9 +48,9 @@ pub(super) fn holds(v: &Variant, shape: &Shape, needs: FeatureSet, d: &DeviceLim
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
-        && v.needs.covers(needs)
-        && needs.covers(v.requires)
-        && (shape.rows_before_keys <= FAR || !v.requires.covers(FeatureSet::of(&[Feature::Alibi])))
+        && v.features.contains(needs)
+        && needs.contains(v.required_features)
+        && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
@@ -78,7 +78,7 @@ pub(super) fn choose<const N: usize>(
     d: &DeviceLimits,
 ) -> Result<Chosen<N>> {
     let mut families = families(kernels, d)?;
-    let asked = passes.map(|pass| (pass, needs.intersection(pass.facts().needs)));
+    let asked = passes.map(|pass| (pass, needs.intersection(pass.info().features)));
     let holds = |v: &Variant, needs| holds(v, shape, needs, d);
     let failed = |v: &Variant| d.tuning.is_some_and(|t| t.has_failed(v));
     let cheapest = |family, (pass, needs), avoid| cheapest(kernels.of(family, pass), shape, needs, d, avoid);
@@ -122,7 +122,7 @@ pub(super) fn choose<const N: usize>(
         ),
         _ => {
             let asked: Vec<_> =
-                passes.iter().fold(FeatureSet::NONE, |set, p| set.union(p.facts().needs)).intersection(needs).iter().collect();
+                passes.iter().fold(FeatureSet::NONE, |set, p| set.union(p.info().features)).intersection(needs).iter().collect();
             let with = if asked.is_empty() { "" } else { " with " };
             let asked: Vec<_> = asked.into_iter().map(Feature::name).collect();
             let headdims = match shape.headdim {

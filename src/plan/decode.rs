@@ -46,7 +46,7 @@ fn kernel_format(a: &Attention) -> CacheFormat {
 }
 
 fn decode_shape(shape: &Shape, pass: Pass, rows: i64, has_long: bool, d: &DeviceLimits) -> Result<DecodePlan> {
-    let kernels = COMPILED;
+    let kernels = *COMPILED;
     let [(chosen, reason)] = choose(kernels, [pass], shape, FeatureSet::NONE, d)?;
     // Of those for the same headdims the one with the fewest rows that has room for a sequence's; else the one with the most. Where
     // there are sequences of few rows beside some of very many, no kernel has room for these, and most have one query.

@@ -17,7 +17,7 @@ use std::cell::Cell;
 
 /// Plan the forward pass of a non-empty problem.
 pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_among(COMPILED, a, d)
+    forward_among(*COMPILED, a, d)
 }
 
 /// The same with other kernels to choose from.
@@ -43,7 +43,7 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
         return None;
     }
     let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;
-    let of = |v: &Variant| (v.family.name, v.needs, v.headdim, v.headdim_v, v.block_rows);
+    let of = |v: &Variant| (v.family.name, v.features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
     if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
         return None;
@@ -65,5 +65,5 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
+    forward_pass(*COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }

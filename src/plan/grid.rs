@@ -11,7 +11,7 @@ pub(super) fn rounded(rows: i64, multiple: u32) -> i64 {
 
 /// What a kernel has blocks of, and for how many heads.
 pub(super) fn rows_and_heads(variant: &Variant, a: &Attention) -> (i64, i64) {
-    match variant.pass.facts().rows {
+    match variant.pass.info().rows {
         RowKind::Queries => (a.seqlen_q, a.nheads),
         RowKind::ScratchQueries => (rounded(a.seqlen_q, scratch(variant).row_rounding), a.nheads),
         RowKind::Keys => (a.seqlen_k, a.nheads_k),

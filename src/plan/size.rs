@@ -11,7 +11,7 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
     let d = *d;
     kernels
         .of(&large.family, large.pass)
-        .filter(|v| (v.needs, v.headdim, v.headdim_v) == (large.needs, large.headdim, large.headdim_v))
+        .filter(|v| (v.features, v.headdim, v.headdim_v) == (large.features, large.headdim, large.headdim_v))
         .filter(move |v| v.shared_bytes <= d.shared_bytes_per_block && !d.tuning.is_some_and(|t| t.has_failed(v)))
 }
 

@@ -13,7 +13,7 @@ use std::cell::Cell;
 
 /// Plan the merge of non-empty states. Its kernel takes any headdim.
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Merge], &Shape::of_states(m), FeatureSet::NONE, d)?;
+    let [kernel] = choose(*COMPILED, [Pass::Merge], &Shape::of_states(m), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, m.seqlen_q, m.nheads))
 }
 
@@ -21,14 +21,14 @@ pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
 pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: PlanCache<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
     cached_plan(&LAST, (rows, nheads_k, cache), d, || {
-        let [kernel] = choose(COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, FeatureSet::NONE, d)?;
+        let [kernel] = choose(*COMPILED, [Pass::Append], &Shape { cache, ..of_tokens(rows, nheads_k) }, FeatureSet::NONE, d)?;
         Ok(on_grid(kernel, rows, nheads_k))
     })
 }
 
 /// Plan the kernel that makes numbers of a quantized KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
 pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [kernel] = choose(COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
+    let [kernel] = choose(*COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, nheads_k))
 }
 

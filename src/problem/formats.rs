@@ -5,43 +5,47 @@ use super::checks::*;
 use super::tensor::{DType, TensorDesc};
 use super::Options;
 use crate::error::{Error, Result};
+use crate::kernels::{FormatInfo, ScaleGranularity};
 use crate::options::{scale_of_latents, UNKNOWN};
 use crate::params::CacheFormat;
 
-/// Returns the format that the dtype of a cache means. Latents have no int4 format.
+/// Returns the format that the dtype of a cache means.
 pub fn cache_format(name: &str, cache: &TensorDesc, q: &TensorDesc, has_latents: bool) -> Result<CacheFormat> {
-    Ok(match cache.dtype {
-        DType::Int8 => CacheFormat::Int8,
-        DType::Uint8 if !has_latents => CacheFormat::Int4,
-        DType::Float8E5m2 => CacheFormat::E5m2,
-        DType::Float8E4m3 => CacheFormat::E4m3,
-        own if own == q.dtype => CacheFormat::Unquantized,
-        other => {
-            let int4 = if has_latents { "" } else { " torch.uint8 (int4)," };
-            let quantized = format!("torch.int8,{int4} torch.float8_e5m2 or torch.float8_e4m3fn");
-            let allowed = format!("{}, that of q, or of a quantized cache {quantized}", q.dtype);
-            return Err(Error::value(name, format!("dtype {other}"), allowed));
+    let quantized = || CacheFormat::quantized().map(CacheFormat::info).filter(|row| row.of_latents || !has_latents);
+    let dtype = cache.dtype.to_string();
+    match quantized().find(|row| row.dtype == dtype) {
+        Some(row) => Ok(row.format),
+        None if cache.dtype == q.dtype => Ok(CacheFormat::Unquantized),
+        None => {
+            // a dtype of whole bytes does not show that several columns share one
+            let shown = |row: &FormatInfo| match row.columns() {
+                1 => row.dtype.to_string(),
+                _ => format!("{} ({})", row.dtype, row.name),
+            };
+            let listed: Vec<_> = quantized().map(shown).collect();
+            let allowed = format!("{}, that of q, or of a quantized cache {}", q.dtype, listed.join(", "));
+            Err(Error::value(name, format!("dtype {dtype}"), allowed))
         }
-    })
+    }
 }
 
 impl CacheFormat {
     /// Columns that this many elements of a head hold.
     pub fn columns(self, elements: i64) -> i64 {
-        match self {
-            CacheFormat::Int4 if elements != UNKNOWN => elements.saturating_mul(2),
-            _ => elements,
+        if elements == UNKNOWN {
+            return elements;
         }
+        elements.saturating_mul(self.info().columns())
     }
 
     /// Returns true if each token and head has a scale, which an append writes.
     pub fn has_scales(self) -> bool {
-        matches!(self, CacheFormat::Int8 | CacheFormat::Int4)
+        self.info().scale == ScaleGranularity::Token
     }
 
-    /// Returns true for the fp8 formats, whose scales the caller gives.
+    /// Returns true if the caller gives a scale for each head.
     fn has_descales(self) -> bool {
-        matches!(self, CacheFormat::E5m2 | CacheFormat::E4m3)
+        self.info().scale == ScaleGranularity::Head
     }
 }
 
@@ -64,7 +68,7 @@ pub fn check_scales(o: &Options, cache: &Cache, nheads_k: i64, batch: i64, q: &T
 
 /// Checks a scale or zero point per token and head.
 fn check_token_scale(name: &str, given: Option<&TensorDesc>, format: CacheFormat, sizes: [i64; 3], q: &TensorDesc) -> Result<()> {
-    let is_wanted = if name.ends_with("zero_point") { format == CacheFormat::Int4 } else { format.has_scales() };
+    let is_wanted = if name.ends_with("zero_point") { format.info().has_zero_point } else { format.has_scales() };
     let Some(d) = given else {
         if !is_wanted {
             return Ok(());
@@ -105,12 +109,8 @@ fn check_descale(name: &str, d: &TensorDesc, format: CacheFormat, [batch, nheads
 }
 
 fn described(format: CacheFormat) -> String {
-    let dtype = match format {
-        CacheFormat::Int8 => DType::Int8,
-        CacheFormat::Int4 => DType::Uint8,
-        CacheFormat::E5m2 => DType::Float8E5m2,
-        CacheFormat::E4m3 => DType::Float8E4m3,
-        CacheFormat::Unquantized | CacheFormat::Bf16 => return "not quantized".into(),
-    };
-    format!("{} ({dtype})", format.name())
+    match format.is_quantized() {
+        true => format!("{} ({})", format.name(), format.info().dtype),
+        false => "not quantized".into(),
+    }
 }

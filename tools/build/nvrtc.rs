@@ -202,21 +202,21 @@ impl Compiler {
             ("THREADS", variant.threads),
             ("SHARED_BYTES", variant.shared_bytes),
             ("BLOCKS_PER_SM", variant.blocks_per_sm),
-            ("FEATURES", variant.needs.bits()),
+            ("FEATURES", variant.features.bits()),
         ] {
             options.push(format!("-D{name}={value}"));
         }
-        if matches!(variant.pass.facts().params, ParamBlock::Decode | ParamBlock::Append) {
+        if matches!(variant.pass.info().params, ParamBlock::Decode | ParamBlock::Append) {
             options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
         }
         // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here
-        if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.facts().params, variant.family.scratch) {
+        if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.info().params, variant.family.scratch) {
             let list = |at: &[u32]| at.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
             options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
             options.push(format!("-DSTATS_GROUP_ROWS={}", scratch.group_rows));
             options.push(format!("-DSTATS_GROUP_FLOATS={}", scratch.group_floats));
-            options.push(format!("-DSTATS_MINUS_LSE_AT={}", list(scratch.neg_lse_offsets)));
-            options.push(format!("-DSTATS_MINUS_DELTA_AT={}", list(scratch.neg_delta_offsets)));
+            options.push(format!("-DSTATS_NEG_LSE_OFFSETS={}", list(scratch.neg_lse_offsets)));
+            options.push(format!("-DSTATS_NEG_DELTA_OFFSETS={}", list(scratch.neg_delta_offsets)));
         }
         options
     }

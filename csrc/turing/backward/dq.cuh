@@ -10,7 +10,9 @@
 #include "backward/modifiers.cuh"
 #include "backward/probabilities.cuh"
 #include "turing/backward/dropout.cuh"
+#include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
+#include "turing/backward/step_loads.cuh"
 
 namespace turing {
 

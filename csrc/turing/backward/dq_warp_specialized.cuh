@@ -9,7 +9,9 @@
 #include "backward/probabilities.cuh"
 #include "backward/tiles.cuh"
 #include "turing/backward/dropout.cuh"
+#include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
+#include "turing/backward/step_loads.cuh"
 
 namespace turing {
 

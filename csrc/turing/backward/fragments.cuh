@@ -13,7 +13,7 @@
 // Four neighboring keys share a Philox call and a load of the bias. So rows and columns of the products are permutations of the
 // keys (KeysLayout, QueriesLayout): with 32 keys a tile, a lane has all four keys of such a group. With 16 keys, or in S, it
 // has the first and third, or the second and fourth. Shared tiles whose rows are the block's keys are stored in the products'
-// order, so that eight rows of one matrix are neighbors, which the swizzle keeps in different banks.
+// order. So the eight rows of a matrix are neighbors, which the swizzle puts into different banks.
 #pragma once
 
 #include "backward/gradient_type.cuh"

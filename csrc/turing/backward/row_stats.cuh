@@ -25,7 +25,7 @@ struct RowStats {
 static_assert(RowStats::kGroupRows == 16 && RowStats::kGroupFloats == 32, "a warp loads a group");
 // The gradient of attention sinks, computed by the library, reads the statistics where preprocess writes them.
 constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int neg_lse[] = {STATS_MINUS_LSE_AT}, neg_delta[] = {STATS_MINUS_DELTA_AT};
+    constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
     for (int row = 0; row < RowStats::kGroupRows; row++)
         if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
             neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))

@@ -7,7 +7,9 @@
 #include "backward/scratch.cuh"
 #include "backward/tiles.cuh"
 #include "turing/backward/one_feature.cuh"
+#include "turing/backward/products.cuh"
 #include "turing/backward/shape.cuh"
+#include "turing/backward/step_loads.cuh"
 
 namespace turing {
 

@@ -3,8 +3,8 @@
 //
 // Scores: Q is operand A (up to 16 rows), K operand B (eight tokens). The columns of a product are free as long as both
 // operands agree, so the 16 bytes that a lane loads are operands of four products. Output: transposed. V is operand A (16
-// columns), P operand B (eight rows), because packed scores are B as they lie, and eight rows are then not padded to 16. V
-// needs pairs of tokens: a lane loads the same columns of two tokens, and byte permutations pair them.
+// columns), P is operand B (eight rows). Packed scores are B as they lie, and eight rows are not padded to 16. V needs pairs of
+// tokens: a lane loads the same columns of two tokens, and byte permutations pair them.
 #pragma once
 
 #include "decode/mainloop.cuh"
@@ -32,8 +32,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 1;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 8 * l.group; }
 
-    // Slots of CooperativeLoader: a slot per lane. Bits of value slots are exchanged so that eight lanes never share a bank,
-    // neither those that store the chunks of one token nor neighbors that read their operands.
+    // Slots of CooperativeLoader: a slot per lane. Bits of value slots are exchanged so that eight lanes never share a bank.
+    // That holds for lanes that store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 4;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return key_slot(l.group, l.quad); }

@@ -5,9 +5,9 @@
 //   tile i + 1: S = Q K^T        tile i: softmax        tile i - 1: O += P V
 //
 // So there are always products and arithmetic that do not depend on each other. A step is two tiles. K and V move through a
-// ring of slots in shared memory. Step j reads K of steps j and j + 1 and V of steps j - 1 and j, stores the step kAhead later,
-// and loads the one after that. With eight slots and kAhead = 3, accesses of two steps never meet, so every second step has a
-// barrier. With four slots and kAhead = 2 every step has one.
+// ring of slots in shared memory. Step j reads K of steps j and j + 1, and V of steps j - 1 and j. It stores the step kAhead
+// later, and loads the one after that. With eight slots and kAhead = 3, accesses of two steps never meet, so every second step
+// has a barrier. With four slots and kAhead = 2 every step has one.
 //
 // Most steps need no mask. They have a loop of their own, because the test alone costs 3 to 6%.
 #pragma once

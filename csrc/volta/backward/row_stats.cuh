@@ -32,7 +32,7 @@ static_assert(RowStats::kDeltaAt - RowStats::kLseAt == RowStats::kGroupRows * Ro
               "a group is its -lse/scale, then its -delta");
 // The gradient of attention sinks, computed by the library, reads the statistics where preprocess writes them.
 constexpr __device__ bool library_reads_where_kernels_write() {
-    constexpr int neg_lse[] = {STATS_MINUS_LSE_AT}, neg_delta[] = {STATS_MINUS_DELTA_AT};
+    constexpr int neg_lse[] = {STATS_NEG_LSE_OFFSETS}, neg_delta[] = {STATS_NEG_DELTA_OFFSETS};
     for (int row = 0; row < RowStats::kGroupRows; row++)
         if (neg_lse[row] != RowStats::kLseAt + RowStats::offset(row) ||
             neg_delta[row] != RowStats::kDeltaAt + RowStats::offset(row))

@@ -8,8 +8,8 @@
 //   dP^T = V dO^T - delta        dS = P * dP             dK += dS^T Q        dQ += dS K  (by atomics)
 //
 // K and V stay in shared memory, dK and dV in registers. The transposed scores leave the first two products in accumulator
-// layout, go to shared memory as fp16, and are read back as row-major operand A of dV and dK and as column-major operand A of
-// dQ.
+// layout, and go to shared memory as fp16. They are read back as row-major operand A of dV and dK, and as column-major operand
+// A of dQ.
 //
 // Without atomics, dq.cuh computes dQ: its blocks own queries and visit keys. There own rows are Q and dO, and each step brings
 // K and V.

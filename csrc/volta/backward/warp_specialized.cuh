@@ -51,8 +51,8 @@ struct BackwardWarpSpecialized {
     static constexpr int kScoreUnroll = kGroupWarps == 2 ? 2 : 1;
 
     // Named barriers, one set for each 32 keys: P is written (both roles), and the role's own tile is written. The warps that
-    // write P need not wait for those that read it, but bar.arrive gains less than 3% in simulation, and compute-sanitizer's
-    // racecheck does not know it: it would report races after every one.
+    // write P need not wait for those that read it. But bar.arrive gains less than 3% in simulation, and compute-sanitizer's
+    // racecheck does not know it: it would report races after each.
     enum Barrier { kProbabilitiesReady = 1, kRoleReady = kProbabilitiesReady + 4 };
     static __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

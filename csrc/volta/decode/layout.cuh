@@ -32,8 +32,8 @@ struct DecodeLayout {
     static constexpr int kValueTokens = 4;
     __device__ __forceinline__ static int value_column(const Lane& l) { return 16 * quad_pair(l) + 8 * l.half; }
 
-    // Slots of CooperativeLoader. Lane bits are exchanged so that eight lanes never share a bank, neither those that store the
-    // chunks of one token nor neighbors that read their operands.
+    // Slots of CooperativeLoader. Lane bits are exchanged so that eight lanes never share a bank. That holds for lanes that
+    // store the chunks of one token, and for neighbors that read operands.
     static constexpr bool kCooperative = true;
     static constexpr int kKeySlots = 32 ^ 2;
     __device__ __forceinline__ static int key_slot(const Lane& l) { return l.lane ^ ((l.lane >> 3) & 1); }

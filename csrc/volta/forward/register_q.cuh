@@ -2,8 +2,8 @@
 //
 // A step is 16 keys. K and V move through a ring of four slots in shared memory, with one barrier a step: while step i
 // multiplies, step i + 2 is stored and step i + 3 is loaded from global memory. The softmax of a step runs beside the first
-// product of the next step (exp2 on the XU pipe under the tensor cores), and the test of the lazy row maximum beside the second
-// product.
+// product of the next step: exp2 on the XU pipe, the product on the tensor cores. The test of the lazy row maximum runs beside
+// the second product.
 #pragma once
 
 #include "forward/block.cuh"

@@ -1,5 +1,5 @@
-// Stream-K grid of the volta forward kernels. Where the last wave of blocks would leave most of the GPU idle, the row tiles
-// left over after the full waves are split along the keys, so that every resident block gets the same amount of work.
+// Stream-K grid of the volta forward kernels. It is for problems whose last wave of blocks would leave most of the GPU idle.
+// The row tiles left over after the full waves are split along the keys, so that every resident block gets equal work.
 // src/plan/stream_k.rs decides which block takes which keys, in the order in which blocks start.
 //
 // Each split goes to scratch memory. The last block to finish a row tile combines its splits in key order. No block waits, and

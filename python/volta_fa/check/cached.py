@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
+from ..limits import MAX_DECODE_ROWS
 from . import tolerance
 from .cache_cases import CacheCase, CacheInputs, has_scales
 from .cases import CpuSource
@@ -19,10 +21,8 @@ from .problems import Expected, agree, first_that_can, keyless
 
 #: Kernels of these passes get the problems here.
 PASSES = ("Decode", "DecodeMla", "Prefill", "Append", "Dequantize")
-#: src/plan/decode.rs
-_DECODE_ROWS = 64
 #: Columns of 16 bytes, by the format of a cache. Kernels read rows of whole multiples in place, and copies of others in q's dtype.
-_COLUMNS = {"": 8, "int8": 16, "int4": 32, "fp8_e5m2": 16, "fp8_e4m3": 16}
+_COLUMNS = {row["name"] if row["is_quantized"] else "": 128 // row["bits"] for row in cache_formats()}
 #: (queries, cached tokens, appended tokens) of each sequence.
 Lengths = tuple[tuple[int, int, int], ...]
 #: What a kernel's variant says of its cache where the cache is not quantized.
@@ -98,7 +98,7 @@ def _decode(variant: dict[str, Any]) -> list[CacheCase]:
     # some rows of each tile belong to no query; in the second problem a sequence has several tiles
     group, queries = min(rows - 1, 7), max(rows // 8, 1)
     # fp16's sequences of more rows are prefill's, beside decode; of other caches, other kernels have the whole call then
-    more = queries + 2 if cache == "float" else min(queries + 2, _DECODE_ROWS // group)
+    more = queries + 2 if cache == "float" else min(queries + 2, MAX_DECODE_ROWS // group)
     less = _COLUMNS["" if cache in _UNQUANTIZED else cache]
     second: dict[str, Any] = {"page": 0, "packed": True, "window_left": 50}
     return [
@@ -240,4 +240,4 @@ def expect(inputs: CacheInputs) -> Expected:
 
 def _is_dequantized(c: CacheCase) -> bool:
     """Returns whether kernels get a quantized cache as numbers of q's dtype: where a sequence has more rows than decode takes."""
-    return bool(c.kv_dtype) and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > _DECODE_ROWS
+    return bool(c.kv_dtype) and c.nheads // c.nheads_k * max(n for n, _, _ in c.lengths) > MAX_DECODE_ROWS

@@ -6,12 +6,13 @@ This is the definition. The results of the CPU backend and of the kernels are bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import bad_argument, require_tensors
+from ..inspection import cache_formats
 
 __all__ = ["KV_DTYPES", "QuantizedKV", "dequantize_kv", "hadamard", "quantize_kv"]
 
@@ -33,12 +34,12 @@ class _Format:
     has_zero_points: bool = False
 
 
-_FORMATS = {
-    "int8": _Format(torch.int8, 8, 127, has_scales=True),
-    "int4": _Format(torch.uint8, 4, 15, has_scales=True, has_zero_points=True),
-    "fp8_e5m2": _Format(torch.float8_e5m2, 8, 57344),
-    "fp8_e4m3": _Format(torch.float8_e4m3fn, 8, 448),
-}
+def _read(row: dict[str, Any]) -> _Format:
+    dtype = getattr(torch, row["dtype"].removeprefix("torch."))
+    return _Format(dtype, row["bits"], row["max_code"], row["scale"] == "token", row["zero_point"])
+
+
+_FORMATS = {row["name"]: _read(row) for row in cache_formats() if row["is_quantized"]}
 #: The values of `kv_dtype`.
 KV_DTYPES = tuple(_FORMATS)
 

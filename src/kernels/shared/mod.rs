@@ -7,8 +7,8 @@ mod dequantize;
 mod merge;
 
 pub use append::append;
-pub use decode::decode;
+pub use decode::{decode, DecodeTile};
 pub use dequantize::dequantize;
 pub use merge::merge;
 
-use super::variants::{CacheFormat, Family, FeatureSet, Pass, Variant};
+use super::variants::{CacheFormat, Family, Pass, Variant};

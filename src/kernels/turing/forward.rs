@@ -1,136 +1,125 @@
-//! The forward kernels, and why their tiles are what they are. Figures and the record of what else was tried:
-//! `docs/design/turing-forward.md`. `registers` comes last in each row, of the 255 that one thread can have.
+//! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
+//! A thread can have 255 registers.
 
-use super::{CacheFormat, Feature, FeatureSet, Pass, Variant, TURING};
+use super::{Feature, FeatureSet, Pass, Size, Variant, TURING};
 
-/// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: a fragment of K or V
-/// that a warp reads serves that many rows, and shared memory is half as fast as Volta's.
+/// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: one fragment
+/// of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.
 const fn pipelined(
-    name: &'static str,
     (headdim, headdim_v): (u32, u32),
+    size: Size,
     (warps, warp_rows): (u32, u32),
     slots: u32,
     blocks_per_sm: u32,
-    registers: u32,
 ) -> Variant {
     let step = 16;
     Variant {
-        name,
-        family: TURING,
-        pass: Pass::Forward,
-        needs: FeatureSet::NONE,
-        requires: FeatureSet::NONE,
-        cache: CacheFormat::Unquantized,
-        source: "turing/forward/pipelined.cu",
         headdim,
         headdim_v,
         block_rows: warps * warp_rows,
         step,
+        size,
         threads: 32 * warps,
         shared_bytes: slots * step * 2 * (headdim + headdim_v),
         blocks_per_sm,
-        registers,
+        ..Variant::new(TURING, Pass::Forward, "turing/forward/pipelined.cu")
     }
 }
 
-/// What changes scores lives beside them: fewer rows a warp than the plain kernel has.
-const fn general(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
-    Variant { block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(FeatureSet::GENERIC, name, registers)
+const PLAIN: [Variant; 13] = {
+    use Size::{Large, Medium, Small};
+    [
+        pipelined((32, 32), Large, (4, 32), 8, 4),
+        // 48 registers of Q and 96 of output; 32 KB: two blocks.
+        pipelined((64, 64), Large, (4, 48), 8, 2),
+        // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
+        pipelined((64, 64), Medium, (4, 32), 8, 2),
+        pipelined((64, 64), Small, (4, 16), 8, 2),
+        pipelined((96, 96), Large, (8, 32), 8, 1),
+        pipelined((96, 96), Medium, (8, 16), 8, 1),
+        pipelined((96, 96), Small, (4, 16), 4, 1),
+        // 64 registers of Q and 128 of output; the 64 KB that an SM has.
+        pipelined((128, 128), Large, (8, 32), 8, 1),
+        pipelined((128, 128), Medium, (8, 16), 8, 1),
+        // One block, though two fit: two of 64 rows are slower than one of 128.
+        pipelined((128, 128), Small, (4, 16), 4, 1),
+        // 32 rows of Q and of output do not fit: 16 rows a warp.
+        pipelined((192, 128), Large, (8, 16), 4, 1),
+        pipelined((192, 192), Large, (8, 16), 4, 1),
+        pipelined((256, 256), Large, (8, 16), 4, 1),
+    ]
+};
+const PLAIN_64: Variant = PLAIN[1];
+const PLAIN_128: Variant = PLAIN[7];
+const PLAIN_256: Variant = PLAIN[12];
+
+/// The same with other rows in its blocks.
+fn of_rows((warps, warp_rows): (u32, u32), size: Size, row: Variant) -> Variant {
+    Variant { block_rows: warps * warp_rows, threads: 32 * warps, size, ..row }
 }
 
-/// Ragged kernels that do one thing to scores besides, the one that a problem asks for: what the general ones ask at every tile is
-/// known here, and what can be is carried from tile to tile.
-const fn with(need: Feature, name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), registers: u32) -> Variant {
-    let requires = FeatureSet::of(&[need]);
-    Variant { block_rows: warps * warp_rows, threads: 32 * warps, requires, ..plain }.covering(
-        FeatureSet::VARLEN.union(requires).with_fp32_bias(),
-        name,
-        registers,
-    )
+/// Returns a kernel with all features. What changes scores takes registers: fewer rows a warp than the plain kernel has.
+fn generic(plain: Variant) -> Variant {
+    let rows = if plain.headdim <= 64 { (4, 32) } else { (8, 16) };
+    let blocks_per_sm = if plain.headdim == 32 { 3 } else { plain.blocks_per_sm };
+    Variant { blocks_per_sm, ..of_rows(rows, Size::Large, plain).with_features(FeatureSet::GENERIC) }
 }
 
-/// `with` as many rows a warp as plain has, where all registers are in use: half the slots, and behind them 32 bytes of a thread's own.
-const fn with_all_rows(need: Feature, name: &'static str, plain: Variant, registers: u32) -> Variant {
-    let plain = Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain };
-    with(need, name, plain, (plain.threads / 32, 32 * plain.block_rows / plain.threads), registers)
+/// Returns a varlen kernel with one feature that the problem must use. Generic kernels test for features at every tile;
+/// this one does not, and carries values from tile to tile where it can.
+fn with(feature: Feature, tile: Variant) -> Variant {
+    let required_features = FeatureSet::of(&[feature]);
+    Variant { required_features, ..tile }.with_features(FeatureSet::VARLEN.union(required_features).with_fp32_bias())
 }
 
-const PLAIN: [Variant; 7] = [
-    pipelined("turing_fwd_32x32", (32, 32), (4, 32), 8, 4, 128),
-    // 48 registers of Q and 96 of output; 32 KB: two blocks.
-    pipelined("turing_fwd_64x64", (64, 64), (4, 48), 8, 2, 246),
-    pipelined("turing_fwd_96x96", (96, 96), (8, 32), 8, 1, 238),
-    // 64 registers of Q and 128 of output; the 64 KB that an SM has.
-    pipelined("turing_fwd_128x128", (128, 128), (8, 32), 8, 1, 255),
-    // 32 rows of Q and of output do not fit: 16 rows a warp.
-    pipelined("turing_fwd_192x128", (192, 128), (8, 16), 4, 1, 209),
-    pipelined("turing_fwd_192x192", (192, 192), (8, 16), 4, 1, 251),
-    pipelined("turing_fwd_256x256", (256, 256), (8, 16), 4, 1, 255),
-];
-
-const MEDIUM_64: Variant = pipelined("turing_fwd_64x64_medium", (64, 64), (4, 32), 8, 2, 181);
-
-pub const FORWARD: &[Variant] = &[
-    PLAIN[0],
-    PLAIN[1],
-    // Fewer rows a warp, for grids that would leave SMs idle: the larger first.
-    MEDIUM_64,
-    pipelined("turing_fwd_64x64_small", (64, 64), (4, 16), 8, 2, 122),
-    PLAIN[2],
-    pipelined("turing_fwd_96x96_medium", (96, 96), (8, 16), 8, 1, 156),
-    pipelined("turing_fwd_96x96_small", (96, 96), (4, 16), 4, 1, 157),
-    PLAIN[3],
-    pipelined("turing_fwd_128x128_medium", (128, 128), (8, 16), 8, 1, 184),
-    // One block, though two fit: two of 64 rows are slower than one of 128.
-    pipelined("turing_fwd_128x128_small", (128, 128), (4, 16), 4, 1, 187),
-    PLAIN[4],
-    PLAIN[5],
-    PLAIN[6],
-    PLAIN[0].covering(FeatureSet::VARLEN, "turing_fwd_varlen_32x32", 128),
-    PLAIN[1].covering(FeatureSet::VARLEN, "turing_fwd_varlen_64x64", 246),
-    MEDIUM_64.covering(FeatureSet::VARLEN, "turing_fwd_varlen_64x64_medium", 181),
-    PLAIN[2].covering(FeatureSet::VARLEN, "turing_fwd_varlen_96x96", 238),
-    PLAIN[3].covering(FeatureSet::VARLEN, "turing_fwd_varlen_128x128", 255),
-    PLAIN[4].covering(FeatureSet::VARLEN, "turing_fwd_varlen_192x128", 209),
-    PLAIN[5].covering(FeatureSet::VARLEN, "turing_fwd_varlen_192x192", 253),
-    PLAIN[6].covering(FeatureSet::VARLEN, "turing_fwd_varlen_256x256", 255),
-    with(Feature::Softcap, "turing_fwd_softcap_64x64", PLAIN[1], (4, 32), 188),
-    with(Feature::Softcap, "turing_fwd_softcap_128x128", PLAIN[3], (8, 16), 189),
-    with(Feature::Alibi, "turing_fwd_alibi_64x64", PLAIN[1], (4, 48), 254),
-    with(Feature::Alibi, "turing_fwd_alibi_64x64_medium", PLAIN[1], (4, 32), 195),
-    with_all_rows(Feature::Alibi, "turing_fwd_alibi_128x128", PLAIN[3], 255),
-    with(Feature::Alibi, "turing_fwd_alibi_128x128_medium", PLAIN[3], (8, 16), 195),
-    with(Feature::Bias, "turing_fwd_bias_64x64", PLAIN[1], (4, 32), 218),
-    with(Feature::Bias, "turing_fwd_bias_128x128", PLAIN[3], (8, 16), 210),
-    with(Feature::Dropout, "turing_fwd_dropout_64x64", PLAIN[1], (4, 32), 205),
-    with_all_rows(Feature::Dropout, "turing_fwd_dropout_128x128", PLAIN[3], 255),
-    with(Feature::Dropout, "turing_fwd_dropout_128x128_medium", PLAIN[3], (8, 16), 200),
-    Variant { blocks_per_sm: 3, ..general("turing_fwd_generic_32x32", PLAIN[0], (4, 32), 150) },
-    general("turing_fwd_generic_64x64", PLAIN[1], (4, 32), 195),
-    general("turing_fwd_generic_96x96", PLAIN[2], (8, 16), 162),
-    general("turing_fwd_generic_128x128", PLAIN[3], (8, 16), 189),
-    general("turing_fwd_generic_192x128", PLAIN[4], (8, 16), 213),
-    general("turing_fwd_generic_192x192", PLAIN[5], (8, 16), 255),
-    general("turing_fwd_generic_256x256", PLAIN[6], (8, 16), 255),
-];
-
-/// Kernels of a KV cache: the same with rows that come through a table of pages. `(warps, warp_rows)` as in `general`.
-const fn paged(name: &'static str, plain: Variant, (warps, warp_rows): (u32, u32), needs: FeatureSet, registers: u32) -> Variant {
-    Variant { pass: Pass::Prefill, block_rows: warps * warp_rows, threads: 32 * warps, ..plain }.covering(needs, name, registers)
+/// The same with as many rows a warp as the plain kernel, where all registers are in use: half the slots, and after them
+/// 32 bytes for each thread.
+fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
+    with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }
-const PAGED_GENERIC: FeatureSet = FeatureSet::GENERIC.union(FeatureSet::PAGED);
 
-/// Three headdims, to whose next others are padded: chunks of prompts, not training, run here.
-pub const PREFILL: &[Variant] = &[
-    paged("turing_prefill_64x64", PLAIN[1], (4, 48), FeatureSet::PAGED, 247),
-    // Fewer rows a warp, as above: chunks have few.
-    paged("turing_prefill_64x64_medium", PLAIN[1], (4, 32), FeatureSet::PAGED, 190),
-    paged("turing_prefill_64x64_small", PLAIN[1], (4, 16), FeatureSet::PAGED, 128),
-    paged("turing_prefill_128x128", PLAIN[3], (8, 32), FeatureSet::PAGED, 255),
-    paged("turing_prefill_128x128_medium", PLAIN[3], (8, 16), FeatureSet::PAGED, 192),
-    paged("turing_prefill_128x128_small", PLAIN[3], (4, 16), FeatureSet::PAGED, 188),
-    paged("turing_prefill_256x256", PLAIN[6], (8, 16), FeatureSet::PAGED, 255),
-    paged("turing_prefill_generic_64x64", PLAIN[1], (4, 32), PAGED_GENERIC, 190),
-    paged("turing_prefill_generic_128x128", PLAIN[3], (8, 16), PAGED_GENERIC, 190),
-    paged("turing_prefill_generic_256x256", PLAIN[6], (8, 16), PAGED_GENERIC, 255),
-];
+fn required_rows() -> [Variant; 11] {
+    use {Feature::*, Size::*};
+    [
+        with(Softcap, of_rows((4, 32), Large, PLAIN_64)),
+        with(Softcap, of_rows((8, 16), Large, PLAIN_128)),
+        with(Alibi, PLAIN_64),
+        with(Alibi, of_rows((4, 32), Medium, PLAIN_64)),
+        with_all_rows(Alibi, PLAIN_128),
+        with(Alibi, of_rows((8, 16), Medium, PLAIN_128)),
+        with(Bias, of_rows((4, 32), Large, PLAIN_64)),
+        with(Bias, of_rows((8, 16), Large, PLAIN_128)),
+        with(Dropout, of_rows((4, 32), Large, PLAIN_64)),
+        with_all_rows(Dropout, PLAIN_128),
+        with(Dropout, of_rows((8, 16), Medium, PLAIN_128)),
+    ]
+}
+
+pub fn forward_rows() -> impl Iterator<Item = Variant> {
+    let is_large = |row: &Variant| row.size == Size::Large;
+    let has_varlen = move |row: &Variant| is_large(row) || (row.headdim, row.size) == (64, Size::Medium);
+    PLAIN
+        .into_iter()
+        .chain(PLAIN.into_iter().filter(has_varlen).map(|row| row.with_features(FeatureSet::VARLEN)))
+        .chain(required_rows())
+        .chain(PLAIN.into_iter().filter(is_large).map(generic))
+}
+
+/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, to the next of which others
+/// are padded: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
+pub fn prefill_rows() -> impl Iterator<Item = Variant> {
+    use Size::*;
+    let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
+    let plain = [
+        PLAIN_64,
+        of_rows((4, 32), Medium, PLAIN_64),
+        of_rows((4, 16), Small, PLAIN_64),
+        PLAIN_128,
+        of_rows((8, 16), Medium, PLAIN_128),
+        of_rows((4, 16), Small, PLAIN_128),
+        PLAIN_256,
+    ];
+    let plain = plain.into_iter().map(move |row| paged(row).with_features(FeatureSet::PAGED));
+    let generic = [PLAIN_64, PLAIN_128, PLAIN_256].map(generic);
+    plain.chain(generic.into_iter().map(move |row| paged(row).with_features(FeatureSet::GENERIC.union(FeatureSet::PAGED))))
+}

@@ -4,13 +4,22 @@ mod backward;
 mod decode;
 mod forward;
 
-pub use backward::BACKWARD;
-pub use decode::DECODE;
-pub use forward::{FORWARD, PREFILL};
-
 use super::shared;
-use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
+use super::variants::{table, CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Size, Variant};
 
+/// Returns the family's tables.
+pub fn tables() -> Vec<&'static [Variant]> {
+    vec![
+        table(forward::forward_rows()),
+        table(backward::backward_rows()),
+        table(forward::prefill_rows()),
+        table([shared::append(TURING, CacheFormat::Unquantized)]),
+        table([shared::dequantize(TURING)]),
+        table(decode::decode_rows()),
+    ]
+}
+
+/// Compute capability 7.5, and through PTX every newer GPU.
 pub const TURING: Family = Family {
     name: "turing",
     sm: 75,
@@ -29,7 +38,3 @@ pub const TURING: Family = Family {
         neg_delta_offsets: &[16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31],
     }),
 };
-
-/// Kernels whose source no family owns.
-pub const SHARED: &[Variant] =
-    &[shared::append(TURING, CacheFormat::Unquantized, "turing_append", 4, 52), shared::dequantize(TURING, "turing_dequantize", 46)];

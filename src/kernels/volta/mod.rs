@@ -4,12 +4,25 @@ mod backward;
 mod decode;
 mod forward;
 
-pub use backward::BACKWARD;
-pub use decode::{DECODE, LATENTS};
-pub use forward::{FORWARD, FORWARD_STREAM_K, PREFILL};
-
+use super::formats::FORMATS;
 use super::shared;
-use super::variants::{CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Variant};
+use super::variants::{table, CacheFormat, Family, Feature, FeatureSet, Pass, Scratch, Size, Variant};
+
+/// Returns the family's tables.
+pub fn tables() -> Vec<&'static [Variant]> {
+    let append = FORMATS.iter().map(|row| row.format).filter(|&format| format != CacheFormat::Bf16);
+    vec![
+        table(forward::forward_rows()),
+        table(forward::stream_k_rows()),
+        table(backward::backward_rows()),
+        table([shared::merge(VOLTA)]),
+        table(forward::prefill_rows()),
+        table(append.map(|format| shared::append(VOLTA, format))),
+        table([shared::dequantize(VOLTA)]),
+        table(decode::decode_rows()),
+        table(decode::mla_rows()),
+    ]
+}
 
 /// Compute capability 7.0 and 7.2, and through PTX every newer GPU whose shared memory is large enough.
 pub const VOLTA: Family = Family {
@@ -31,14 +44,3 @@ pub const VOLTA: Family = Family {
     has_key_block_offset: true,
     stores_dbias: true,
 };
-
-/// Kernels whose source no family owns.
-pub const SHARED: &[Variant] = &[
-    shared::merge(VOLTA, "volta_merge", 48),
-    shared::append(VOLTA, CacheFormat::Unquantized, "volta_append", 4, 48),
-    shared::append(VOLTA, CacheFormat::Int8, "volta_append_int8", 3, 80),
-    shared::append(VOLTA, CacheFormat::Int4, "volta_append_int4", 3, 80),
-    shared::append(VOLTA, CacheFormat::E5m2, "volta_append_e5m2", 3, 80),
-    shared::append(VOLTA, CacheFormat::E4m3, "volta_append_e4m3", 3, 80),
-    shared::dequantize(VOLTA, "volta_dequantize", 46),
-];

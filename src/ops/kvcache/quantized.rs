@@ -14,17 +14,6 @@ pub struct Quantized {
     pub zero_point: Option<Tensor>,
 }
 
-/// The largest number that a code stands for before it is scaled; int4: the last code.
-fn largest(format: CacheFormat) -> f64 {
-    match format {
-        CacheFormat::Int8 => 127.0,
-        CacheFormat::Int4 => 15.0,
-        CacheFormat::E5m2 => 57344.0,
-        CacheFormat::E4m3 => 448.0,
-        CacheFormat::Unquantized | CacheFormat::Bf16 => unreachable!("its elements are numbers"),
-    }
-}
-
 /// The type that ATen knows the elements by.
 fn element(format: CacheFormat) -> Kind {
     match format {
@@ -70,7 +59,7 @@ impl Quantized {
     /// Numbers (..., nheads_k, headdim) in a format; `scale` is fp8's.
     pub fn of(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
         let x = x.f_to_kind(Kind::Float)?;
-        let largest = largest(format);
+        let largest = f64::from(format.info().max_code);
         if !format.has_scales() {
             let scaled = match scale {
                 Some(scale) => x.f_div(&scale.f_unsqueeze(-1)?)?,
@@ -83,7 +72,7 @@ impl Quantized {
         let finite = |t: &Tensor| -> Result<Tensor> { Ok(t.f_abs()?.f_le(f64::from(f32::MAX))?) };
         let wrong = finite(&low)?.f_logical_and(&finite(&high)?)?.f_logical_not()?;
         let divided = |t: Tensor| -> Result<Tensor> { Ok(t.f_div(&Tensor::f_full_like(&t, Scalar::float(largest))?)?) };
-        let is_int4 = format == CacheFormat::Int4;
+        let is_int4 = format.info().has_zero_point;
         let (scale, zero_point) = if is_int4 {
             let spread = divided(high.f_sub(&low)?)?;
             // where all are equal, their magnitude

@@ -1,15 +1,30 @@
-//! Minimal cubin (ELF64) reader: sections, symbols, `.nv.info` attributes, kernel metadata.
+//! Reads cubins: sections, symbols and relocations by the crate `object`, and the kernel metadata in `.nv.info`, which only CUDA has.
 
+use object::elf::{FileHeader64, EM_CUDA, SHT_NOBITS, SHT_SYMTAB};
+use object::read::elf::{FileHeader, Rel, Rela, SectionHeader, Sym};
+use object::LittleEndian;
 use serde::Serialize;
 use std::collections::HashMap;
 
 #[derive(Clone, Debug)]
 pub struct Section {
     pub name: String,
-    pub kind: u32,
+    /// registers of the kernel in the upper 8 bits, for `.text` sections
     pub info: u32,
+    /// empty for sections without content in the file
     pub data: Vec<u8>,
+    /// size in memory, in bytes
     pub size: u64,
+}
+
+/// A relocation of a 64-bit address.
+#[derive(Clone, Copy, Debug)]
+pub struct Relocation {
+    pub offset: u64,
+    /// index into [`Cubin::symbols`]
+    pub symbol: usize,
+    pub kind: u32,
+    pub addend: i64,
 }
 
 #[derive(Clone, Debug)]
@@ -50,6 +65,8 @@ pub struct Cubin {
     pub sections: Vec<Section>,
     pub symbols: Vec<Symbol>,
     pub kernels: Vec<KernelMeta>,
+    /// by the name of the section with the relocations, as `.rela.nv.constant4`
+    relocations: HashMap<String, Vec<Relocation>>,
 }
 
 /// `n` bytes at offset `o`.
@@ -65,13 +82,6 @@ fn u16le(b: &[u8], o: usize) -> Result<u16, String> {
 }
 fn u32le(b: &[u8], o: usize) -> Result<u32, String> {
     Ok(uint(b, o, 4)? as u32)
-}
-fn u64le(b: &[u8], o: usize) -> Result<u64, String> {
-    uint(b, o, 8)
-}
-fn cstr(b: &[u8], o: usize) -> String {
-    let s = b.get(o..).unwrap_or(&[]);
-    String::from_utf8_lossy(s.split(|&c| c == 0).next().unwrap_or(&[])).into_owned()
 }
 
 /// Base offset of kernel parameters in constant bank 0.
@@ -101,41 +111,63 @@ fn walk_info(data: &[u8], mut f: impl FnMut(u8, &[u8]) -> Result<(), String>) ->
 
 impl Cubin {
     pub fn parse(b: &[u8]) -> Result<Cubin, String> {
-        if b.len() < 64 || !b.starts_with(b"\x7fELF") {
+        if !b.starts_with(b"\x7fELF") {
             return Err("not an ELF file".into());
         }
-        if u16le(b, 18)? != 190 {
-            return Err("not a CUDA cubin (e_machine != EM_CUDA)".into());
+        Cubin::read(b).map_err(|e| format!("truncated or invalid cubin: {e}"))?
+    }
+
+    fn read(b: &[u8]) -> Result<Result<Cubin, String>, object::Error> {
+        let e = LittleEndian;
+        let header = FileHeader64::parse(b)?;
+        if header.e_machine(e) != EM_CUDA {
+            return Ok(Err("not a CUDA cubin (e_machine != EM_CUDA)".into()));
         }
-        let flags = u32le(b, 48)?;
-        let sm = flags & 0xff;
+        let sm = header.e_flags(e).0 & 0xff;
         if ![70, 75].contains(&sm) {
-            return Err(format!("cubin is for sm_{sm}, this simulator knows sm_70 and sm_75"));
+            return Ok(Err(format!("cubin is for sm_{sm}, this simulator knows sm_70 and sm_75")));
         }
-        let shoff = u64le(b, 40)?;
-        let (shentsize, shnum, shstrndx) = (u16le(b, 58)? as u64, u16le(b, 60)? as u64, u16le(b, 62)? as usize);
-        let mut raw = vec![];
-        for i in 0..shnum {
-            let h = span(b, shoff.saturating_add(i * shentsize), 64)?;
-            // name, type, offset, size, link, info
-            raw.push((u32le(h, 0)?, u32le(h, 4)?, u64le(h, 24)?, u64le(h, 32)?, u32le(h, 40)?, u32le(h, 44)?));
-        }
-        let strs = raw.get(shstrndx).ok_or("truncated cubin")?;
-        let strtab = span(b, strs.2, strs.3)?;
-        let mut sections: Vec<Section> = vec![];
-        for r in &raw {
-            let data = if r.1 == 8 || r.1 == 0 { vec![] } else { span(b, r.2, r.3)?.to_vec() };
-            sections.push(Section { name: cstr(strtab, r.0 as usize), kind: r.1, info: r.5, data, size: r.3 });
-        }
-        let mut symbols = vec![];
-        for (i, s) in sections.iter().enumerate() {
-            if s.kind == 2 {
-                let st = &sections.get(raw[i].4 as usize).ok_or("truncated cubin")?.data;
-                for e in s.data.chunks_exact(24) {
-                    symbols.push(Symbol { name: cstr(st, u32le(e, 0)? as usize), section: u16le(e, 6)?, value: u64le(e, 8)? });
-                }
+        let table = header.sections(e, b)?;
+        let (mut sections, mut relocations) = (vec![], HashMap::new());
+        for s in table.iter() {
+            let name = String::from_utf8_lossy(table.section_name(e, s)?).into_owned();
+            if let Some((entries, _)) = s.rel(e, b)? {
+                let entries = entries.iter().map(|r| Relocation {
+                    offset: r.r_offset(e),
+                    symbol: r.r_sym(e) as usize,
+                    kind: r.r_type(e).0,
+                    addend: 0,
+                });
+                relocations.insert(name.clone(), entries.collect());
             }
+            if let Some((entries, _)) = s.rela(e, b)? {
+                let entries = entries.iter().map(|r| Relocation {
+                    offset: r.r_offset(e),
+                    symbol: r.r_sym(e, false) as usize,
+                    kind: r.r_type(e, false).0,
+                    addend: r.r_addend(e),
+                });
+                relocations.insert(name.clone(), entries.collect());
+            }
+            let data = if s.sh_type(e) == SHT_NOBITS { vec![] } else { s.data(e, b)?.to_vec() };
+            sections.push(Section { name, info: s.sh_info(e), data, size: s.sh_size(e) });
         }
+        let table = table.symbols(e, b, SHT_SYMTAB)?;
+        let mut symbols = vec![];
+        for s in table.iter() {
+            let name = String::from_utf8_lossy(table.symbol_name(e, s)?).into_owned();
+            symbols.push(Symbol { name, section: s.st_shndx(e).0, value: s.st_value(e) });
+        }
+        Ok(Cubin::with_kernels(sm, sections, symbols, relocations))
+    }
+
+    /// Adds what `.nv.info` records about the kernels.
+    fn with_kernels(
+        sm: u32,
+        sections: Vec<Section>,
+        symbols: Vec<Symbol>,
+        relocations: HashMap<String, Vec<Relocation>>,
+    ) -> Result<Cubin, String> {
         let by_name: HashMap<&str, usize> = sections.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
         let mut stack: HashMap<String, (u32, u32)> = HashMap::new();
         if let Some(&i) = by_name.get(".nv.info") {
@@ -187,29 +219,15 @@ impl Cubin {
                 max_threads,
             });
         }
-        Ok(Cubin { sm, sections, symbols, kernels })
+        Ok(Cubin { sm, sections, symbols, kernels, relocations })
     }
 
     pub fn section(&self, name: &str) -> Option<&Section> {
         self.sections.iter().find(|s| s.name == name)
     }
 
-    /// Relocations of section `name`: (offset, symbol index, type, addend).
-    pub fn relocs(&self, name: &str) -> Result<Vec<(u64, usize, u32, i64)>, String> {
-        let mut out = vec![];
-        for s in &self.sections {
-            if s.kind == 9 && s.name == format!(".rel{name}") {
-                for e in s.data.chunks_exact(16) {
-                    let info = u64le(e, 8)?;
-                    out.push((u64le(e, 0)?, (info >> 32) as usize, info as u32, 0));
-                }
-            } else if s.kind == 4 && s.name == format!(".rela{name}") {
-                for e in s.data.chunks_exact(24) {
-                    let info = u64le(e, 8)?;
-                    out.push((u64le(e, 0)?, (info >> 32) as usize, info as u32, u64le(e, 16)? as i64));
-                }
-            }
-        }
-        Ok(out)
+    /// Returns the relocations of section `name`.
+    pub fn relocations(&self, name: &str) -> Vec<Relocation> {
+        [".rel", ".rela"].iter().filter_map(|kind| self.relocations.get(&format!("{kind}{name}"))).flatten().copied().collect()
     }
 }

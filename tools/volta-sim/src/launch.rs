@@ -1,6 +1,6 @@
 //! Launches: from a kernel, its parameters and memory to an environment that can be simulated.
 
-use crate::elf::PARAM_BASE;
+use crate::elf::{Relocation, PARAM_BASE};
 use crate::env::{Banks, Env, HostIsa};
 use crate::error::Result;
 use crate::machine::{Machine, Occupancy};
@@ -168,12 +168,12 @@ impl Module {
             }
         }
         let mut bank = self.cubin.section(".nv.constant4").map(|s| s.data.clone()).unwrap_or_default();
-        for (off, sym, ty, addend) in self.cubin.relocs(".nv.constant4")? {
-            let s = self.cubin.symbols.get(sym).ok_or_else(|| format!("relocation against symbol {sym}, which does not exist"))?;
-            let dst = usize::try_from(off).ok().and_then(|o| bank.get_mut(o..o.checked_add(8)?));
+        for Relocation { offset, symbol, kind, addend } in self.cubin.relocations(".nv.constant4") {
+            let s = self.cubin.symbols.get(symbol).ok_or_else(|| format!("relocation against symbol {symbol}, which does not exist"))?;
+            let dst = usize::try_from(offset).ok().and_then(|o| bank.get_mut(o..o.checked_add(8)?));
             if let (Some(&a), Some(dst)) = (address.get(&s.section), dst) {
-                if ty != R_CUDA_64 {
-                    return Err(format!("relocation type {ty} in .nv.constant4").into());
+                if kind != R_CUDA_64 {
+                    return Err(format!("relocation type {kind} in .nv.constant4").into());
                 }
                 dst.copy_from_slice(&a.wrapping_add(s.value).wrapping_add(addend as u64).to_le_bytes());
             }

@@ -1,0 +1,64 @@
+// Products and element-wise steps of the turing backward kernels: scores (S^T, dP^T), gradients of own rows (dK, dV, or dQ in the
+// dq kernels), packed P and dS, and the mask on the dq kernels' scores. fragments.cuh has the operands' layouts.
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "turing/backward/fragments.cuh"
+
+namespace turing {
+
+// Packs P * kProbabilityUnit by conversions, unlike pack_probabilities: the tensor cores leave the XU pipe time for them here,
+// and dS needs the number itself.
+__device__ __forceinline__ u32 pack_units(float x, float y) { return to_half2(x, y); }
+// Returns dS, from P in that unit, dP, and -delta from StepStats::scale. fp32 until the result is packed, because dP - delta
+// may be far beyond fp16 where P is small. Beyond 65504 packed dS becomes infinity, which a GradScaler detects.
+__device__ __forceinline__ float score_gradient(float p, float dp, float neg_delta) {
+    return p * fmaf(dp, 1.f / kProbabilityUnit, neg_delta);
+}
+
+// Masks scores of the dq kernels: c[n][m]. (apply_mask has the main kernels' order.)
+template <int M, int N>
+__device__ __forceinline__ void mask_scores(Accumulator (&s)[N][M], const BwdParams& p, int query, int key) {
+    const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
+    const Lane lane = remat_lane();
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int m = 0; m < M; m++) mask_tile(s[n][m], mask, ScoreCoord<QueriesLayout>(lane, query + 16 * m, key + 8 * n));
+}
+
+// S^T or dP^T: adds one pair of chunks of headdim, for all own rows and all step rows. `address`: of their matrices
+// (by_chunks). Tiles of one column of the product are adjacent: c[n][m].
+template <class S, int M, int N>
+__device__ __forceinline__ void multiply_pair(Accumulator (&c)[N][M], const OperandA (&a)[M][2], u32 address) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        u32 b[4];
+        load_matrices(b, address + n / 2 * 16 * S::kRowBytes);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int m = 0; m < M; m++) mma(c[n + i][m], a[m][k], b[2 * i + k]);
+    }
+}
+
+// dV or dK: adds to a pair of column tiles, 2 * pair and its neighbor, from packed scores a[n][m] and the step rows. `address`:
+// of their matrices (by_rows).
+template <class S, int M, int N, int Tiles>
+__device__ __forceinline__ void accumulate_pair(Accumulator (&c)[M][Tiles], const OperandA (&a)[N][M], u32 address, int pair) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        u32 b[4];
+        load_matrices_transposed(b, address + n / 2 * 16 * S::kRowBytes);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int m = 0; m < M; m++) mma(c[m][2 * pair + i], a[n + k][m], b[2 * i + k]);
+    }
+}
+
+}  // namespace turing

@@ -1,0 +1,102 @@
+// Loads of each step in the turing backward kernels: row statistics (StepStats), and the tiles of Q and dO, or of K and V
+// (StepTileLoader).
+#pragma once
+
+#include "backward/probabilities.cuh"
+#include "turing/backward/fragments.cuh"
+#include "turing/backward/shape.cuh"
+
+namespace turing {
+
+// The lane's part of a step's statistics: -lse/scale of a query in lanes 0 to 15, -delta in the others.
+template <class S>
+struct StepStats {
+    static constexpr int kGroups = S::kStep / RowStats::kGroupRows;
+    float x[kGroups];
+
+    __device__ __forceinline__ void load(const BwdParams& p, const HeadRows& rows, int row) {
+#pragma unroll
+        for (int i = 0; i < kGroups; i++) {
+            const float* from =
+                p.row_stats + rows.scratch_offset(row, RowStats::kRowFloats) + i * RowStats::kGroupFloats + remat_thread() % 32;
+            asm volatile("ld.global.f32 %0, [%1];" : "=f"(x[i]) : "l"(from));
+        }
+    }
+    // Converts them to the unit of P (kProbabilityUnit): the lse that the exponent takes, and delta for the product with such a
+    // P.
+    __device__ __forceinline__ void scale(float scale_log2) {
+        const bool is_lse = remat_thread() % 32 < RowStats::kDeltaAt;
+#pragma unroll
+        for (int i = 0; i < kGroups; i++)
+            x[i] = is_lse ? fmaf(x[i], scale_log2, kProbabilityBits) : x[i] * (1.f / kProbabilityUnit);
+    }
+    // Values of the lane's two queries in column tile n.
+    __device__ __forceinline__ float2 lse_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kLseAt); }
+    __device__ __forceinline__ float2 delta_of(int n, const Lane& lane) const { return of(n, lane, RowStats::kDeltaAt); }
+
+private:
+    __device__ __forceinline__ float2 of(int n, const Lane& lane, int at) const {
+        const float mine = kGroups == 1 || n < 2 ? x[0] : x[kGroups - 1];
+        const int from = at + 8 * (n % 2) + KeysLayout<2>::first_query(lane);
+        return make_float2(__shfl_sync(~0u, mine, from), __shfl_sync(~0u, mine, from + KeysLayout<2>::row_slot(1)));
+    }
+};
+
+// Loads a step's rows of Q and dO, or of K and V, to registers, and stores them to shared memory. A thread takes one chunk of
+// every kRowsAtOnce-th row of both.
+//
+// Rows that do not exist are zeros. Columns past headdim meet zeros of the block's own operands in S and dP, and produce only
+// gradient columns that are not stored. So a thread there reads the last existing column again.
+template <class S>
+class StepTileLoader {
+    // lanes that share a row
+    static constexpr int kLanes = S::kChunks <= 4 ? 4 : S::kChunks <= 8 ? 8 : S::kChunks <= 16 ? 16 : 32;
+    static constexpr int kRowsAtOnce = S::kThreads / kLanes;
+    static constexpr int kLoads = S::kStep / kRowsAtOnce;
+    static_assert(kRowsAtOnce % 8 == 0 && kLoads > 0, "the rows of a thread share their swizzle");
+
+    static __device__ __forceinline__ bool has_chunk() { return S::kChunks == kLanes || remat_thread() % kLanes < S::kChunks; }
+
+public:
+    // A thread's part of one of the two tiles.
+    using Part = uint4[kLoads];
+
+    // Loads rows from `row` of the tensor on, of which rows_left exist (may be negative or more than a step). Without a branch,
+    // which would separate the products before and after it.
+    static __device__ __forceinline__ void load(Part& x, const Operand& from, int head, int row, int rows_left, int headdim) {
+        const u32 thread = remat_thread(), column = thread % kLanes * kChunk;
+        const unsigned short* base = rows_after(head_base(from, blockIdx.z, head), row + thread / kLanes, from.row_stride) +
+                                     (min(static_cast<int>(column) + kChunk, headdim) - kChunk);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++) {
+            x[i] = zero_chunk();
+            load_global_if(static_cast<int>(thread / kLanes) + i * kRowsAtOnce < rows_left, x[i],
+                           rows_after(base, i * kRowsAtOnce, from.row_stride));
+        }
+    }
+    static __device__ __forceinline__ void store(const Part& x, u32 tile) {
+        const u32 thread = remat_thread();
+        const u32 row =
+            kOneCallPerLane ? thread / kLanes / 8 * 8 + KeysLayout<2>::row_of_query(thread / kLanes % 8) : thread / kLanes;
+        tile += remat_swizzled<S::kChunks>(row, thread % kLanes);
+#pragma unroll
+        for (int i = 0; i < kLoads; i++)
+            if (has_chunk()) store_shared(tile + i * kRowsAtOnce * S::kRowBytes, x[i]);
+    }
+
+    // Both tiles: s makes S, dp makes dP. `to`: address of the first tile.
+    __device__ __forceinline__ void load(const BwdParams& p, const Operand& s, const Operand& dp, int head, int row,
+                                         int rows_left) {
+        load(s_, s, head, row, rows_left, p.problem.headdim);
+        load(dp_, dp, head, row, rows_left, p.problem.headdim_v);
+    }
+    __device__ __forceinline__ void store(u32 to) const {
+        store(s_, to);
+        store(dp_, to + S::kStepTile);
+    }
+
+private:
+    Part s_, dp_;
+};
+
+}  // namespace turing

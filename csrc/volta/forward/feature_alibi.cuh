@@ -1,0 +1,180 @@
+// ALiBi, alone or with softcap, in volta forward kernels of one or two features (score_feature.cuh).
+#pragma once
+
+#include "volta/forward/score_feature.cuh"
+
+namespace volta {
+
+// ALiBi. Let r be the warp's first row and o = seqlen_k - seqlen_q. Up to the diagonal -slope * |i + o - j| is slope * (j - r -
+// o) - slope * (i - r), after it slope * (r + o - j) + slope * (i - r). The term with i is constant in a row, so any row_max
+// absorbs it. So products begin with a number that depends on the key alone, only tiles on the diagonal need a correction, and
+// the sign changes once.
+//
+// With a softcap (Capped), products begin with 0, because only they are capped. The number is added to the capped score, in
+// log2 units.
+template <int RowTiles, int KeyTiles, bool Capped, class Grid>
+class AlibiFeature : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
+    using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
+    static constexpr int kRows = 16 * RowTiles, kKeys = 16 * KeyTiles;
+
+    const Grid& grid_;
+    float slope_;  // in the scores' units; changes its sign after the diagonal
+    float distance_;  // j - r - o of the lane's first key in the next tile
+
+    __device__ __forceinline__ float slope_of(const FwdParams& p) const {
+        const ScoreOptions& o = p.score_options;
+        const int head = grid_.remat_head(p.problem), batch = grid_.remat_batch(p.problem);
+        return __ldg(o.alibi_slopes + batch * o.alibi_batch_stride + head) * (Capped ? kLog2e : __fdividef(1.f, p.problem.scale));
+    }
+    __device__ __forceinline__ static int offset(const Mask& mask) { return mask.seqlen_k - mask.seqlen_q; }
+
+    // Sets the range of tiles that need neither mask nor correction, up to the diagonal or after it.
+    __device__ __forceinline__ static void set_interval(typename Base::Unmasked& unmasked, const Mask& mask, int row,
+                                                        bool past_diagonal) {
+        int first = mask.full_first(row, kRows), end = mask.full_end(row);
+        if (past_diagonal)
+            first = max(first, row + kRows - 1 + offset(mask));
+        else
+            end = min(end, row + offset(mask) + 1);
+        const bool none = end - kKeys < first;
+        unmasked.first = none ? 0x7fffffff : first;  // no key is that large
+        unmasked.span = none ? 0 : end - kKeys - first;
+    }
+
+    // The terms of a lane's four keys in key tile nt, plus `more` if Capped.
+    __device__ __forceinline__ void terms(float (&of)[ForwardLayout::kKeys], int nt, float more) const {
+        of[0] = Capped ? fmaf(slope_, distance_ + 16 * nt, more) : slope_ * (distance_ + 16 * nt);
+#pragma unroll
+        for (int j = 1; j < ForwardLayout::kKeys; j++) of[j] = of[j - 1] + slope_;
+    }
+
+public:
+    using typename Base::Tile;
+    using typename Base::Unmasked;
+
+    __device__ __forceinline__ AlibiFeature(const FwdParams& p, const Grid& grid, const Mask& mask, Unmasked& unmasked,
+                                            const LaneScratch& memory, int row, int key)
+        : Base(p, grid, mask, unmasked, memory, row, key), grid_(grid), slope_(slope_of(p)),
+          distance_(static_cast<float>(key + ForwardLayout::first_key(ForwardLane()) - row - offset(mask))) {
+        set_interval(unmasked, mask, row, false);
+    }
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return Capped ? 1.f : p.problem.scale_log2; }
+
+    // Begins at the score of each row's nearest visible key. With steep slopes a row's maximum is there or close. Otherwise
+    // row_max would reach it in several steps above kRescaleThreshold, each of which rescales the output.
+    __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>& softmax, const FwdParams& p, const Mask& mask,
+                                                 const unsigned short* q, const unsigned short* k, int row) const {
+        static_assert(kRows == 32, "a row a lane");
+        const Problem& problem = p.problem;
+        const ForwardLane lane;
+        const int i = row + lane.lane, first = max(i + mask.low, 0), last = min(i + mask.high, mask.seqlen_k - 1);
+        const int key = min(max(i + offset(mask), first), last);
+        float x = negative_infinity();
+        if (i < mask.seqlen_q && key >= first) {
+            float dot = 0.f;
+#pragma unroll 1
+            for (int c = 0; c < problem.headdim; c += kChunk) {
+                const uint4 a = flipped(load_global(q + i * p.q.row_stride + c), problem.sign_flip);
+                const uint4 b = load_global(k + key * p.k.row_stride + c);
+                const u32 pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const float2 left = to_float2(pairs[n][0]), right = to_float2(pairs[n][1]);
+                    dot = fmaf(left.x, right.x, fmaf(left.y, right.y, dot));
+                }
+            }
+            if (Capped) dot = Softcap(problem, p.score_options)(dot);
+            // A NaN is left to the product.
+            x = fmaxf(dot + slope_ * (lane.lane - fabsf(static_cast<float>(i + offset(mask) - key))), negative_infinity());
+        }
+        __syncwarp();
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                const float of_row = __shfl_sync(~0u, x, 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+                softmax.row[mt][r].template update_row_max<RescaledRows::kAll>(of_row, scale(p), __fdividef(1.f, scale(p)));
+            }
+    }
+
+    __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) {
+        if (Capped) return s.clear();
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            float of[ForwardLayout::kKeys];
+            terms(of, nt, 0.f);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int v = 0; v < ForwardLayout::kElements; v++) s.tile[mt][nt][v] = of[ForwardLayout::key_slot(v)];
+        }
+        distance_ += kKeys;
+    }
+    __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) {
+        if (!Capped) return;
+        const Softcap softcap(p.problem, p.score_options);
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            float of[ForwardLayout::kKeys];
+            terms(of, nt, softcap.cap);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int v = 0; v < ForwardLayout::kElements; v++) {
+                    float& x = s.tile[mt][nt][v];
+                    x = fmaf(-2.f * softcap.cap, softcap.logistic(x), of[ForwardLayout::key_slot(v)]);
+                }
+        }
+        distance_ += kKeys;
+    }
+
+    __device__ __forceinline__ void correct_masked_tile(Tile& s, SoftmaxState<RowTiles>& softmax, Unmasked& unmasked,
+                                                        const FwdParams& p, const Mask& mask, int row, int key) {
+        const float up_to_diagonal = slope_of(p);
+        if (slope_ != up_to_diagonal) return;  // after the diagonal for good (or slope is 0 or NaN)
+        const ForwardLane lane(remat_thread_index() & 31);
+        const auto row_of = [&](int mt, int r) { return 16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r); };
+        const int from_diagonal = key + ForwardLayout::first_key(lane) - row - offset(mask);
+        const bool last_time = key + kKeys >= row + kRows - 1 + offset(mask);  // the next tile is after the diagonal of all rows
+        s.each([&](float& x, int mt, int nt, int v) {
+            const int i = row_of(mt, ForwardLayout::row_of(v)),
+                      past_diagonal = from_diagonal + 16 * nt + ForwardLayout::key_slot(v) - i;
+            x = fmaf(-2.f * slope_, static_cast<float>(max(past_diagonal, 0) + (last_time ? i : 0)), x);
+        });
+        if (!last_time) return;
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++) {
+                const float by = 2.f * slope_ * static_cast<float>(row_of(mt, r));
+                softmax.row[mt][r].limit -= by;
+                softmax.row[mt][r].row_max -= by * scale(p);
+            }
+        slope_ = -slope_;
+        set_interval(unmasked, mask, row, true);
+    }
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>& softmax, float scale_log2) const {
+        const ForwardLane lane(remat_thread_index() & 31);
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int r = 0; r < ForwardLayout::kRows; r++)
+                softmax.row[mt][r].row_max -=
+                    slope_ * scale_log2 *
+                    static_cast<float>(16 * mt + ForwardLayout::first_query(lane) + ForwardLayout::row_slot(r));
+    }
+};
+
+template <int RowTiles, int KeyTiles, class Grid>
+class ScoreFeature<RowTiles, KeyTiles, kFeatureAlibi, Grid> : public AlibiFeature<RowTiles, KeyTiles, false, Grid> {
+public:
+    using AlibiFeature<RowTiles, KeyTiles, false, Grid>::AlibiFeature;
+};
+template <int RowTiles, int KeyTiles, class Grid>
+class ScoreFeature<RowTiles, KeyTiles, kFeatureAlibi | kFeatureSoftcap, Grid>
+    : public AlibiFeature<RowTiles, KeyTiles, true, Grid> {
+public:
+    using AlibiFeature<RowTiles, KeyTiles, true, Grid>::AlibiFeature;
+};
+
+}  // namespace volta

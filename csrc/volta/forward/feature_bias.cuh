@@ -1,0 +1,113 @@
+// fp16 bias in volta forward kernels of one feature (score_feature.cuh).
+#pragma once
+
+#include "volta/forward/score_feature.cuh"
+
+namespace volta {
+
+// Bias in fp16, loaded one product ahead. With one tile of keys it is the initial accumulator, and its address lies in the
+// lane's scratch. With more tiles it would take too many registers during the product, so it is added after it.
+template <int RowTiles, int KeyTiles, class Grid>
+class ScoreFeature<RowTiles, KeyTiles, kFeatureBias, Grid> : public ScoreFeature<RowTiles, KeyTiles, 0, Grid> {
+    using Base = ScoreFeature<RowTiles, KeyTiles, 0, Grid>;
+    static_assert(Grid::kHasHeadAndBatchAxes, "batch entry and head are the grid's");
+    static constexpr bool kStarts = KeyTiles == 1;
+
+    // Where the lane's bias lies.
+    struct BiasAddress {
+        const unsigned short* base;  // of the lane's first row
+        int rows_left, first_key;  // rows after that one; the lane's first key
+    };
+    BiasAddress address_;  // with one tile of keys in memory_
+    LaneScratch memory_;
+    uint2 loaded_[RowTiles][KeyTiles][ForwardLayout::kRows];
+
+    template <class F>
+    __device__ __forceinline__ void each(F f) const {
+#pragma unroll
+        for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+            for (int nt = 0; nt < KeyTiles; nt++)
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    const float2 low = to_float2(loaded_[mt][nt][r].x), high = to_float2(loaded_[mt][nt][r].y);
+                    const float x[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+                    for (int v = 0; v < ForwardLayout::kElements; v++)
+                        if (ForwardLayout::row_of(v) == r) f(mt, nt, v, x[ForwardLayout::key_slot(v)]);
+                }
+    }
+    __device__ __forceinline__ static const unsigned short* base_of(const FwdParams& p, const ForwardLane& lane, int row) {
+        const ScoreOptions& o = p.score_options;
+        return o.bias + remat_block_batch() * o.bias_batch_stride +
+               remat_head<ForwardLayout::kEitherOrder>(p.problem) * o.bias_head_stride +
+               min(row + ForwardLayout::first_query(lane), p.problem.seqlen_q - 1) * o.bias_row_stride;
+    }
+    // From an opaque copy, so that it holds no register in between.
+    __device__ __forceinline__ static float inverse_scale(const FwdParams& p) {
+        return __fdividef(1.f, __int_as_float(keep_in_register(__float_as_int(p.problem.scale))));
+    }
+    __device__ __forceinline__ static int rows_left(const FwdParams& p, const ForwardLane& lane, int row) {
+        return max(p.problem.seqlen_q - 1 - row - ForwardLayout::first_query(lane), 0);
+    }
+
+    __device__ __forceinline__ void add(const FwdParams& p, typename Base::Tile& s) const {
+        const float factor = inverse_scale(p);
+        each([&](int mt, int nt, int v, float x) { s.tile[mt][nt][v] = fmaf(x, factor, s.tile[mt][nt][v]); });
+    }
+
+public:
+    using typename Base::Tile;
+    static constexpr int kLaneScratchChunks = kStarts ? 1 : 0;
+
+    __device__ __forceinline__ ScoreFeature(const FwdParams& p, const Grid& grid, const Mask& mask,
+                                            typename Base::Unmasked& unmasked, const LaneScratch& memory, int row, int key)
+        : Base(p, grid, mask, unmasked, memory, row, key), memory_(memory) {
+        // else the epilogue would reuse this value, and hold a register until then
+        const ForwardLane lane(remat_thread_index() & 31);
+        address_.base = base_of(p, lane, row);
+        if (!kStarts) return;
+        const unsigned long long base = reinterpret_cast<unsigned long long>(address_.base);
+        memory.store(0, make_uint4(static_cast<u32>(base), static_cast<u32>(base >> 32), rows_left(p, lane, row),
+                                   ForwardLayout::first_key(lane)));
+    }
+    // Keys past the last give the last group's bias, and so do rows: these scores are masked or not stored.
+    __device__ __forceinline__ void load(const FwdParams& p, int row, int key) {
+        BiasAddress address = address_;
+        if (kStarts) {
+            const uint4 x = memory_.load(0);
+            address.base = reinterpret_cast<const unsigned short*>(x.x | static_cast<unsigned long long>(x.y) << 32);
+            address.rows_left = x.z;
+            address.first_key = x.w;
+        } else {
+            const ForwardLane lane(remat_thread_index() & 31);
+            address.rows_left = rows_left(p, lane, row);
+            address.first_key = ForwardLayout::first_key(lane);
+        }
+        const unsigned row_stride = p.score_options.bias_row_stride;
+#pragma unroll
+        for (int nt = 0; nt < KeyTiles; nt++) {
+            const unsigned short* from = address.base + min(key + 16 * nt + address.first_key, (p.problem.seqlen_k - 1) & ~3);
+#pragma unroll
+            for (int mt = 0; mt < RowTiles; mt++)
+#pragma unroll
+                for (int r = 0; r < ForwardLayout::kRows; r++) {
+                    const int rows = min(16 * mt + ForwardLayout::row_slot(r), address.rows_left);
+                    const unsigned short* at = rows_after(from, rows, row_stride);
+                    // Not .nc: this form stays before the next barrier.
+                    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                                 : "=r"(loaded_[mt][nt][r].x), "=r"(loaded_[mt][nt][r].y)
+                                 : "l"(at));
+                }
+        }
+    }
+    __device__ __forceinline__ void init_accumulators(const FwdParams& p, Tile& s, int, int) const {
+        s.clear();
+        if (kStarts) add(p, s);
+    }
+    __device__ __forceinline__ void add_to(const FwdParams& p, Tile& s) const {
+        if (!kStarts) add(p, s);
+    }
+};
+
+}  // namespace volta

@@ -1,0 +1,74 @@
+// Interface of the score features of volta forward kernels that are compiled for exactly one feature, or two: softcap, ALiBi,
+// bias, dropout (feature_*.cuh).
+//
+// Generic kernels test parameters in every step (Scores::apply_score_mod). Here the features are known: terms that are added to
+// scores become initial accumulators of the first product, and lanes carry along the keys what they would otherwise compute
+// again. A kernel's main loop calls the functions of ScoreFeature at fixed points; each feature overrides some of them.
+#pragma once
+
+#include "volta/forward/layout.cuh"
+
+namespace volta {
+
+// The features of such a kernel, which requires all of them and applies them without tests; 0 in other kernels. (fp32 bias is
+// among them although no kernel reads one: a row of src/kernels with it finds no class below, and does not compile.)
+constexpr unsigned kRequiredFeatures =
+    kVarlen ? 0 : FEATURES & (kFeatureSoftcap | kFeatureAlibi | kFeatureBias | kFeatureFp32Bias | kFeatureDropout);
+constexpr bool kTwoFeatures = (kRequiredFeatures & (kRequiredFeatures - 1)) != 0;
+// Other kernels apply their score modifiers after the first product, as the parameters say.
+constexpr bool kHasScoreMod = kGeneric && !kRequiredFeatures;
+// Whether the first key is rounded down to 16: bias and random numbers come in groups of 4 keys, pages in groups of 16.
+constexpr bool kRoundedKeys = kPaged || kHasScoreMod || kRequiredFeatures & (kFeatureBias | kFeatureDropout);
+
+// Shared memory of a lane, for what has no register: 16-byte chunks, `between` bytes apart.
+struct LaneScratch {
+    u32 first = 0;
+    int between = 0;
+    __device__ __forceinline__ void store(int i, const uint4& x) const { store_shared(first + i * between, x); }
+    __device__ __forceinline__ uint4 load(int i) const { return load_shared(first + i * between); }
+};
+
+// The interface, in the order of calls; without a feature it does nothing. Arguments `row` and `key`: first of the warp's tile.
+template <int RowTiles, int KeyTiles, unsigned Feature, class Grid>
+class ScoreFeature {
+    static_assert(Feature == 0, "what kernels of these features do is not written");
+
+public:
+    using Tile = Scores<ForwardLayout, RowTiles, KeyTiles>;
+    using Unmasked = UnmaskedKeys<16 * KeyTiles>;
+    struct Numbers {};
+    static constexpr int kLaneScratchChunks = 0;  // chunks of LaneScratch that it needs
+
+    // May shorten the range of tiles that need no mask.
+    __device__ __forceinline__ ScoreFeature(const FwdParams&, const Grid&, const Mask&, Unmasked&, const LaneScratch&, int, int) {}
+    // Returns the factor of scores in the softmax.
+    __device__ __forceinline__ float scale(const FwdParams& p) const { return kHasScoreMod ? 1.f : p.problem.scale_log2; }
+    // Sets initial row maxima. `q` and `k`: the sequence's first rows.
+    __device__ __forceinline__ void init_row_max(SoftmaxState<RowTiles>&, const FwdParams&, const Mask&, const unsigned short*,
+                                                 const unsigned short*, int) const {}
+    // Loads what a tile needs.
+    __device__ __forceinline__ void load(const FwdParams&, int, int) {}
+    // Sets the initial accumulators of a tile's products, and then adds what remains.
+    __device__ __forceinline__ void init_accumulators(const FwdParams&, Tile& s, int, int) { s.clear(); }
+    __device__ __forceinline__ void add_to(const FwdParams&, Tile&) {}
+    // Corrects a tile that needs a mask, before the mask.
+    __device__ __forceinline__ void correct_masked_tile(Tile&, SoftmaxState<RowTiles>&, Unmasked&, const FwdParams&, const Mask&,
+                                                        int, int) {}
+    template <class Rescale>
+    __device__ __forceinline__ void update_row_max(const Tile& s, SoftmaxState<RowTiles>& softmax, float scale, float inverse_scale,
+                                                   Rescale rescale) const {
+        s.template update_row_max<RescaledRows::kAll>(softmax, scale, inverse_scale, rescale);
+    }
+    // After the mask and the row maxima.
+    __device__ __forceinline__ void set_masked(bool, Tile&) {}
+    // Returns what the softmax takes as the score.
+    __device__ __forceinline__ float score(float x) const { return x; }
+    // Draws random numbers for 16 keys; then drops elements of packed probabilities: words x and y have elements 4u to 4u + 3
+    // of row tile mt.
+    __device__ __forceinline__ void draw(Numbers&, const FwdParams&, int, int) const {}
+    __device__ __forceinline__ void drop(u32&, u32&, const Numbers&, const FwdParams&, int, int) const {}
+    // Turns row maxima into those of true scores.
+    __device__ __forceinline__ void finish(SoftmaxState<RowTiles>&, float) const {}
+};
+
+}  // namespace volta
