@@ -1,4 +1,4 @@
-# Two commands: `make run` and `make test`. The rest is what they are made of.
+# Two commands: `make run` and `make test`. The others build what these need, or check more.
 
 # With TORCH=2.10.0, all of it happens with that release, in an environment beside the other.
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
@@ -18,12 +18,12 @@ NVDISASM = $(VENV)/nvdisasm
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test build lint format docs wheel matrix release clean
+.PHONY: help run test test-all build lint format docs wheel matrix release clean
 
 help: ## this list
 	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...    for the demo or pytest: make run ARGS=--quick, make test ARGS='-k demo'"
 	@echo "  PYTHON=...  the Python 3.10 to 3.14 that .venv is made with"
@@ -32,9 +32,13 @@ help: ## this list
 run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
 
-test: build ## build, then run every test: cargo test and pytest
+test: SELECTION = -m "not slow"
+test test-all: build
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" cargo test $(CARGO_FLAGS) --workspace
-	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest -n auto --dist worksteal $(ARGS)
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python -m pytest -n auto --dist worksteal $(SELECTION) $(ARGS)
+
+test: ## build, then run the tests of minutes: cargo test and pytest
+test-all: ## build, then run every test, as CI does
 
 build: $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) python tools/check_build_env.py

@@ -340,8 +340,8 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "is_causal": args.is_causal,
             "deterministic": mode.deterministic,
             "bf16_gradients": mode.bf16_gradients,
-            "features": names(plan::needs(&a, mode)),
-            "needs": old_names(plan::needs(&a, mode)),
+            "features": names(plan::features(&a, mode)),
+            "needs": old_names(plan::features(&a, mode)),
         },
         "forward": described(plan::forward(&a, &limits)?),
         "backward": {

@@ -1,24 +1,23 @@
 //! volta_fa: exact attention, forward and backward, for NVIDIA Volta and Turing, as PyTorch operators.
 //!
-//! The path of a call, and what each module may use. tests/modules.rs keeps the modules free of circles.
+//! A call passes these modules, in this order. tests/modules.rs keeps them free of circles.
 //!
 //! ```text
-//! torch_ops/ (C++)      schemas, dispatch keys, autograd        -> ffi
-//! ffi                   C ABI: panics and errors become a status -> ops
-//! ops                   allocate outputs, call a backend         -> tensor, problem, plan, launch
-//!   problem             validation                               pure: no tensors, no device
-//!   plan                variant, grid, parameter block           pure
-//!     tuning            measurements on one card           pure
-//!   ops::cpu            ATen operations                          tch only
-//! launch                the launch interface: a planned launch runs on
+//! torch_ops/ (C++)      schemas, dispatch keys, autograd
+//! ffi                   C ABI: panics and errors become a status
+//! ops                   validates, plans, allocates, launches
+//!   problem             validation                               no tensors, no device
+//!   plan                kernels, grids                           no tensors, no device
+//!     tuning            what `check` found out about a GPU
+//!   ops::blocks         parameter blocks
+//!   ops::cpu            ATen operations on the CPU
+//! launch                the launch interface, implemented by
 //!   launch::driver      the CUDA driver                          cudarc
 //!   launch::simulator   volta-sim (feature `sim`)
-//! options               the list of the ops' options
-//! log                   plans, on standard error
-//! shim                  C++ functions for Rust: descriptions of tensors
-//! kernels               the table of variants and their machine code
-//! params                the parameter blocks, shared with CUDA C++
 //! ```
+//!
+//! Below them: `options` (the operators' options), `limits`, `kernels` (variants and their machine code), `params` (parameter blocks, shared
+//! with CUDA C++), `log` (prints plans), `shim` (C++ functions that Rust calls).
 
 #![warn(missing_docs)]
 

@@ -1,4 +1,4 @@
-//! `VOLTA_FA_LOG=1`: each distinct plan once, on standard error.
+//! `VOLTA_FA_LOG=1`: prints each distinct plan once, on standard error.
 
 use crate::error::{Error, Result};
 use crate::kernels::Feature;
@@ -8,12 +8,12 @@ use std::collections::HashSet;
 use std::sync::{Mutex, OnceLock};
 
 const VARIABLE: &str = "VOLTA_FA_LOG";
-/// A program with ever new shapes fills neither memory nor its log.
+/// Most lines: a program with ever new shapes must fill neither memory nor its log.
 const MAX_LINES: usize = 1000;
 
 static LINES: Mutex<Option<HashSet<String>>> = Mutex::new(None);
 
-/// Whether plans are logged; the environment is read once.
+/// Returns true if plans are logged. Reads the environment once.
 fn enabled() -> Result<bool> {
     static ENABLED: OnceLock<std::result::Result<bool, String>> = OnceLock::new();
     let read = || match std::env::var_os(VARIABLE).unwrap_or_default().to_string_lossy().as_ref() {
@@ -46,14 +46,18 @@ fn problem(a: &Attention, mode: BackwardMode) -> String {
         Window::CAUSAL => ", causal".into(),
         Window { left, right } => format!(", window {}:{}", side(left), side(right)),
     };
-    let needs: Vec<_> = plan::needs(a, mode).iter().map(Feature::name).collect();
-    let needs = if needs.is_empty() { String::new() } else { format!(", with {}", needs.join(", ")) };
+    let features: Vec<_> = plan::features(a, mode).iter().map(Feature::name).collect();
+    let features = if features.is_empty() { String::new() } else { format!(", with {}", features.join(", ")) };
     let Attention { batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, .. } = a;
-    format!("batch {batch}, seqlen {seqlen_q} x {seqlen_k}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{window}{needs}")
+    format!(
+        "batch {batch}, seqlen {seqlen_q} x {seqlen_k}, {nheads} heads on {nheads_k}, headdim {headdim} / {headdim_v}{window}{features}"
+    )
 }
 
+/// Logs a forward kernel.
+///
 /// # Errors
-/// A variable that cannot be understood; so of the others.
+/// An invalid value of the variable, as for the other functions.
 pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         once(format!("forward, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
@@ -61,7 +65,7 @@ pub fn forward(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
-/// The kernels of a backward pass, in one line.
+/// Logs the kernels of a backward pass in one line.
 pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Result<()> {
     if enabled()? {
         let atomics = match planned {
@@ -76,7 +80,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
     Ok(())
 }
 
-/// The same for merged states.
+/// Logs a merge kernel.
 pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let MergedStates { batch, seqlen_q, nheads, headdim_v } = m;
@@ -85,7 +89,7 @@ pub fn merge(m: &MergedStates, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
-/// The same for few queries a sequence over a KV cache.
+/// Logs a decode kernel.
 pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
     if enabled()? {
         let Attention { batch, seqlen_q, nheads, nheads_k, headdim, headdim_v, .. } = a;
@@ -104,7 +108,7 @@ pub fn decode(a: &Attention, planned: &DecodePlan) -> Result<()> {
     Ok(())
 }
 
-/// The forward kernel of a KV cache.
+/// Logs a forward kernel of a KV cache.
 pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         once(format!("prefill, {}: {}", problem(a, BackwardMode::default()), kernel(planned, a.batch)));
@@ -112,7 +116,7 @@ pub fn prefill(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
-/// The kernel that appends to one.
+/// Logs an append kernel.
 pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let Attention { batch, nheads, nheads_k, headdim, headdim_v, .. } = a;
@@ -124,7 +128,7 @@ pub fn append(a: &Attention, rows: i64, planned: &PlannedKernel) -> Result<()> {
     Ok(())
 }
 
-/// The kernel that makes numbers of a quantized one.
+/// Logs a dequantize kernel.
 pub fn dequantize(a: &Attention, planned: &PlannedKernel) -> Result<()> {
     if enabled()? {
         let Attention { batch, nheads_k, headdim, headdim_v, .. } = a;

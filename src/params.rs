@@ -233,59 +233,59 @@ pub struct FwdParams {
     pub min_rows: i32,
 }
 
-/// Some steps of a block of rows that is cut along the keys.
+/// Some iterations of a stream-K tile: a tile of query rows whose keys several blocks share.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamKSplit {
-    /// its number among those that are cut
-    pub row_block: u16,
-    /// the piece's first step
+    /// Number of the tile among the stream-K tiles.
+    pub tile: u16,
+    /// First iteration.
     pub first: u16,
-    /// the step behind its last one
+    /// Iteration after the last.
     pub end: u16,
-    /// 256 times the piece's number among those of its block of rows, which are so many
+    /// 256 times the number of the split in its tile, plus the number of the tile's splits.
     pub part: u16,
 }
 
 impl StreamKSplit {
-    /// As the kernels read it.
-    pub const fn part(number: u16, pieces: u16) -> u16 {
-        number << 8 | pieces
+    /// Returns `part` as kernels read it.
+    pub const fn part(number: u16, splits: u16) -> u16 {
+        number << 8 | splits
     }
 
-    /// How many pieces the block of rows has.
-    pub const fn pieces(&self) -> u16 {
+    /// Returns the number of the tile's splits.
+    pub const fn splits(&self) -> u16 {
         self.part & 0xff
     }
 }
 
-/// What the blocks of a grid of equal shares do: the first `data_parallel_tiles` have a block of rows each, the others a piece of one. Blocks of rows
-/// count over all heads and entries.
+/// Work of the blocks of a stream-K grid: the first `data_parallel_tiles` compute a tile each, the others a split each. Tiles count over all
+/// heads and entries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamKParams {
-    /// scratch: results of pieces, most_pieces for each block of rows that is cut
+    /// Scratch: results of splits, max_splits for each stream-K tile.
     pub partials: *mut f32,
-    /// scratch: who has arrived, for each block of rows that is cut; as [`DecodeParams::semaphores`]
+    /// Scratch: a semaphore for each stream-K tile, as [`DecodeParams::semaphores`].
     pub semaphores: *mut u64,
-    /// tells this call's semaphores from whatever else the memory may hold
+    /// Distinguishes this call's semaphores from other contents of the memory.
     pub launch_id: u64,
-    /// blocks of rows that are not cut; those that are have the numbers behind
+    /// Tiles that one block computes. Stream-K tiles have the numbers after them.
     pub data_parallel_tiles: i32,
-    /// of one block of rows
-    pub most_pieces: i32,
-    /// in the order of the grid
-    pub pieces: [StreamKSplit; 440],
+    /// Most splits of a tile.
+    pub max_splits: i32,
+    /// In the order of the grid.
+    pub splits: [StreamKSplit; 440],
 }
 
-/// Parameter block of the forward kernels whose grids are of equal shares.
+/// Parameter block of the stream-K forward kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FwdStreamKParams {
-    /// as for the others; all batch entries are in one launch
+    /// As for other forward kernels; one launch has all batch entries.
     pub forward: FwdParams,
-    /// who has what
-    pub shares: StreamKParams,
+    /// The schedule.
+    pub stream_k: StreamKParams,
 }
 
 /// Parameter block of the decode kernels: attention of few queries a sequence over a KV cache.
@@ -479,9 +479,8 @@ pub struct DequantizeParams {
     pub k: Output,
     /// (batch, seqlen_k, nheads_k, headdim_v), the same
     pub v: Output,
-    /// (batch): tokens of each sequence; -1 where lengths cannot be, or a page is not there whose tokens a query sees.
-    /// Null: nobody asks
-    pub seqused_k: *mut i32,
+    /// Output, (batch): tokens of each sequence; -1 for invalid lengths, or a missing page whose tokens a query sees. Null: not requested.
+    pub seqlens_k_out: *mut i32,
     /// the sizes, and window_left; headdims need not be multiples of 8
     pub problem: Problem,
     /// of these cu_seqlens_q and total_q

@@ -1,4 +1,4 @@
-//! From tch tensors to what the pure modules and the launch seam see.
+//! Converts tch tensors to what validation and launches use.
 
 use crate::error::{Error, Result};
 use crate::launch::MemoryRange;
@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 /// Alignment of the kernels' global accesses, bytes.
 const ALIGNMENT: usize = 16;
 
-/// Of a `c10::ScalarType`.
+/// Converts a `c10::ScalarType`.
 fn dtype(scalar_type: i32) -> DType {
     match scalar_type {
         0 => DType::Uint8,
@@ -34,23 +34,23 @@ fn dtype(scalar_type: i32) -> DType {
     }
 }
 
-/// All of a tensor at once, without an allocation: what launches ask of each of theirs. None: it has no strides.
+/// Reads dtype, device and layout of a tensor in one call, without allocations. None: it has no strides.
 fn info(t: &Tensor) -> Option<TensorInfo> {
     let mut info = TensorInfo { dtype: -1, device_kind: -1, device_index: 0, rank: 0, sizes: [0; 8], strides: [0; 8] };
     // SAFETY: the handle is that of a live tensor.
     unsafe { volta_fa_describe(t.as_ptr().cast(), &mut info) }.then_some(info)
 }
 
-/// (rank, sizes, strides) of a tensor that validation has seen, and so of few dimensions.
+/// Returns (rank, sizes, strides) of a validated tensor, which has few dimensions.
 fn layout(t: &Tensor) -> (usize, [i64; 8], [i64; 8]) {
     let info = info(t).expect("validation checked that there are strides");
     (info.rank as usize, info.sizes, info.strides)
 }
 
-/// Describe a tensor for validation. Of one whose sizes are symbolic it says what is known.
+/// Describes a tensor for validation; symbolic sizes are unknown.
 ///
 /// # Errors
-/// Where the tensor is on a device that the ops do not run on, or has no strides.
+/// A tensor on a device that operators do not run on, or without strides.
 pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     let info = info(t).ok_or_else(|| Error::unsupported("a tensor without sizes and strides: volta_fa takes strided tensors"))?;
     let device = match info.device_kind {
@@ -60,7 +60,7 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
         _ => return Err(Error::unsupported("a tensor on another device: volta_fa runs on cpu and cuda tensors")),
     };
     let rank = info.rank as usize;
-    // the rank of one with more dimensions is an error everywhere
+    // every operator rejects the rank of a tensor with more dimensions
     let all = |known: [i64; 8]| {
         let mut dims = Dims::from_slice(&known[..rank.min(known.len())]);
         dims.resize(rank, UNKNOWN);
@@ -69,7 +69,7 @@ pub fn describe(t: &Tensor) -> Result<TensorDesc> {
     Ok(TensorDesc { dtype: dtype(info.dtype), device, sizes: all(info.sizes), strides: all(info.strides) })
 }
 
-/// Of a tensor for a kernel that reads several: fp16, bf16 or fp32.
+/// Returns the element type for kernels that read several: fp16, bf16 or fp32.
 pub fn element_type(t: &Tensor) -> ElementType {
     match t.kind() {
         Kind::Half => ElementType::Half,
@@ -78,7 +78,7 @@ pub fn element_type(t: &Tensor) -> ElementType {
     }
 }
 
-/// Whether the kernels can read `t`: all rows start on 16-byte boundaries and consist of whole groups of 16 bytes, 8 elements in fp16.
+/// Returns true if kernels can read `t`: rows begin on 16-byte boundaries and have whole groups of 16 bytes (8 fp16 elements).
 pub fn is_readable(t: &Tensor) -> bool {
     let (rank, sizes, strides) = layout(t);
     let last = rank - 1;
@@ -87,8 +87,8 @@ pub fn is_readable(t: &Tensor) -> bool {
     aligned && sizes[last] % chunk == 0
 }
 
-/// `t` itself where the kernels can read it. Else a contiguous copy, padded with zeros, which add nothing to a dot product: slices of
-/// wider tensors may begin anywhere and have any stride.
+/// Returns `t` if kernels can read it, else a contiguous copy padded with zeros, which add nothing to a dot product. Slices of wider
+/// tensors may begin anywhere and have any stride.
 pub fn readable(t: &Tensor) -> Result<Tensor> {
     if is_readable(t) {
         return Ok(t.shallow_clone());
@@ -97,7 +97,7 @@ pub fn readable(t: &Tensor) -> Result<Tensor> {
     let last = sizes.len() - 1;
     let headdim = sizes[last];
     sizes[last] = padded_headdim(headdim);
-    // not f_contiguous, which returns a misaligned tensor as it is
+    // not f_contiguous, which returns a misaligned tensor unchanged
     let copy = Tensor::f_empty(&sizes, (t.kind(), t.device()))?;
     copy.f_narrow(last as i64, 0, headdim)?.f_copy_(t)?;
     if sizes[last] > headdim {
@@ -106,7 +106,7 @@ pub fn readable(t: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// A result without the columns that [`readable`] added to its inputs, contiguous.
+/// Removes the columns that [`readable`] added to the inputs; the result is contiguous.
 pub fn without_padding(t: Tensor, headdim: i64) -> Result<Tensor> {
     let (rank, sizes, _) = layout(&t);
     match sizes[rank - 1] == headdim {
@@ -115,18 +115,17 @@ pub fn without_padding(t: Tensor, headdim: i64) -> Result<Tensor> {
     }
 }
 
-/// A gradient as autograd left it, in a layout the backends read: an expanded or transposed one is copied.
+/// Returns a gradient in a layout that backends read; copies an expanded or transposed one.
 ///
-/// Users choose the layout of q, k and v and get an error for one that cannot be read; nobody chooses
-/// that of an incoming gradient.
+/// Users choose the layout of q, k and v and get an error for an unreadable one. Autograd chooses that of a gradient.
 pub fn readable_gradient(t: &Tensor) -> Result<Tensor> {
     let d = describe(t)?;
     let contiguous = d.sizes.last().is_none_or(|n| *n <= 1) || d.strides.last() == Some(&1);
     Ok(if contiguous { t.shallow_clone() } else { t.f_contiguous()? })
 }
 
-/// An uninitialised contiguous tensor for a kernel to write, at a multiple of `alignment` bytes if that is more than
-/// ATen's allocator gives. It then begins inside its storage.
+/// Allocates an uninitialized contiguous tensor at a multiple of `alignment` bytes. If ATen's allocator guarantees less, the tensor begins
+/// inside its storage.
 pub fn empty(sizes: &[i64], kind: Kind, device: tch::Device, alignment: usize) -> Result<Tensor> {
     if alignment <= ALIGNMENT {
         return Ok(Tensor::f_empty(sizes, (kind, device))?);
@@ -138,7 +137,7 @@ pub fn empty(sizes: &[i64], kind: Kind, device: tch::Device, alignment: usize) -
     Ok(room.f_narrow(0, (skip / bytes) as i64, count)?.f_view(sizes)?)
 }
 
-/// The bytes that the strided tensor spans, from its first to its last element.
+/// Returns the bytes from a strided tensor's first to its last element.
 pub fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRange {
     let (sizes, strides) = (t.size(), t.stride());
     let span: i64 = sizes.iter().zip(&strides).map(|(n, s)| (n - 1) * s).sum::<i64>() + 1;
@@ -147,8 +146,7 @@ pub fn memory_range(name: &'static str, t: &Tensor, writable: bool) -> MemoryRan
     MemoryRange { name, ptr: t.data_ptr().cast(), bytes, writable }
 }
 
-/// A (batch, seqlen, heads, headdim) tensor as kernel input, its first batch being `batch`; or a packed (total, heads,
-/// headdim) one.
+/// Describes a (batch, seqlen, heads, headdim) tensor from entry `batch` on, or a packed (total, heads, headdim) one, as kernel input.
 pub fn operand(t: &Tensor, batch: i64) -> Operand {
     let (rank, _, strides) = layout(t);
     let [batch_stride, row_stride, head_stride] = match strides[..rank] {
@@ -161,7 +159,7 @@ pub fn operand(t: &Tensor, batch: i64) -> Operand {
     Operand { ptr, batch_stride, row_stride, head_stride }
 }
 
-/// The same as kernel output.
+/// Describes a tensor as kernel output, as [`operand`].
 pub fn output(t: &Tensor, batch: i64) -> Output {
     let Operand { ptr, batch_stride, row_stride, head_stride } = operand(t, batch);
     Output { ptr: ptr.cast_mut(), batch_stride, row_stride, head_stride }

@@ -11,8 +11,8 @@ Environment:
 - VOLTA_FA_TEST_SEED: changes all random inputs (default 0)
 - VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: their absence fails instead of skipping
 
-`make test` runs it in several processes (pytest-xdist's `-n auto`), one where there is a GPU to share. Tests marked `alone`
-run while no other does.
+`make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
+`-n auto`), and one process if there is a GPU to share. A test marked `alone` runs while no other test does.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def need(backend: str):
         pytest.skip(reason)
 
 
-def on(*backends: str):
-    """Parametrize a test over backends."""
-    return pytest.mark.parametrize("backend", [_param(b) for b in backends], indirect=True)
+def on(*backends: str, slow: tuple[str, ...] = ()):
+    """Parametrizes a test over backends. `make test` leaves those in `slow` out."""
+    params = [*map(_param, backends), *(pytest.param(b, id=b, marks=pytest.mark.slow) for b in slow)]
+    return pytest.mark.parametrize("backend", params, indirect=True)
 
 
 def on_cases(*pairs: tuple[list[str], list]):

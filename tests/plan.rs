@@ -262,9 +262,9 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        // a block of rows a block, or, of equal shares, of all heads and entries in one line
-        let [of_head, heads] = f.shares.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
-        assert_eq!((f.shares.is_some(), heads), (seqlen == 4096, 8));
+        // a tile a block; a stream-K grid has the tiles of all heads and entries on one axis
+        let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
+        assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
         assert!((((of_head - 1) * f.variant.block_rows) as i64) < seqlen);
         let b = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
@@ -750,7 +750,7 @@ fn an_fp32_bias_gets_kernels_that_read_it() {
         let [(half, on_t4), (float, float_on_t4)] = [false, true].map(|fp32_bias| {
             let features = RequestedFeatures { attn_bias: true, fp32_bias, dropout_p, ..RequestedFeatures::default() };
             let a = Attention { features, ..attention(2000, 2000, headdim, headdim) };
-            assert_eq!(plan::needs(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
+            assert_eq!(plan::features(&a, DEFAULT).contains(bias.union(fp32)), fp32_bias);
             let name = |d| plan::forward(&a, d).unwrap().variant.name;
             (name(&DeviceLimits::V100), name(&T4))
         });
@@ -1106,40 +1106,40 @@ fn choices_that_a_device_can_never_take_are_named() {
     assert!(refused[0].contains("volta_fwd_128x128") && refused[0].contains("of 40960"), "{refused:?}");
 }
 
-/// Such grids are the forward pass' own: what reads pages is asked for by the same shape.
+/// Prefill has the same shape, but no stream-K kernels.
 #[test]
-fn a_choice_of_equal_shares_is_not_of_pages() {
+fn prefill_ignores_stream_k_choices() {
     let d = tuned(&[], &[r#""pass": "ForwardStreamK", "variant": "volta_fwd_streamk_64x64""#]);
     let a = Attention { nheads: 6, nheads_k: 6, ..attention(2048, 2048, 64, 64) };
     assert_eq!(forward_of(&a, &d), ("volta_fwd_streamk_64x64", Reason::Tuned));
     assert_eq!(plan::prefill(&a, &d).unwrap().variant.pass, Pass::Prefill);
 }
 
-/// Pieces have every step of every block of rows that is cut once, know which they are, and places have equally long.
+/// Splits cover every iteration of every stream-K tile once, have consecutive numbers, and start in the order of their length.
 #[test]
-fn equal_shares_cover_all_steps_once() {
+fn stream_k_splits_cover_all_iterations_once() {
     let grids = [(170, 411, 16, 2), (256, 1024, 16, 2), (512, 2048, 32, 2), (512, 2048, 32, 1), (3, 70, 16, 2)];
-    for (row_blocks, keys, step, places_per_sm) in grids {
-        let places = 80 * places_per_sm;
-        let (shares, _) = plan::StreamKPlan::of(row_blocks, keys, step, 80, places_per_sm).unwrap();
-        assert_eq!((shares.data_parallel_tiles + shares.stream_k_tiles) as u64, row_blocks);
-        assert!(shares.data_parallel_tiles % places == 0 && shares.stream_k_tiles < places);
-        let dealt = shares.deal();
-        assert_eq!(shares.blocks(), shares.data_parallel_tiles + dealt.pieces.len() as u32);
-        for row_block in 0..shares.stream_k_tiles {
-            let mut pieces: Vec<_> = dealt.pieces.iter().filter(|piece| u32::from(piece.row_block) == row_block).collect();
-            pieces.sort_by_key(|piece| piece.first);
-            let (mut at, all) = (0, pieces.len() as u16);
-            for (number, piece) in pieces.into_iter().enumerate() {
-                assert_eq!((piece.first, piece.part), (at, StreamKSplit::part(number as u16, all)), "{shares:?}");
-                assert!(piece.end > piece.first && u32::from(all) <= dealt.most_pieces);
-                at = piece.end;
+    for (tiles, keys, step, blocks_per_sm) in grids {
+        let resident_blocks = 80 * blocks_per_sm;
+        let (plan, _) = plan::StreamKPlan::of(tiles, keys, step, 80, blocks_per_sm).unwrap();
+        assert_eq!((plan.data_parallel_tiles + plan.stream_k_tiles) as u64, tiles);
+        assert!(plan.data_parallel_tiles % resident_blocks == 0 && plan.stream_k_tiles < resident_blocks);
+        let schedule = plan.schedule();
+        assert_eq!(plan.blocks(), plan.data_parallel_tiles + schedule.splits.len() as u32);
+        for tile in 0..plan.stream_k_tiles {
+            let mut splits: Vec<_> = schedule.splits.iter().filter(|split| u32::from(split.tile) == tile).collect();
+            splits.sort_by_key(|split| split.first);
+            let (mut at, all) = (0, splits.len() as u16);
+            for (number, split) in splits.into_iter().enumerate() {
+                assert_eq!((split.first, split.part), (at, StreamKSplit::part(number as u16, all)), "{plan:?}");
+                assert!(split.end > split.first && u32::from(all) <= schedule.max_splits);
+                at = split.end;
             }
-            assert_eq!(u32::from(at), shares.steps);
+            assert_eq!(u32::from(at), plan.iterations);
         }
         let longest_first =
-            dealt.pieces.windows(2).take(shares.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
-        assert!(longest_first, "{shares:?}");
+            schedule.splits.windows(2).take(plan.shares as usize - 1).all(|p| p[0].end - p[0].first >= p[1].end - p[1].first);
+        assert!(longest_first, "{plan:?}");
     }
-    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full rounds");
+    assert_eq!(plan::StreamKPlan::of(320, 1024, 16, 80, 2), None, "full waves");
 }

@@ -38,7 +38,10 @@ def run_ranks(folder, size: int, *names: str, program=WORKER, limit: float = LIM
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("backend, size", [*(("gloo", n) for n in (1, 2, 3, 4)), pytest.param("nccl", 2, marks=pytest.mark.cuda)])
+SIZES = [("gloo", 2), *(pytest.param("gloo", size, marks=pytest.mark.slow) for size in (1, 3, 4))]
+
+
+@pytest.mark.parametrize("backend, size", [*SIZES, pytest.param("nccl", 2, marks=pytest.mark.cuda)])
 def test_ranks(tmp_path, backend, size):
     """All cases of so many ranks."""
     if not INFO["simulator"]:

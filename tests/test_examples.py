@@ -38,6 +38,7 @@ def test_transformers_llama():
     assert training.startswith("packed training step: loss 5.") and training.endswith(" 2 calls")
 
 
+@pytest.mark.slow
 def test_transformers_generation():
     pytest.importorskip("transformers", reason="transformers is not installed")
     *lines, int8, int4 = run("transformers_generation.py").splitlines()[-6:]
@@ -47,6 +48,7 @@ def test_transformers_generation():
     assert lines[1].startswith("beam search: ") and lines[2].startswith("static cache: ")
 
 
+@pytest.mark.slow
 def test_chat():
     pytest.importorskip("transformers", reason="transformers is not installed")
     first, said, second, again = run("chat.py", "--say", "hello", "--say", "and again", "--tokens", 8).splitlines()
@@ -56,6 +58,7 @@ def test_chat():
     assert said == again == "8 tokens of a model with random weights"
 
 
+@pytest.mark.slow
 def test_speculative():
     pytest.importorskip("transformers", reason="transformers is not installed")
     steps, same = run("speculative.py").splitlines()
@@ -65,6 +68,7 @@ def test_speculative():
         assert same == "the same tokens"
 
 
+@pytest.mark.slow
 def test_mla():
     """It compares the two forms itself."""
     pytest.importorskip("transformers.models.deepseek_v2", reason="no transformers with DeepSeek-V2")
@@ -72,6 +76,7 @@ def test_mla():
     assert "absorbed and expanded differ by" in differ and sizes.startswith("the cache holds ")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path):
     """Also that the module is one that examples/cpp/attention.cpp takes: (2, 9, 32), with gradients."""
@@ -106,11 +111,13 @@ def test_self_checking(name):
     assert LAST_LINES[name] in run(name).splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_ddp():
     assert "gradients agree" in run("ddp.py").splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_context_parallel():
     """By itself, and as torchrun starts it, on a mesh of 1 x 2."""

@@ -709,6 +709,7 @@ def test_random_combinations_cpu(case, deterministic):
     repeat("cpu-fp32", case, deterministic)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(combinations(50))
 def test_random_combinations_cpu_fp64(case):
@@ -727,6 +728,7 @@ def test_random_combinations_sim(case, deterministic):
     repeat("sim", case, deterministic)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(combinations(35))
 def test_random_combinations_sim_bf16(case):
@@ -743,6 +745,7 @@ def test_random_combinations_cuda(case, deterministic):
 # ---- the sweep of tools/gpu ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     """It runs, and tells of a failure by a line that repeats it."""
     sweep = [sys.executable, str(REPOSITORY / "tools/gpu/sweep.py"), "--device", "cpu"]

@@ -179,6 +179,7 @@ def test_versions_agree():
     assert f'version = "{version}"' in (DISTRIBUTION / "pyproject.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_distribution_installs_with_pip(tmp_path):
     """The same modules in site-packages; install_flash_attn_shim() then has nothing to do."""
     source = tmp_path / "source"
@@ -213,7 +214,8 @@ if importlib.util.find_spec("transformers"):
     FOLDERS.append("")
 RELEASES = pytest.mark.parametrize(
     "transformers",
-    [pytest.param(f, id=Path(f).name or "installed") for f in FOLDERS] or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
+    [pytest.param(f, id=Path(f).name or "installed", marks=[pytest.mark.slow] if f else []) for f in FOLDERS]
+    or [pytest.param(None, marks=pytest.mark.skip("no transformers"))],
 )
 
 # transformers takes "flash_attention_2" only where there is a CUDA device. The models stay on the CPU all the same.
@@ -305,6 +307,7 @@ def test_transformers_models(transformers):
     )
 
 
+@pytest.mark.slow
 @RELEASES
 def test_transformers_packed_sequences(transformers):
     """Positions that start anew: each sequence is alone, as if it was the whole batch."""
@@ -325,6 +328,7 @@ def test_transformers_packed_sequences(transformers):
     )
 
 
+@pytest.mark.slow
 @RELEASES
 def test_transformers_attention_dropout(transformers):
     """In training only, and from PyTorch's generator."""
@@ -347,6 +351,7 @@ def test_transformers_attention_dropout(transformers):
     )
 
 
+@pytest.mark.slow
 @RELEASES
 def test_transformers_modernbert(transformers):
     """An encoder with windows on both sides; 4.57 makes it of flash_attn's rotary layers and unpadded batches, and runs

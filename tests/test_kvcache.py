@@ -239,7 +239,7 @@ def steps(backend):
     return lambda: (problem.q, *(t.clone() for t in caches), *problem.new, options["cache_seqlens"], options["block_table"])
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on("cpu-fp32", "sim", "cuda")
 def test_compile(backend, compiler):
     """What the graph writes into the cache, the next step sees, and so does the caller."""

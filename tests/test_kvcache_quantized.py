@@ -415,11 +415,11 @@ def test_converted_for_each_family(backend, sm, headdim):
 
 
 @on("sim")
-def test_converted_in_one_launch(backend):
+def test_dequantizes_in_one_launch(backend):
     """Two kernels, whatever the pages, and three with appending."""
     for case in (Cached(MANY, nheads=4, nheads_k=2, kv_dtype="int8"), Cached(((40, 60, 0),), nheads=4, nheads_k=1, kv_dtype="int4")):
         names = launched(backend, case.problem(backend))
-        assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["convert", "fwd"]
+        assert [name.split("_")[1] for name in names] == ["append"] * case.appends + ["dequantize", "fwd"]
 
 
 @on("sim", "cuda")

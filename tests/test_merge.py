@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+import volta_fa
 from conftest import INFO, Case, on
 from test_validation import refused
 
@@ -237,3 +238,11 @@ def test_no_gradient(backend):
     out, _ = merge(out_a.requires_grad_(), lse_a, out_b, lse_b)
     with pytest.raises(RuntimeError, match="merge_attention_states"):
         out.sum().backward()
+
+
+def test_the_python_function_is_the_op():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    states = draw(2, 5, 3, 16), draw(2, 3, 5), draw(2, 5, 3, 16), draw(2, 3, 5)
+    for found, expected in zip(volta_fa.merge_attention_states(*states), merge(*states)):
+        assert torch.equal(found, expected)

@@ -19,7 +19,7 @@ CASES = [
     Case(7, 9, 8, bias="qk:bool", softcap=2.0),
     Case(7, 9, 8, dropout_p=0.3, sinks="own", alibi="h"),
 ]
-BACKENDS = on("cpu-fp32", "cpu-bf16", "sim", "sim-bf16", "cuda")
+BACKENDS = on("cpu-fp32", "sim", "cuda", slow=("cpu-bf16", "sim-bf16"))
 
 
 def problem(backend, case, requires_grad):

@@ -18,7 +18,11 @@ from conftest import CORE, INFO, REPOSITORY
 # Of PTX, from the last without sm_70 to that of CUDA 10.2, whose drivers are of November 2019.
 VERSIONS = ["5.0", "6.0", "6.1", "6.2", "6.3", "6.4", "6.5"]
 
-variants = pytest.mark.parametrize("variant", INFO["variants"], ids=lambda v: v["name"])
+# The short suite takes one kernel of each pass and family.
+FIRST = {(v["family"], v["pass"]): v["name"] for v in reversed(INFO["variants"])}.values()
+variants = pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[] if v["name"] in FIRST else [pytest.mark.slow]) for v in INFO["variants"]], ids=lambda v: v["name"]
+)
 
 
 def find_ptxas() -> str | None:

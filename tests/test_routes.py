@@ -324,6 +324,7 @@ def test_selective_checkpoint(backend, layer_on, keep_attention, dropout_p):
     assert len(runs) == (1 if keep_attention else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_attention", [False, True])
 @DROPOUT
 @on("cpu-fp32", "cuda")

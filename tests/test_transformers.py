@@ -424,6 +424,7 @@ def test_generate(name, how):
         assert calls.cached == LAYERS * 7 and calls.biased == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not V5, reason="4.57 has tensors as masks of static caches")
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
@@ -499,6 +500,7 @@ def test_continuous_batching_of_others(monkeypatch):
         make(*CAUSAL["llama"](transformers), "volta_fa").get_correct_attn_implementation("paged|volta_fa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["greedy", "beam"])
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
 def test_generate_from_an_encoder(name, how):
@@ -683,6 +685,13 @@ if V5:
     PATTERNS["bidirectional window"] = (
         masking_utils.sliding_window_bidirectional_mask_function(3), {"allow_is_bidirectional_skip": True, "local_size": 3},
     )  # fmt: skip
+
+
+def test_two_patterns_keep_the_tighter_bounds():
+    from volta_fa.integrations.transformers.patterns import Pattern
+
+    assert Pattern(3, 2) & Pattern(5, 1) == Pattern(3, 1)
+    assert Pattern(-1, 4) & Pattern(5, -1) == Pattern(5, 4)
 
 
 @pytest.mark.parametrize("kind", ["none", "complete", "left", "right", "both", "holes", "empty"])
@@ -959,6 +968,7 @@ def test_rules_are_tensors_to_everybody_else():
     assert contents(rule[:, :, :, :8]) == contents(rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled_layers(name):
     """Rules that are made outside of what is compiled: other rules for the same shapes are told apart."""
@@ -976,6 +986,7 @@ def test_compiled_layers(name):
         assert calls.biased == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not V5, reason="this is it")
 def test_transformers_4_57():
     """The same tests with the oldest supported transformers."""

@@ -7,6 +7,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bmm.h>
@@ -17,6 +19,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/threshold.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -29,6 +32,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -71,7 +75,20 @@ void give(Tensor** out, const Body& body) noexcept {
     *out = owned(body);
 }
 
+// Several new tensors for Rust to own: all of them or, after an exception, none.
+template <class Body>
+void give_all(Tensor** out, const Body& body) noexcept {
+    guarded([&] {
+        std::apply([&](auto... made) {
+            std::unique_ptr<Tensor> tensors[] = {std::make_unique<Tensor>(std::move(made))...};
+            for (auto& tensor : tensors) *out++ = tensor.release();
+        }, body());
+    });
+}
+
 // How tch writes ATen's types.
+
+std::optional<Tensor> optional_tensor(const Tensor* t) { return t ? std::optional(*t) : std::nullopt; }
 
 at::IntArrayRef list(const int64_t* data, int length) { return {data, static_cast<size_t>(length)}; }
 
@@ -336,12 +353,7 @@ void atg_floor_divide_scalar(Tensor** out, Tensor* self, Scalar* other) {
     give(out, [&] { return self->floor_divide(*other); });
 }
 void atg_frexp(Tensor** out, Tensor* self) {
-    guarded([&] {
-        auto [mantissa, exponent] = self->frexp();
-        auto first = std::make_unique<Tensor>(std::move(mantissa));
-        out[1] = new Tensor(std::move(exponent));
-        out[0] = first.release();
-    });
+    give_all(out, [&] { return self->frexp(); });
 }
 void atg_log_(Tensor** out, Tensor* self) {
     give(out, [&] { return self->log_(); });
@@ -403,6 +415,9 @@ void atg_sub_(Tensor** out, Tensor* self, Tensor* other) {
 }
 void atg_tanh_(Tensor** out, Tensor* self) {
     give(out, [&] { return self->tanh_(); });
+}
+void atg_threshold(Tensor** out, Tensor* self, Scalar* threshold, Scalar* value) {
+    give(out, [&] { return at::threshold(*self, *threshold, *value); });
 }
 void atg_where_self(Tensor** out, Tensor* condition, Tensor* self, Tensor* other) {
     give(out, [&] { return at::where(*condition, *self, *other); });
@@ -478,6 +493,26 @@ void atg_sum_dim_intlist(Tensor** out, Tensor* self, const int64_t* dim_data, in
 }
 void atg_sum_to_size(Tensor** out, Tensor* self, const int64_t* size_data, int size_len) {
     give(out, [&] { return self->sum_to_size(list(size_data, size_len)); });
+}
+
+// ---- Attention. ----
+
+void atg__scaled_dot_product_flash_attention_for_cpu(Tensor** out, Tensor* query, Tensor* key, Tensor* value, double dropout_p,
+                                                     int is_causal, Tensor* attn_mask, double scale, int8_t scale_null) {
+    give_all(out, [&] {
+        return at::_scaled_dot_product_flash_attention_for_cpu(*query, *key, *value, dropout_p, is_causal != 0,
+                                                               optional_tensor(attn_mask), number(scale, scale_null));
+    });
+}
+void atg__scaled_dot_product_flash_attention_for_cpu_backward(Tensor** out, Tensor* grad_out, Tensor* query, Tensor* key,
+                                                              Tensor* value, Tensor* forward_out, Tensor* logsumexp,
+                                                              double dropout_p, int is_causal, Tensor* attn_mask, double scale,
+                                                              int8_t scale_null) {
+    give_all(out, [&] {
+        return at::_scaled_dot_product_flash_attention_for_cpu_backward(*grad_out, *query, *key, *value, *forward_out, *logsumexp,
+                                                                        dropout_p, is_causal != 0, optional_tensor(attn_mask),
+                                                                        number(scale, scale_null));
+    });
 }
 
 }  // extern "C"

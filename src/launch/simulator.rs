@@ -3,6 +3,7 @@
 //! `VOLTA_FA_SIMULATE=1` executes every block. `VOLTA_FA_SIMULATE=timing` times one SM's share of each
 //! launch on a copy of the memory instead, so that outputs stay as they were allocated, and keeps the
 //! reports for [`take_reports`].
+//! `VOLTA_FA_SIMULATE=launches` runs nothing: it only keeps a report with the kernel and grid of each launch.
 //!
 //! | variable | meaning | default |
 //! | --- | --- | --- |
@@ -37,15 +38,21 @@ enum Mode {
     Functional(Schedule),
     /// one SM's share of a launch is timed, on a copy of the memory: outputs stay unwritten
     Timed,
+    /// launches are recorded and not run: outputs stay unwritten
+    Recorded,
 }
 
 static TUNINGS: Mutex<Option<HashMap<String, &'static DeviceTuning>>> = Mutex::new(None);
 static MODULES: Mutex<Option<HashMap<&'static str, Arc<Module>>>> = Mutex::new(None);
 static REPORTS: Mutex<Vec<serde_json::Value>> = Mutex::new(Vec::new());
 
-/// The reports of the timed launches since the last call, oldest first.
+/// Returns the reports of the timed or recorded launches since the last call, oldest first.
 pub fn take_reports() -> Vec<serde_json::Value> {
     std::mem::take(&mut *REPORTS.lock().unwrap_or_else(|e| e.into_inner()))
+}
+
+fn keep_report(report: serde_json::Value) {
+    REPORTS.lock().unwrap_or_else(|e| e.into_inner()).push(report);
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -72,7 +79,8 @@ impl Simulator {
                 threads: number("VOLTA_FA_SIM_THREADS", 1)?,
             }),
             Some("timing") => Mode::Timed,
-            Some(other) => return Err(Error::value("VOLTA_FA_SIMULATE", format!("`{other}`"), "0, 1 or timing")),
+            Some("launches") => Mode::Recorded,
+            Some(other) => return Err(Error::value("VOLTA_FA_SIMULATE", format!("`{other}`"), "0, 1, timing or launches")),
         };
         let settings = variable("VOLTA_FA_SIM_SET").filter(|_| matches!(mode, Mode::Timed)).unwrap_or_default();
         Ok(Some(Simulator { machine: machine(variable("VOLTA_FA_SIM_GPU"), &settings)?, mode }))
@@ -165,7 +173,7 @@ impl Launcher for Simulator {
     fn output_alignment(&self) -> usize {
         match self.mode {
             Mode::Functional(_) => 1,
-            Mode::Timed => 256,
+            Mode::Timed | Mode::Recorded => 256,
         }
     }
 
@@ -190,8 +198,12 @@ impl Launcher for Simulator {
     }
 
     fn launch(&self, launch: &KernelLaunch) -> Result<()> {
-        let module = module(launch)?;
         let v = launch.variant;
+        if matches!(self.mode, Mode::Recorded) {
+            keep_report(serde_json::json!({ "kernel": v.name, "grid": launch.grid }));
+            return Ok(());
+        }
+        let module = module(launch)?;
         let extents: Vec<_> =
             launch.ranges.iter().map(|e| volta_sim::Extent { name: e.name, ptr: e.ptr, len: e.bytes, read_only: !e.writable }).collect();
         let sim = volta_sim::Launch {
@@ -214,9 +226,9 @@ impl Launcher for Simulator {
                 let options = TimingOptions { machine: self.machine.clone(), ..Default::default() };
                 // SAFETY: as above.
                 let report = unsafe { module.time(v.name, &sim, &options) }.map_err(|e| Error::runtime(format!("simulator: {e}")))?;
-                let report = serde_json::to_value(report).map_err(|e| Error::runtime(e.to_string()))?;
-                REPORTS.lock().unwrap_or_else(|e| e.into_inner()).push(report);
+                keep_report(serde_json::to_value(report).map_err(|e| Error::runtime(e.to_string()))?);
             }
+            Mode::Recorded => {}
         }
         Ok(())
     }

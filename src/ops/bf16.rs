@@ -1,12 +1,11 @@
-//! bf16 tensors on kernels that multiply fp16: operands are converted on the way in, out on the way out, and gradients leave
-//! the kernels as bf16.
+//! bf16 on kernels that multiply fp16: operands and out are converted, and kernels write gradients as bf16.
 //!
-//! fp16 has more precision than bf16 and less range, so tensors that results are linear in are multiplied by powers of two,
-//! which loses nothing: v in the forward pass, v and dout in the backward pass. Their exponents come from the largest
-//! magnitudes and stay on the device. q and k cannot be scaled apart from softmax_scale; beyond fp16's 65504 they saturate.
+//! fp16 has more precision than bf16 and less range. So tensors in which results are linear are multiplied by powers of two, without
+//! rounding: v in the forward pass, v and dout in the backward pass. The exponents come from the largest magnitudes and stay on the
+//! device. q and k have no such scale; they saturate at fp16's 65504.
 //!
-//! Gradients are sums over rows, of which there may be so many that fp16 could hold them for no scale that leaves their terms
-//! precise; bf16 holds whatever fp32 does.
+//! Gradients are sums over rows. No scale keeps both their terms precise and the sums of many rows in fp16's range; bf16 has the range of
+//! fp32.
 
 use super::device;
 use super::inputs::{Gradients, Inputs, Saved};
@@ -17,27 +16,27 @@ use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
 const FP16_MAX: f64 = 65504.0;
-/// Scaled magnitudes are below 2 to this, the largest at least half of it: dP is below 16 * headdim then, and dS, which the kernels
-/// keep in fp16, below twice that; and 2^-25 of the largest is still not 0.
+/// Exponent of the largest scaled magnitude, rounded up. Then dP is below 16 * headdim and dS, which kernels keep in fp16, below twice
+/// that; and 2^-25 of the largest magnitude is not 0.
 const LARGEST: i64 = 2;
-/// Powers of two with such exponents, and their inverses, are normal numbers in fp32 and bf16.
-const MOST: i64 = 126;
+/// Largest exponent: these powers of two and their inverses are normal numbers in fp32 and bf16.
+const MAX_EXPONENT: i64 = 126;
 
-/// Which elements have one exponent.
+/// Which elements share an exponent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shared {
-    /// Those of a key head and of the query heads that read it, in one batch entry; of all sequences where they are packed.
-    /// dk and dv sum over no more than that, and dq of a head has the product of two such powers.
+    /// Those of a KV head and its query heads in a batch entry; of all sequences if packed. dk and dv sum over no more, and dq of a head
+    /// has the product of two of these powers.
     ByHead,
-    /// All: gradients of a bias and of sinks sum over heads and entries too.
+    /// All elements: gradients of a bias and of sinks sum over heads and entries too.
     ByAll,
 }
 
-/// The exponents of v or of dout: int32, of shape (batch or 1, 1, nheads_k, 1, 1) or (1, nheads_k, 1, 1), or all ones.
+/// Exponents of v or dout: int32, of shape (batch or 1, 1, nheads_k, 1, 1) or (1, nheads_k, 1, 1), or all ones.
 struct Exponents(Tensor);
 
 impl Exponents {
-    /// Of what is used and finite: what else there is (padding, inf, NaN) must not change how the rest is rounded.
+    /// Computes exponents from used, finite elements: padding, inf and NaN do not change how the others are rounded.
     fn new(t: &Tensor, unused: &Option<Tensor>, shared: Shared, a: &Attention) -> Result<Exponents> {
         let mut rows = by_group(t, a)?.f_abs()?.f_nan_to_num_(0.0, 0.0, 0.0)?.f_amax([-1_i64].as_slice(), true)?;
         if let Some(unused) = unused {
@@ -50,10 +49,10 @@ impl Exponents {
         };
         // largest = mantissa * 2^exponent, 1/2 <= mantissa < 1; 0 has exponent 0
         let (_, exponent) = rows.f_amax(dims.as_slice(), true)?.f_to_kind(Kind::Float)?.f_frexp()?;
-        Ok(Exponents(exponent.f_neg()?.f_add_scalar(LARGEST)?.f_clamp(-MOST, MOST)?))
+        Ok(Exponents(exponent.f_neg()?.f_add_scalar(LARGEST)?.f_clamp(-MAX_EXPONENT, MAX_EXPONENT)?))
     }
 
-    /// `t` times these powers, rounded to `kind`.
+    /// Multiplies `t` by these powers, rounded to `kind`.
     fn scale(&self, t: &Tensor, kind: Kind, a: &Attention) -> Result<Tensor> {
         let scaled = Tensor::f_empty(t.size(), (kind, t.device()))?;
         let _ = by_group(t, a)?.f_mul_out(&by_group(&scaled, a)?, &power(&self.0, Kind::Float)?)?;
@@ -65,18 +64,18 @@ impl Exponents {
     }
 }
 
-/// The same elements as (batch, rows, nheads_k, query heads of each, headdim) or (rows, nheads_k, ...).
+/// Views the elements as (batch, rows, nheads_k, query heads of each, headdim) or (rows, nheads_k, ...).
 fn by_group(t: &Tensor, a: &Attention) -> Result<Tensor> {
     Ok(t.f_unflatten(-2, [a.nheads_k, -1].as_slice())?)
 }
 
-/// Two to the exponents, from the bits of fp32: exact on every device.
+/// Computes 2 to the exponents from the bits of fp32, exactly on every device.
 fn power(exponents: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(exponents.f_add_scalar(127)?.f_mul_scalar(1 << 23)?.f_view_dtype(Kind::Float)?.f_to_kind(kind)?)
 }
 
-/// Takes both powers out of a gradient, in place. Their product may be out of range where the result is not; two factors that
-/// are both at least 1 or both at most 1 leave the range only where the result does.
+/// Removes both powers from a gradient, in place. Their product may overflow where the result does not; two factors that are both at
+/// least 1 or both at most 1 overflow only with the result.
 fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
     let sum = v.0.f_add(&dout.0)?.f_neg()?;
     let half = sum.f_bitwise_right_shift_tensor_scalar(1)?;
@@ -86,7 +85,7 @@ fn unscale(t: &mut Tensor, v: &Exponents, dout: &Exponents) -> Result<()> {
     Ok(())
 }
 
-/// Rows of q or k that belong to no entry, to be filled in a tensor of [`by_group`]; None where there is none.
+/// Returns a mask of rows of q or k that belong to no sequence, to broadcast over [`by_group`]; None: every row belongs to one.
 fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) -> Result<Option<Tensor>> {
     let position = |like: &Tensor| Tensor::f_arange(rows, (Kind::Int, like.device()));
     let unused = match (cu_seqlens, used) {
@@ -95,7 +94,7 @@ fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) ->
         (Some(cu), used) => {
             let (position, entries) = (position(cu)?, cu.size()[0] - 1);
             let ends = cu.f_narrow(0, 1, entries)?;
-            // the number of sequences that end before a row is that of the row's own
+            // as many sequences end before a row as its own number
             let entry = position.f_bucketize(&ends, false, true)?;
             let of_none = entry.f_eq(entries)?;
             match used {
@@ -107,7 +106,7 @@ fn unused_rows(cu_seqlens: &Option<Tensor>, used: Option<&Tensor>, rows: i64) ->
             }
         }
     };
-    // behind the rows: heads, heads of a group, and headdim
+    // after the rows: heads, heads of a group, and headdim
     Ok(Some(unused.f_unsqueeze(-1)?.f_unsqueeze(-1)?.f_unsqueeze(-1)?))
 }
 
@@ -121,23 +120,25 @@ fn of_dout(inputs: &Inputs, saved: &Saved, shared: Shared, a: &Attention) -> Res
     Exponents::new(&saved.dout, &unused_rows(&inputs.options.cu_seqlens_q, None, rows)?, shared, a)
 }
 
+/// Converts to fp16, saturating.
 pub(super) fn saturated(t: &Tensor) -> Result<Tensor> {
-    // in this order: bf16 has no 65504, but a 65536
+    // in this order, because 65504 is not a bf16 number
     Ok(t.f_to_kind(Kind::Half)?.f_clamp(-FP16_MAX, FP16_MAX)?)
 }
 
-/// fp16 of a bf16 bias would lose range, so it travels as fp32; sinks too.
+/// Converts q and k. A bias and sinks travel as fp32, because fp16 would lose range.
 fn converted(inputs: &Inputs, v: Tensor) -> Result<Inputs> {
     Ok(Inputs { q: saturated(&inputs.q)?, k: saturated(&inputs.k)?, v, ..inputs.share() })
 }
 
-/// (out, softmax_lse).
+/// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, a: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let v = of_v(inputs, Shared::ByHead, a)?;
     let (out, softmax_lse) = device::forward(&converted(inputs, v.scale(&inputs.v, Kind::Half, a)?)?, a, launcher)?;
     Ok((v.inverse()?.scale(&out, Kind::BFloat16, a)?, softmax_lse))
 }
 
+/// Computes the gradients.
 pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bool, launcher: &dyn Launcher) -> Result<Gradients> {
     let sums_over_heads = (saved.attn_bias_requires_grad && inputs.options.attn_bias.is_some()) || inputs.options.sinks.is_some();
     let shared = if sums_over_heads { Shared::ByAll } else { Shared::ByHead };
@@ -156,7 +157,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, a: &Attention, deterministic: bo
     unscale(&mut by_group(&g.dk, a)?, &v, &dout)?;
     let _ = by_group(&g.dv, a)?.f_mul_(&power(&dout.inverse()?.0, Kind::BFloat16)?)?;
     for t in g.dattn_bias.iter_mut().chain(&mut g.dsinks) {
-        // with one exponent for all, whatever the shape is
+        // one exponent for all elements, whatever the shape
         let single = |e: &Exponents| Ok::<_, crate::error::Error>(Exponents(e.0.f_reshape([0_i64; 0].as_slice())?));
         unscale(t, &single(&v)?, &single(&dout)?)?;
     }

@@ -1,4 +1,4 @@
-//! The kernel path, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
+//! Forward and backward on kernels, on a GPU or in the simulator: allocate with ATen, fill parameter blocks, launch. Operands are fp16.
 
 use super::blocks::{self, at, broadcast_strides, lse_at, Blocks};
 use super::inputs::{Gradients, Inputs, Saved};
@@ -14,7 +14,7 @@ use crate::problem::{Attention, Window};
 use crate::tensor::{self, memory_range, operand, output, readable, without_padding};
 use tch::{Kind, Tensor};
 
-/// (out, softmax_lse).
+/// Computes (out, softmax_lse).
 pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> Result<(Tensor, Tensor)> {
     let a = &given.padded();
     let planned = plan::forward(a, &launcher.limits()?)?;
@@ -25,8 +25,8 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let out = empty(&a.query_shape(a.headdim_v), q.kind())?;
     let softmax_lse = empty(&a.lse_shape(), Kind::Float)?;
-    let shares = planned.shares.map(|shares| stream_k::Launch::new(&planned, shares, q.device(), launcher)).transpose()?;
-    let scratch = shares.as_ref().map(stream_k::Launch::scratch);
+    let stream_k = planned.stream_k.map(|plan| stream_k::Launch::new(&planned, plan, q.device(), launcher)).transpose()?;
+    let scratch = stream_k.as_ref().map(stream_k::Launch::scratch);
     let written = [("out", Some(&out)), ("softmax_lse", Some(&softmax_lse)), ("scratch", scratch)];
     let ranges = memory_ranges(inputs, a, launcher, written);
     launcher.begin(&ranges);
@@ -36,14 +36,15 @@ pub fn forward(inputs: &Inputs, given: &Attention, launcher: &dyn Launcher) -> R
         let softmax_lse = lse_at(&softmax_lse, a, first);
         let out = output(&out, first);
         let forward = FwdParams { q, k, v, out, softmax_lse, problem, lengths, score_options, cache, min_rows: 0 };
-        match &shares {
+        match &stream_k {
             None => run(launcher, &planned, batches, bytes_of(&forward), &ranges)?,
-            Some(shares) => run(launcher, &planned, batches, bytes_of(&shares.params(forward, launcher)?), &ranges)?,
+            Some(stream_k) => run(launcher, &planned, batches, bytes_of(&stream_k.params(forward, launcher)?), &ranges)?,
         }
     }
     Ok((without_padding(out, given.headdim_v)?, softmax_lse))
 }
 
+/// Computes the gradients.
 pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: BackwardMode, launcher: &dyn Launcher) -> Result<Gradients> {
     let a = &given.padded();
     let plan = plan::backward(a, mode, &launcher.limits()?)?;
@@ -57,15 +58,15 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
     let empty = |sizes: &[i64], kind| tensor::empty(sizes, kind, q.device(), launcher.output_alignment());
     let like = |t: &Tensor| empty(&t.size(), if mode.bf16_gradients { Kind::BFloat16 } else { t.kind() });
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
-    // The scratch memory, O(seqlen): statistics of each row, and sums of dq in fp32.
+    // scratch memory, O(seqlen): statistics of each row, and accumulators of dq in fp32
     let (rows, columns) = (plan.scratch_rows, plan.headdim_rounded);
-    // Launches of one stream run in order, so the chunks of a huge batch share it.
+    // launches of a stream run in order, so the chunks of a huge batch share the scratch memory
     let entries = a.total_q().map_or(plan::batch_chunks(a.batch).map(|(_, n)| n).max().unwrap_or(0), |_| 1);
     let (group_rows, group_floats) = (i64::from(plan.scratch.group_rows), i64::from(plan.scratch.group_floats));
     let row_stats = empty(&[entries, a.nheads, rows / group_rows, group_floats], Kind::Float)?;
     let dq_accum = empty(&[i64::from(plan.dq_accum_splits), entries, a.nheads, rows, columns], Kind::Float)?;
     let bias = given_bias.as_ref().filter(|_| saved.attn_bias_requires_grad);
-    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| has_scores_of_its_own(b, a));
+    let stores_dbias = plan.main.variant.family.stores_dbias && !mode.bf16_gradients && bias.is_some_and(|b| is_full_bias(b, a));
     let dbias = match bias {
         Some(bias) if stores_dbias => Some(empty(&bias.size(), Kind::Half)?),
         bias => bias.map(|bias| bias_accumulator(bias, a, mode.deterministic)).transpose()?,
@@ -120,7 +121,7 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
             dbias_key_stride: dbias_key,
         };
         if dsinks.is_some() {
-            // what this launch does not write, rows between packed sequences and those of launches before: no probability
+            // rows that this launch does not write, between packed sequences or of earlier launches, get probability 0
             let _ = row_stats.shallow_clone().f_fill_(f64::NEG_INFINITY)?;
         }
         if let Some(prepare) = &plan.prepare {
@@ -160,14 +161,14 @@ fn fill_varlen<const N: usize>(a: &Attention, outputs: [&Tensor; N]) -> Result<(
     Ok(())
 }
 
-/// Whether each element of the bias, and of its fp16 gradient, belongs to one score, of which two neighbours are stored together. (Where
-/// lengths are in memory, one of them may be beyond the end.)
-fn has_scores_of_its_own(bias: &Tensor, a: &Attention) -> bool {
+/// Returns true if each element of the bias, and of its fp16 gradient, belongs to one score, so kernels can store pairs of neighbors. (With
+/// lengths in memory, one of a pair may lie past the end.)
+fn is_full_bias(bias: &Tensor, a: &Attention) -> bool {
     !a.is_varlen() && bias.kind() == Kind::Half && bias.size() == [a.batch, a.nheads, a.seqlen_q, a.seqlen_k] && a.seqlen_k % 2 == 0
 }
 
-/// Zeros for the kernels to add dS to. Entries that share an element of a broadcast bias add to it in any order, so where
-/// the result has to be deterministic each entry gets an element of its own.
+/// Returns zeros to which kernels add dS. Entries that share an element of a broadcast bias add to it in any order, so a deterministic
+/// pass gives each entry its own element.
 fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result<Tensor> {
     let mut sizes = bias.size();
     if deterministic {
@@ -178,8 +179,7 @@ fn bias_accumulator(bias: &Tensor, a: &Attention, deterministic: bool) -> Result
     Ok(Tensor::f_zeros(sizes, (Kind::Float, bias.device()))?)
 }
 
-/// Adds the gradient of the sinks: the sum over their rows of exp(sink - lse) * -delta, both of which are in the row statistics
-/// that the prepare kernel leaves.
+/// Adds the gradient of the sinks: the sum over rows of exp(sink - lse) * -delta. The preprocess kernel leaves both in the row statistics.
 fn add_sink_gradient(sums: &mut Tensor, sinks: &Tensor, row_stats: &Tensor, scratch: &Scratch, scale: f32) -> Result<()> {
     let of_rows = |at: &[u32]| -> Result<Tensor> {
         let rows: Vec<_> = at.iter().map(|&i| row_stats.f_select(3, i64::from(i))).collect::<std::result::Result<_, _>>()?;

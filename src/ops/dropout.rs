@@ -1,14 +1,14 @@
 //! Dropout: which probabilities are kept.
 //!
-//! Every (batch, head, row, column) has its own random number of 15 bits, whatever the tiles are. A call of Philox4x32 makes those of
-//! four columns, from a multiple of 4 on, of two rows: `row`, which has no bit of 4, and `row + 4`. The seed is the key,
-//! (column / 4, row, batch * nheads + head, offset) the counter, and the number of the row that is `4 * r` further and of column `c` of
-//! the four is in word `2 * r + c % 2`, in its lower half where `c` is below 2, else in its upper half; the half's highest bit has no
-//! part in it. Seven rounds are the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+//! Every (batch, head, row, column) has its own 15-bit random number, independent of tiles. One call of Philox4x32 computes the numbers of
+//! four columns, starting at a multiple of 4, in two rows: `row`, whose bit 2 is clear, and `row + 4`. The key is the seed. The counter is
+//! (column / 4, row, batch * nheads + head, offset). The number of row `row + 4 * r` and column `c` of the four is in word
+//! `2 * r + c % 2`: in its lower half if `c < 2`, else in its upper half. The highest bit of a half is unused. Seven rounds are the fewest
+//! that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! So a lane of Volta's forward kernels finds all eight numbers of its part of a tile in one call, and lanes elsewhere share calls
-//! by one or two shuffles. Without its highest bit a half is an fp16 number that is not negative, of the same order: one packed
-//! comparison decides two. The kernels compute the same numbers (csrc/philox.cuh).
+//! So a lane of Volta's forward kernels gets the eight numbers of its scores from one call, and other lanes share calls by one or two
+//! shuffles. A half without its highest bit is a non-negative fp16 number of the same order, so one packed comparison decides two. The
+//! kernels compute the same numbers (csrc/philox.cuh).
 
 use crate::error::{Error, Result};
 use tch::{Kind, Tensor};
@@ -17,7 +17,7 @@ const ROUNDS: usize = 7;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Four random words for a key and a counter.
+/// Computes four random words from a key and a counter.
 pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let product = |i: usize| u64::from(MULTIPLIERS[i]) * u64::from(counter[2 * i]);
@@ -28,41 +28,41 @@ pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     counter
 }
 
-/// How many random numbers there are.
+/// Number of different random numbers.
 const NUMBERS: f64 = 32768.0;
 
-/// What a number decides. Those below a threshold get the rarer verdict: so it is never above half of all numbers, which as fp16 is 2,
-/// and kernels compare with a finite number.
+/// Which random numbers keep a probability. Numbers below the threshold get the rarer outcome, so the threshold is at most half of all
+/// numbers, and kernels compare with a finite fp16 number (at most 2).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rule {
-    /// 0 to 2^14
+    /// 0 to 2^14.
     pub threshold: u32,
-    /// whether probabilities are kept whose number is below it; else the others are
+    /// Whether numbers below the threshold keep; otherwise the others do.
     pub keeps_below: bool,
 }
 
 impl Rule {
-    /// The one whose share of dropped probabilities is the nearest to `dropout_p`: off by 2^-16 at most, but where that would drop all.
+    /// Returns the rule that drops a share nearest to `dropout_p`, within 2^-16 unless that would drop everything.
     pub fn new(dropout_p: f64) -> Rule {
         let keeps_below = dropout_p > 0.5;
         let threshold = (NUMBERS * if keeps_below { 1.0 - dropout_p } else { dropout_p }).round() as u32;
         Rule { threshold: if keeps_below { threshold.max(1) } else { threshold }, keeps_below }
     }
 
-    /// Whether the probability with this number is kept.
+    /// Returns true if this number keeps its probability.
     pub fn keeps(self, number: u32) -> bool {
         (number < self.threshold) == self.keeps_below
     }
 
-    /// What kept probabilities are multiplied by: the inverse of the share that is kept, so that results are right in the mean whatever
-    /// `dropout_p` was rounded to.
+    /// Returns the factor of kept probabilities: the inverse of the kept share, so that results have the right mean after `dropout_p` is
+    /// rounded.
     pub fn scale(self) -> f64 {
         let kept = if self.keeps_below { f64::from(self.threshold) } else { NUMBERS - f64::from(self.threshold) };
         NUMBERS / kept
     }
 }
 
-/// The random numbers of one call.
+/// Random numbers of one call.
 #[derive(Clone, Copy)]
 pub struct Dropout {
     key: [u32; 2],
@@ -71,7 +71,7 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// From `rng_state`, (2) int64 on the CPU.
+    /// Reads `rng_state`, (2) int64 on the CPU.
     ///
     /// # Errors
     /// A state of another shape.
@@ -83,7 +83,7 @@ impl Dropout {
         Ok(Dropout { key: [seed as u32, (seed >> 32) as u32], offset: offset as u32, rule: Rule::new(dropout_p) })
     }
 
-    /// Whether each of the columns from `column` on of one row is kept; `head` counts over batch and heads.
+    /// Decides for the columns of a row from `column` on; `head` counts over batch and heads.
     pub fn row(&self, head: u32, row: u32, column: u32, kept: &mut [bool]) {
         let (first_row, second) = (row & !4, row as usize / 4 % 2);
         let mut words = [0; 4];
@@ -98,7 +98,7 @@ impl Dropout {
     }
 }
 
-/// (batch, nheads, seqlen_q, seqlen_k): the whole verdict, for tests and `return_attn_probs`.
+/// Returns which probabilities are kept, (batch, nheads, seqlen_q, seqlen_k), for tests and `return_attn_probs`.
 ///
 /// # Errors
 /// Sizes below 0, or no memory.

@@ -1,8 +1,7 @@
-//! `volta_fa::merge_attention_states`: attention over two sets of keys, from the attention over each; and the same in place, where a
-//! part is added to what others became in fp32.
+//! `volta_fa::merge_attention_states`: attention over two sets of keys from the attention over each, also in place into an fp32 state.
 //!
-//! A softmax over disjoint sets together is the mean of the softmaxes over each, weighted by their sums of exponentials, whose
-//! logarithms are their softmax_lse. So a shared prefix, a cache in pieces or a ring of devices needs no part's scores again.
+//! A softmax over two disjoint sets is the mean of their softmaxes, weighted by their sums of exponentials. The logarithms of these sums
+//! are their softmax_lse. So shared prefixes, split caches and rings of devices combine parts without their scores.
 
 use super::blocks::at;
 use super::inputs::Target;
@@ -17,16 +16,16 @@ use crate::tensor::{self, describe, memory_range, operand, output, readable, wit
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// What the op takes.
+/// Two attention states.
 pub struct States {
     pub outs: [Tensor; 2],
-    /// softmax_lse of each
+    /// softmax_lse of each state.
     pub lses: [Tensor; 2],
-    /// the current stream of their device
+    /// Current stream of their device.
     pub stream: *mut c_void,
 }
 
-/// (out, softmax_lse) over the keys of both.
+/// Computes (out, softmax_lse) over the keys of both.
 ///
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
@@ -39,20 +38,20 @@ pub fn merge(states: &States) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// The first out and softmax_lse become those over the keys of both. The first out may be fp32 beside a part of lower precision: many
-/// parts are then merged as exactly as two.
+/// Updates the first out and softmax_lse to those over the keys of both. The first out may be fp32 beside a part of lower precision, so
+/// that merging many parts loses no precision.
 ///
 /// # Errors
 /// Wrong arguments; a device that no kernel runs on.
 pub fn merge_in_place(states: &States) -> Result<()> {
-    // by the part's dtype: on the CPU fp16 may mean the simulator
+    // by the dtype of the part: on the CPU fp16 may select the simulator
     let target = Target::of(&describe(&states.outs[1])?, states.stream)?;
     let m = validate(states, true, target.backend())?;
     let [whole, _] = &states.outs;
     let [whole_lse, _] = &states.lses;
     match target {
         Target::Kernels(launcher) if !m.is_empty() && writable(whole, whole_lse)? => add_on_device(states, &m, &*launcher),
-        // a layout that the kernel cannot write
+        // the kernel cannot write this layout
         Target::Kernels(launcher) if !m.is_empty() => {
             let outs = [whole.shallow_clone(), states.outs[1].f_to_kind(whole.kind())?];
             let lses = states.lses.each_ref().map(Tensor::shallow_clone);
@@ -66,10 +65,10 @@ pub fn merge_in_place(states: &States) -> Result<()> {
     }
 }
 
-/// Whether the kernel can write into both as they lie.
+/// Returns true if the kernel can write both in place.
 fn writable(out: &Tensor, lse: &Tensor) -> Result<bool> {
     let headdim = *out.size().last().unwrap_or(&0);
-    // what is not readable as it is comes back as a copy
+    // `readable` returns a copy of what kernels cannot read
     let in_place = padded_headdim(headdim) == headdim && readable(out)?.data_ptr() == out.data_ptr();
     let (sizes, strides) = (lse.size(), lse.stride());
     let rows = sizes.len() - 1;
@@ -85,7 +84,7 @@ fn replace(states: &States, out: &Tensor, lse: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What [`merge`] would refuse of tensors that may have no data, as far as their sizes are known.
+/// Rejects what [`merge`] would reject, as far as sizes are known. Tensors may have no data.
 pub fn check(states: &States, in_place: bool) -> Result<()> {
     validate(states, in_place, Backend::Meta).map(|_| ())
 }
@@ -114,13 +113,13 @@ fn on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Resu
     Ok((without_padding(out, m.headdim_v)?, lse))
 }
 
-/// `states.outs[0]` and its softmax_lse are [`writable`], and the sizes those of whole groups of columns.
+/// Merges in place. `states.outs[0]` and its softmax_lse are [`writable`].
 fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> Result<()> {
     let planned = plan::merge(m, &launcher.limits()?)?;
     log::merge(m, &planned)?;
     let ([whole, part], [whole_lse, part_lse]) = (&states.outs, &states.lses);
     let (part, part_lse) = (readable(part)?, part_lse.f_contiguous()?);
-    // not begun, which would fill what is written, and is read here, with NaN
+    // without `begin`, which would fill writable memory with NaN: the kernel reads it too
     let ranges = [
         memory_range("out_a", whole, true),
         memory_range("softmax_lse_a", whole_lse, true),
@@ -130,7 +129,7 @@ fn add_on_device(states: &States, m: &MergedStates, launcher: &dyn Launcher) -> 
     launch([whole, &part, whole], [whole_lse, &part_lse, whole_lse], m, &planned, &ranges, launcher)
 }
 
-/// Of the first part, the second and both.
+/// Launches the kernel; each array has the first state, the second and the result.
 fn launch(
     [a, b, out]: [&Tensor; 3],
     [lse_a, lse_b, lse]: [&Tensor; 3],
@@ -162,19 +161,19 @@ fn launch(
     Ok(())
 }
 
-/// The same by ATen operations, in fp32 or fp64.
+/// Computes the merge with ATen, in fp32 or fp64.
 fn on_cpu(States { outs: [out_a, out_b], lses: [lse_a, lse_b], .. }: &States) -> Result<(Tensor, Tensor)> {
     let kind = if out_a.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let swapped = |t: &Tensor, from: f64, to: f64| t.f_masked_fill(&t.f_eq(from)?, to);
-    // of a part without keys +inf stands for the logarithm of a sum of 0
+    // softmax_lse is +inf without keys: the logarithm of a sum of 0
     let of_keys = |t: &Tensor| swapped(&t.f_to_kind(kind)?, f64::INFINITY, f64::NEG_INFINITY);
     let (lse_a, lse_b) = (of_keys(lse_a)?, of_keys(lse_b)?);
     let joint = lse_a.f_logaddexp(&lse_b)?;
-    // from the difference: the rounding of joint would be in both weights
+    // from the difference, so that the rounding of `joint` is in neither weight
     let weighted = |out: &Tensor, lse: &Tensor, other: &Tensor| -> Result<Tensor> {
         let weight =
             lse.f_sub(other)?.f_sigmoid()?.f_masked_fill(&lse.f_eq(f64::NEG_INFINITY)?, 0.0)?.f_transpose(-1, -2)?.f_unsqueeze(-1)?;
-        // not 0 times what may be infinite: a part that counts nothing has no say
+        // a part of weight 0 may be infinite
         Ok(out.f_to_kind(kind)?.f_mul(&weight)?.f_masked_fill(&weight.f_eq(0.0)?, 0.0)?)
     };
     let out = weighted(out_a, &lse_a, &lse_b)?.f_add(&weighted(out_b, &lse_b, &lse_a)?)?.f_to_kind(out_a.kind())?.f_contiguous()?;

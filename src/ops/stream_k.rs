@@ -1,4 +1,4 @@
-//! Launches of grids of equal shares: their scratch memory, and who has what.
+//! Launches of stream-K grids: their scratch memory and the schedule of their splits.
 
 use super::blocks::at;
 use super::launches::launch_id;
@@ -12,32 +12,33 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// What a launch has beside the parameters of the usual grids.
+/// What a launch has beyond the parameters of an ordinary grid.
 pub struct Launch {
-    dealt: Rc<StreamKSchedule>,
-    planned: StreamKPlan,
-    /// the results of pieces, and behind them who has arrived
+    schedule: Rc<StreamKSchedule>,
+    plan: StreamKPlan,
+    /// Results of splits, then a semaphore per stream-K tile.
     scratch: Tensor,
+    /// Floats of the results.
     partials: i64,
 }
 
-/// Who has what: a thread remembers the last answer, since a model's layers all ask the same.
-fn dealt(shares: StreamKPlan) -> Rc<StreamKSchedule> {
+/// Returns the schedule of a plan. A thread keeps the last one, because all layers of a model use the same.
+fn schedule(plan: StreamKPlan) -> Rc<StreamKSchedule> {
     thread_local!(static LAST: RefCell<Option<(StreamKPlan, Rc<StreamKSchedule>)>> = const { RefCell::new(None) });
     LAST.with_borrow_mut(|last| match last {
-        Some((same, dealt)) if *same == shares => dealt.clone(),
-        _ => last.insert((shares, Rc::new(shares.deal()))).1.clone(),
+        Some((same, schedule)) if *same == plan => schedule.clone(),
+        _ => last.insert((plan, Rc::new(plan.schedule()))).1.clone(),
     })
 }
 
 impl Launch {
-    pub fn new(kernel: &PlannedKernel, planned: StreamKPlan, device: Device, launcher: &dyn Launcher) -> Result<Launch> {
-        let dealt = dealt(planned);
-        // of a row: its output in fp32, and 8 lanes' references and sums, or 16 lanes' of half the columns (`put_result` in layout.cuh)
+    pub fn new(kernel: &PlannedKernel, plan: StreamKPlan, device: Device, launcher: &dyn Launcher) -> Result<Launch> {
+        let schedule = schedule(plan);
+        // per row: its output in fp32, and row maxima and sums of 8 lanes, or of 16 lanes with half the columns (`put_result` in layout.cuh)
         let floats = i64::from(kernel.variant.block_rows) * (i64::from(kernel.variant.headdim_v) + 8);
-        let partials = i64::from(planned.stream_k_tiles) * i64::from(dealt.most_pieces) * floats;
-        let scratch = tensor::empty(&[partials + 2 * i64::from(planned.stream_k_tiles)], Kind::Float, device, launcher.output_alignment())?;
-        Ok(Launch { dealt, planned, scratch, partials })
+        let partials = i64::from(plan.stream_k_tiles) * i64::from(schedule.max_splits) * floats;
+        let scratch = tensor::empty(&[partials + 2 * i64::from(plan.stream_k_tiles)], Kind::Float, device, launcher.output_alignment())?;
+        Ok(Launch { schedule, plan, scratch, partials })
     }
 
     /// Returns the scratch memory.
@@ -45,37 +46,37 @@ impl Launch {
         &self.scratch
     }
 
-    /// The parameter block.
+    /// Returns the parameter block.
     pub fn params(&self, forward: FwdParams, launcher: &dyn Launcher) -> Result<FwdStreamKParams> {
-        let mut pieces = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
-        pieces[..self.dealt.pieces.len()].copy_from_slice(&self.dealt.pieces);
+        let mut splits = [StreamKSplit::default(); MAX_STREAM_K_SPLITS];
+        splits[..self.schedule.splits.len()].copy_from_slice(&self.schedule.splits);
         let semaphores: *mut u64 = at(&self.scratch, self.partials).cast();
         let launch_id = launch_id();
         if !launcher.runs_all_blocks() {
-            self.join_alone(&mut pieces[..self.dealt.pieces.len()], semaphores, launch_id);
+            self.fake_arrivals(&mut splits[..self.schedule.splits.len()], semaphores, launch_id);
         }
-        let shares = StreamKParams {
+        let stream_k = StreamKParams {
             partials: at(&self.scratch, 0),
             semaphores,
             launch_id,
-            data_parallel_tiles: self.planned.data_parallel_tiles as i32,
-            most_pieces: self.dealt.most_pieces as i32,
-            pieces,
+            data_parallel_tiles: self.plan.data_parallel_tiles as i32,
+            max_splits: self.schedule.max_splits as i32,
+            splits,
         };
-        Ok(FwdStreamKParams { forward, shares })
+        Ok(FwdStreamKParams { forward, stream_k })
     }
 
-    /// For a run of a part of the grid: of each block of rows the piece that starts last finds that the others have been there, whether they
-    /// have or not, and the others find that more are to come. So joins are timed, as many as there are.
-    fn join_alone(&self, pieces: &mut [StreamKSplit], semaphores: *mut u64, launch_id: u64) {
-        let mut has_last = vec![false; self.planned.stream_k_tiles as usize];
-        for piece in pieces.iter_mut().rev() {
-            let (row_block, all) = (usize::from(piece.row_block), piece.pieces());
-            if !std::mem::replace(&mut has_last[row_block], true) {
-                // SAFETY: a simulator's memory is the host's, and there is a counter for each block of rows that is cut.
-                unsafe { semaphores.add(row_block).write(launch_id << 16 | (u64::from(all) - 1)) };
+    /// Prepares a run of a part of the grid: the last split of each tile finds every arrival counted, and the others do not. So a timed run
+    /// has as many combinations as a full one.
+    fn fake_arrivals(&self, splits: &mut [StreamKSplit], semaphores: *mut u64, launch_id: u64) {
+        let mut has_last = vec![false; self.plan.stream_k_tiles as usize];
+        for split in splits.iter_mut().rev() {
+            let (tile, all) = (usize::from(split.tile), split.splits());
+            if !std::mem::replace(&mut has_last[tile], true) {
+                // SAFETY: a simulator's memory is the host's, and each stream-K tile has a semaphore.
+                unsafe { semaphores.add(tile).write(launch_id << 16 | (u64::from(all) - 1)) };
             } else {
-                piece.part |= 0xff;
+                split.part |= 0xff;
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::choose::{choose, Chosen};
 use super::device::DeviceLimits;
-use super::features::{needs, BackwardMode};
+use super::features::{features, BackwardMode};
 use super::grid::{of_rows, planned, rounded, rows_and_heads, scratch};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::{of_all_sizes, smaller};
@@ -156,7 +156,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
         return None;
     }
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
-    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), needs(a, mode), d).ok()?;
+    let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
     // instead of one that failed, or of another family's, rather the parts of a pass
     if !is_tuned && large.1 != Reason::Cheapest {
@@ -177,7 +177,7 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
 
 /// In kernels for what comes before the products, for these, and for dq.
 fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let (shape, needs) = (Shape::of(a), needs(a, mode));
+    let (shape, needs) = (Shape::of(a), features(a, mode));
     let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
     let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
     let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));

@@ -68,7 +68,7 @@ fn decode_shape(shape: &Shape, pass: Pass, rows: i64, has_long: bool, d: &Device
     let levels = i64::from(merge_levels(blocks));
     let rows_of_place = i64::from(variant.block_rows);
     Ok(DecodePlan {
-        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, shares: None },
+        kernel: PlannedKernel { variant, blocks: [blocks, 1], reason, stream_k: None },
         max_rows: if has_long { MAX_DECODE_ROWS } else { i64::MAX },
         partials: places * rows_of_place * (i64::from(variant.headdim_v) + 2 * levels),
         semaphores: places * levels,

@@ -1,21 +1,21 @@
-//! What a problem asks of kernels.
+//! Features that a problem requests of kernels.
 
 use crate::kernels::{Feature, FeatureSet};
 use crate::problem::Attention;
 
-/// How a backward pass differs from others of the same problem.
+/// Mode of a backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackwardMode {
-    /// gradients equal to the bit, run to run: no sum depends on which block comes first
+    /// Gradients are bitwise identical from run to run: no sum depends on the order of blocks.
     pub deterministic: bool,
-    /// dq, dk and dv leave the kernels as bf16 instead of fp16
+    /// Kernels write dq, dk and dv as bf16 instead of fp16.
     pub bf16_gradients: bool,
 }
 
-/// What the problem asks of kernels in all; what a pass can be asked at all, its table says.
-pub fn needs(a: &Attention, mode: BackwardMode) -> FeatureSet {
+/// Returns all features of the problem. The table of passes says which of them a pass can have.
+pub fn features(a: &Attention, mode: BackwardMode) -> FeatureSet {
     let f = &a.features;
-    FeatureSet::all_where(|need| match need {
+    FeatureSet::all_where(|feature| match feature {
         Feature::Lengths => a.is_varlen(),
         Feature::Sinks => f.sinks,
         Feature::Bf16Gradients => mode.bf16_gradients,
@@ -23,7 +23,7 @@ pub fn needs(a: &Attention, mode: BackwardMode) -> FeatureSet {
         Feature::Alibi => f.alibi,
         Feature::Bias => f.attn_bias,
         Feature::Dropout => f.dropout_p > 0.0,
-        // no attention's own: `prefill` asks for them
+        // prefill requests them
         Feature::Pages => false,
         Feature::Fp32Bias => f.fp32_bias,
     })

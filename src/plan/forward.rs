@@ -3,7 +3,7 @@
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
 use super::device::DeviceLimits;
-use super::features::{needs, BackwardMode};
+use super::features::{features, BackwardMode};
 use super::grid::{planned, rows_and_heads};
 use super::kernel::{PlannedKernel, Reason};
 use super::size::smaller;
@@ -22,27 +22,27 @@ pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
 
 /// The same with other kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(kernels, kernels::FORWARD, a, needs(a, BackwardMode::default()), d)
+    forward_pass(kernels, kernels::FORWARD, a, features(a, BackwardMode::default()), d)
 }
 
 fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
-    let shares = if pass == kernels::FORWARD { equal_shares(kernels, large, a, d) } else { None };
-    Ok(match (small, shares) {
-        (Some(small), None | Some(PlannedKernel { reason: Reason::StreamKPlan, .. })) => planned(small, a),
-        (_, shares) => shares.unwrap_or_else(|| planned(large, a)),
+    let stream_k = if pass == kernels::FORWARD { stream_k(kernels, large, a, d) } else { None };
+    Ok(match (small, stream_k) {
+        (Some(small), None | Some(PlannedKernel { reason: Reason::StreamK, .. })) => planned(small, a),
+        (_, stream_k) => stream_k.unwrap_or_else(|| planned(large, a)),
     })
 }
 
 /// The same tiles on a grid of equal shares, where all blocks of rows take as long and it is expected to pay, or where the card's tuning says so.
-fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
+fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
     // so many batch entries take several launches
     if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
         return None;
     }
-    let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, needs(a, BackwardMode::default()), d).ok()?;
+    let [(variant, reason)] = choose(kernels, kernels::FORWARD_STREAM_K, &shape, features(a, BackwardMode::default()), d).ok()?;
     let of = |v: &Variant| (v.family.name, v.features, v.headdim, v.headdim_v, v.block_rows);
     let is_tuned = reason == Reason::Tuned;
     if !is_tuned && (shape.is_causal != Some(false) || of(variant) != of(usual.0)) {
@@ -54,16 +54,16 @@ fn equal_shares(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &
     type Asked = (u64, u32, u32, u32, u32);
     thread_local!(static LAST: PlanCache<Asked, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
     let (row_blocks, keys, step, sms, places_per_sm) = asked;
-    let (shares, pays) = cached_plan(&LAST, asked, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
+    let (plan, pays) = cached_plan(&LAST, asked, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
     if !is_tuned && !pays {
         return None;
     }
-    let reason = if is_tuned { reason } else { Reason::StreamKPlan };
-    Some(PlannedKernel { variant, blocks: [shares.blocks(), 1], reason, shares: Some(shares) })
+    let reason = if is_tuned { reason } else { Reason::StreamK };
+    Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan) })
 }
 
 /// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
 /// of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
-    forward_pass(*COMPILED, [Pass::Prefill], a, needs(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
+    forward_pass(*COMPILED, [Pass::Prefill], a, features(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }

@@ -39,7 +39,7 @@ pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, 
 }
 
 pub(super) fn on_grid((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64) -> PlannedKernel {
-    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, shares: None }
+    PlannedKernel { variant, blocks: [(rows as u64).div_ceil(variant.block_rows as u64) as u32, heads as u32], reason, stream_k: None }
 }
 
 pub(super) fn scratch(variant: &Variant) -> Scratch {

@@ -7,27 +7,27 @@ use std::fmt;
 /// Why a plan has a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// it is the cheapest that covers the problem
+    /// It is the cheapest applicable kernel.
     Cheapest,
-    /// the same in its family; those that the device prefers do not cover the problem
+    /// It is the cheapest of its family; preferred families have no applicable kernel.
     LaterFamily,
-    /// it has smaller blocks than the cheapest, and all of them run at once
+    /// Its blocks are smaller than those of the cheapest, and all are resident at once.
     Resident,
-    /// it has smaller blocks than the cheapest, and no more of them
+    /// Its blocks are smaller than those of the cheapest, and as few.
     NoMoreBlocks,
-    /// it has smaller blocks than the kernel before, and all of the last rows' run at once
+    /// Its blocks are smaller than those of the launch before, and all blocks of the last rows are resident at once.
     Tail,
-    /// it has smaller blocks than the cheapest, and an SM gets so many fewer rows by them that it pays
+    /// Its blocks are smaller than those of the cheapest, and SMs compute sufficiently fewer rows.
     FewerRows,
-    /// it has smaller blocks with more warps than the cheapest, all of whose blocks would run at once, so that the longest one decides
+    /// The blocks of the cheapest are resident at once, so the longest one decides; these are smaller, with more warps per row.
     ShorterLongest,
-    /// what full rounds of the cheapest's grid leave over is cut along the keys, so that every place has as much of it
-    StreamKPlan,
-    /// the card's tuning says so
+    /// A stream-K grid divides the keys of the last, partial wave evenly.
+    StreamK,
+    /// The GPU's tuning chooses it.
     Tuned,
-    /// the card's tuning says that such a backward pass is faster without atomics, and this is the cheapest there
+    /// The GPU's tuning chooses the backward pass without atomics, and this is the cheapest kernel for it.
     TunedMode,
-    /// the one that there would be otherwise failed on this card
+    /// Another kernel would be chosen, but it failed on this GPU.
     FailedAvoided,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Reason {
             Reason::NoMoreBlocks => "smaller blocks, since there are no more of them",
             Reason::FewerRows => "smaller blocks, since an SM gets fewer rows",
             Reason::ShorterLongest => "smaller blocks, since the longest one decides",
-            Reason::StreamKPlan => "equal shares, since the last round would leave places idle",
+            Reason::StreamK => "stream-K, since the last wave would leave SMs idle",
             Reason::Tuned => "tuned",
             Reason::TunedMode => "tuned: faster without atomics",
             Reason::FailedAvoided => "another one failed on this card",
@@ -52,20 +52,20 @@ impl fmt::Display for Reason {
 /// A kernel and the grid it runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedKernel {
-    /// what is launched: it has the threads and the shared memory of a block too
+    /// The kernel, with the threads and shared memory of a block.
     pub variant: &'static Variant,
-    /// blocks of rows and heads, in this order or the other; the third axis is the batch, see [`batch_chunks`]
+    /// Row tiles and heads, in this order or the other. The third axis is the batch, see [`super::batch_chunks`].
     pub blocks: [u32; 2],
-    /// why it is this one
+    /// Why it was chosen.
     pub reason: Reason,
-    /// of a grid of equal shares, which has one axis for blocks of rows, heads and batch entries: who has what
-    pub shares: Option<StreamKPlan>,
+    /// Division of a stream-K grid, whose one axis has the tiles of all heads and batch entries.
+    pub stream_k: Option<StreamKPlan>,
 }
 
 impl PlannedKernel {
-    /// The grid of a launch of so many batch entries.
+    /// Returns the grid of a launch for this many batch entries.
     pub fn grid(&self, batches: i64) -> [u32; 3] {
         let [x, y] = self.blocks;
-        [x, y, if self.shares.is_some() { 1 } else { batches as u32 }]
+        [x, y, if self.stream_k.is_some() { 1 } else { batches as u32 }]
     }
 }

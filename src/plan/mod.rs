@@ -1,6 +1,6 @@
-//! Planning: which kernels run a problem, on which grid, with which parameter block.
+//! The planner: which kernels run a problem, on which grid, with which parameters.
 //!
-//! Pure functions of the problem, the kernels and the device's limits, to which the card's tuning belongs.
+//! Pure functions of the problem, the kernels, and the device's properties and tuning.
 
 mod backward;
 mod block;
@@ -21,7 +21,7 @@ pub use block::problem_block;
 pub use choose::families;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};
-pub use features::{needs, BackwardMode};
+pub use features::{features, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;
 pub use kernel::{PlannedKernel, Reason};

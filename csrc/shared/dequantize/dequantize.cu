@@ -90,13 +90,13 @@ __device__ __forceinline__ void dequantize(const DequantizeParams& p) {
     // bf16 output is scanned for its maximum (src/ops/bf16.rs), so all of it is written.
     const int begin = max(first, Element == ElementType::Bf16 ? 0 : seen - STEP);
     // Writes the sequence's length for the attention kernel; -1, which makes its output NaN, if lengths or pages are invalid.
-    if (p.seqused_k && first == 0 && head == 0) {
+    if (p.seqlens_k_out && first == 0 && head == 0) {
         bool complete = sequence.valid();
         if (p.cache.block_table)
             for (int i = seen / p.cache.rows + threadIdx.x; i * p.cache.rows < end; i += THREADS)
                 complete &= has_page(p.cache, page_of(p.cache, batch, i));
         complete = __syncthreads_and(complete);
-        if (threadIdx.x == 0) p.seqused_k[batch] = complete ? end : -1;
+        if (threadIdx.x == 0) p.seqlens_k_out[batch] = complete ? end : -1;
     }
     const int units_k = (problem.headdim + kColumns - 1) / kColumns, units_v = (problem.headdim_v + kColumns - 1) / kColumns;
     const int units = units_k + units_v, rows = min(first + BLOCK_ROWS, end) - begin;

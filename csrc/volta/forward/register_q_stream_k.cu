@@ -8,5 +8,5 @@ static_assert(Kernel::kBlockRows == BLOCK_ROWS && Kernel::kStep == STEP && Kerne
               "src/kernels/volta/forward.rs");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) KERNEL(const FwdStreamKParams p) {
-    Kernel::run(p.forward, Grid(p.shares));
+    Kernel::run(p.forward, Grid(p.stream_k));
 }

@@ -21,8 +21,8 @@ struct TileSplit {
 
     __device__ __forceinline__ TileSplit(const StreamKParams& s, int block) : row_block(block), end(0x7fffffff) {
         if (block >= s.data_parallel_tiles) {
-            const StreamKSplit x = s.pieces[block - s.data_parallel_tiles];
-            stream_k_tile = x.row_block;
+            const StreamKSplit x = s.splits[block - s.data_parallel_tiles];
+            stream_k_tile = x.tile;
             row_block = s.data_parallel_tiles + stream_k_tile;
             first = x.first;
             end = x.end;
@@ -87,7 +87,7 @@ public:
         if (split.splits == 1) return true;
         // those of all threads are adjacent
         constexpr int kSplitChunks = kPartialChunks<RowTiles, OutputTiles> * Threads;
-        const int first_split = split.stream_k_tile * params_.most_pieces;
+        const int first_split = split.stream_k_tile * params_.max_splits;
         uint4* first =
             reinterpret_cast<uint4*>(params_.partials) + static_cast<long long>(first_split) * kSplitChunks + threadIdx.x;
         uint4* own = first + split.index * kSplitChunks;

@@ -1,229 +1,74 @@
-//! Attention of batch entries that all have the same lengths, chunk by chunk.
+//! Attention of batch entries that all have the same lengths: ATen's flash operator where it can, else [`chunked`].
 
-use super::chunk::{chunks, heads_per_group, window_offsets};
-use super::layout::{compute_kind, from_groups, lse_from_rows, rows_from_lse, to_groups};
-use super::scores::{add_alibi, add_bias, bias_of_group, cap, dropout_factors, group_of, uncap};
-use super::{Chunk, Part, Sums};
+use super::layout::compute_kind;
+use super::{chunked, flash, Part, Sums};
 use crate::error::Result;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-/// A problem on its way through the chunks.
-struct Work<'a> {
-    part: &'a Part,
-    heads: i64,
-    kind: Kind,
-    chunks: Vec<Chunk>,
-    /// q times softmax_scale
-    scaled_q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    /// (groups, rows, 1): the sink of each row
-    sinks: Option<Tensor>,
-}
-
-impl<'a> Work<'a> {
-    fn new(part: &'a Part) -> Result<Self> {
-        let a = &part.a;
-        let kind = compute_kind(part.q.kind());
-        let heads = heads_per_group(a);
-        let rows_of_sinks = |t: &Tensor| t.f_view([1, -1, 1])?.f_expand([a.batch, a.nheads, a.seqlen_q], false);
-        Ok(Work {
-            part,
-            heads,
-            kind,
-            chunks: chunks(a),
-            scaled_q: to_groups(&part.q, heads, kind)?.f_mul_scalar(a.softmax_scale)?,
-            k: to_groups(&part.k, 1, kind)?,
-            v: to_groups(&part.v, 1, kind)?,
-            sinks: part.sinks.as_ref().map(|t| rows_from_lse(&rows_of_sinks(t)?, heads, kind)).transpose()?,
-        })
-    }
-
-    /// Memory for the scores of any one chunk. Allocated once: fresh memory of this size would cost its
-    /// page faults at every chunk.
-    fn buffer(&self) -> Result<Tensor> {
-        let scores = self.chunks.iter().map(|c| c.groups * c.rows * self.heads * c.keys).max().unwrap_or(0);
-        Ok(Tensor::f_empty([scores], (self.kind, Device::Cpu))?)
-    }
-
-    /// The chunk's (groups, rows * heads, keys) matrix in a buffer.
-    fn matrix(&self, buffer: &Tensor, c: &Chunk) -> Result<Tensor> {
-        let rows = c.rows * self.heads;
-        Ok(buffer.f_narrow(0, 0, c.groups * rows * c.keys)?.f_view([c.groups, rows, c.keys])?)
-    }
-
-    /// The chunk's part of something with a row per query and head.
-    fn rows(&self, t: &Tensor, c: &Chunk) -> Result<Tensor> {
-        Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.row * self.heads, c.rows * self.heads)?)
-    }
-
-    /// The chunk's part of something with a row per key.
-    fn keys(&self, t: &Tensor, c: &Chunk) -> Result<Tensor> {
-        Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.key, c.keys)?)
-    }
-
-    /// The logits of the chunk, -inf where the mask hides a key, in `buffer`. `tanh` keeps what the gradient of a
-    /// softcap needs.
-    fn scores(&self, buffer: &Tensor, tanh: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
-        let mut scores = self.matrix(buffer, c)?;
-        let _ = self.rows(&self.scaled_q, c)?.f_bmm_out(&scores, &self.keys(&self.k, c)?.f_transpose(1, 2)?)?;
-        if self.part.a.features.softcap > 0.0 {
-            cap(&mut scores, self.part.a.features.softcap, tanh)?;
-        }
-        if let Some(slopes) = &self.part.alibi_slopes {
-            add_alibi(&scores, slopes, self.part, c)?;
-        }
-        if let Some(bias) = &self.part.attn_bias {
-            add_bias(&scores, bias, self.part, c)?;
-        }
-        self.mask(&scores, c)?;
-        Ok(scores)
-    }
-
-    /// Put -inf where the chunk's window hides a key. Only the columns that are hidden from some row are
-    /// touched: a triangle at either end. A fill and not a sum with -inf, which would make a NaN of +inf.
-    fn mask(&self, scores: &Tensor, c: &Chunk) -> Result<()> {
-        let (first, last) = window_offsets(&self.part.a);
-        let by_head = scores.f_view([c.groups, c.rows, self.heads, c.keys])?;
-        let end = c.key + c.keys;
-        let bools = (Kind::Bool, Device::Cpu);
-        // hidden on the right: key > row + last
-        let right = (c.row + last + 1).max(c.key);
-        if right < end {
-            let hidden = Tensor::f_ones([c.rows, end - right], bools)?.f_triu(c.row + last + 1 - right)?;
-            let _ = by_head.f_narrow(3, right - c.key, end - right)?.f_masked_fill_(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
-        }
-        // hidden on the left: key < row + first
-        let left = (c.row + c.rows - 1 + first).min(end);
-        if left > c.key {
-            let hidden = Tensor::f_ones([c.rows, left - c.key], bools)?.f_tril(c.row + first - 1 - c.key)?;
-            let _ = by_head.f_narrow(3, 0, left - c.key)?.f_masked_fill_(&hidden.f_unsqueeze(1)?, f64::NEG_INFINITY)?;
-        }
-        Ok(())
-    }
-
-    fn dropout_factors(&self, c: &Chunk) -> Result<Option<Tensor>> {
-        self.part.dropout.as_ref().map(|d| dropout_factors(d, self.part, c, self.kind)).transpose()
-    }
-}
-
-/// out (batch, seqlen_q, nheads, headdim_v) and softmax_lse (batch, nheads, seqlen_q).
+/// Computes out (batch, seqlen_q, nheads, headdim_v) and softmax_lse (batch, nheads, seqlen_q).
 pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
-    let a = &part.a;
-    let work = Work::new(part)?;
-    let (groups, rows) = (a.batch * a.nheads_k, a.seqlen_q * work.heads);
-    // what rows without any key keep
-    let mut out = Tensor::f_zeros([groups, rows, a.headdim_v], (work.kind, Device::Cpu))?;
-    let mut lse = Tensor::f_full([groups, rows, 1], f64::INFINITY, (work.kind, Device::Cpu))?;
-
-    let buffer = work.buffer()?;
-    for c in &work.chunks {
-        let mut p = work.scores(&buffer, None, c)?;
-        let mut max = p.f_amax(-1, true)?;
-        // one fused pass, each row staying in L1; in place
-        let _ = p.f_internal_softmax_out(&p, -1, false)?;
-        let masked = max.f_eq(f64::NEG_INFINITY)?;
-        if masked.f_any()?.f_int64_value(&[])? != 0 {
-            let _ = p.f_masked_fill_(&masked, 0.0)?;
-            let _ = max.f_masked_fill_(&masked, f64::INFINITY)?;
-        }
-        // The largest probability of a row is exp(0) / sum, so this is max + ln(sum); in a fully masked
-        // row it is +inf - ln(0) = +inf.
-        let _ = max.f_sub_(&p.f_amax(-1, true)?.f_log_()?)?;
-        work.rows(&lse, c)?.f_copy_(&max)?;
-        if let Some(factors) = work.dropout_factors(c)? {
-            let _ = p.f_mul_(&factors)?;
-        }
-        let _ = p.f_bmm_out(&work.rows(&out, c)?, &work.keys(&work.v, c)?)?;
-    }
-    if let Some(sinks) = &work.sinks {
-        let of_keys = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;
-        let total = of_keys.f_logaddexp(sinks)?;
-        let share = of_keys.f_sub(&total)?.f_exp_()?;
-        // neither a key nor a sink
-        let none = total.f_eq(f64::NEG_INFINITY)?;
-        let _ = out.f_mul_(&share.f_masked_fill(&none, 0.0)?)?;
-        lse = total.f_masked_fill(&none, f64::INFINITY)?;
-    }
-    Ok((from_groups(&out, a.batch, work.heads, part.q.kind())?, lse_from_rows(&lse, a.batch, work.heads)?))
+    let (out, lse) = attend(part)?;
+    Ok((out.f_to_kind(part.q.kind())?.f_contiguous()?, lse.f_to_kind(Kind::Float)?.f_contiguous()?))
 }
 
-/// The log-sum-exp that the gradient of fp64 inputs is computed with.
+/// [`forward`] in the type of the arithmetic.
+fn attend(part: &Part) -> Result<(Tensor, Tensor)> {
+    let by_flash = if flash::covers(part) { flash::forward(part)? } else { None };
+    let (out, lse) = by_flash.map_or_else(|| chunked::forward(part), Ok)?;
+    match &part.sinks {
+        Some(sinks) => add_sinks(out, &lse, sinks),
+        None => Ok((out, lse)),
+    }
+}
+
+/// The sinks as (nheads, 1), to go with a log-sum-exp.
+fn per_row(sinks: &Tensor, lse: &Tensor) -> Result<Tensor> {
+    Ok(sinks.f_to_kind(lse.kind())?.f_unsqueeze(1)?)
+}
+
+/// Adds each row's sink to its softmax.
+fn add_sinks(mut out: Tensor, lse: &Tensor, sinks: &Tensor) -> Result<(Tensor, Tensor)> {
+    let of_keys = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;
+    let total = of_keys.f_logaddexp(&per_row(sinks, lse)?)?;
+    // neither a key nor a sink
+    let none = total.f_eq(f64::NEG_INFINITY)?;
+    let share = of_keys.f_sub(&total)?.f_exp_()?.f_masked_fill(&none, 0.0)?;
+    let _ = out.f_mul_(&share.f_transpose(1, 2)?.f_unsqueeze(3)?)?;
+    Ok((out, total.f_masked_fill(&none, f64::INFINITY)?))
+}
+
+/// The log-sum-exp that gradients are computed with, in the type of the arithmetic.
 ///
-/// softmax_lse is fp32 for every input type: its rounding alone puts a relative error of 1e-7 and more
-/// on each probability. So fp64 sums its own rows again, and takes the given value only where that is a
-/// different number altogether: the sum over more keys than these, as ring attention passes it.
-fn double_lse(scores: &Tensor, sinks: Option<&Tensor>, given: &Tensor) -> Result<Tensor> {
-    let mut own = scores.f_logsumexp(-1, true)?;
-    if let Some(sinks) = sinks {
-        own = own.f_logaddexp(sinks)?;
+/// softmax_lse is fp32 for every input type: its rounding alone puts a relative error of 1e-7 and more on each probability. So
+/// fp64 computes its own again, and takes the given value only where that is a different number altogether: the sum over more
+/// keys than these, as ring attention passes it.
+fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
+    let given = softmax_lse.f_to_kind(compute_kind(part.q.kind()))?;
+    if given.kind() != Kind::Double {
+        return Ok(given);
     }
+    let (_, own) = attend(part)?;
     let (rtol, atol) = (1e-6, 1e-6);
-    Ok(own.f_where_self(&own.f_isclose(given, rtol, atol, false)?, given)?)
+    Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, false)?, &given)?)
 }
 
-/// dq, dk and dv, contiguous, with the shapes and types of q, k and v. The other gradients are added to `sums`.
-pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, softmax_lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
-    let a = &part.a;
-    let work = Work::new(part)?;
-    let dout = to_groups(dout, work.heads, work.kind)?;
-    let lse = rows_from_lse(softmax_lse, work.heads, work.kind)?;
-    let delta = to_groups(out, work.heads, work.kind)?.f_mul(&dout)?.f_sum_dim_intlist([-1_i64].as_slice(), true, work.kind)?;
-    let mut dq = work.scaled_q.f_zeros_like()?;
-    let dk = work.k.f_zeros_like()?;
-    let dv = work.v.f_zeros_like()?;
-    let dsinks = Tensor::f_zeros([a.batch * a.nheads_k, work.heads], (work.kind, Device::Cpu))?;
+/// Adds the gradient of the sinks to `sum`: like any key's dS, with dP = 0.
+fn add_dsinks(sum: &Tensor, sinks: &Tensor, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<()> {
+    let kind = lse.kind();
+    let delta = out.f_to_kind(kind)?.f_mul(&dout.f_to_kind(kind)?)?.f_sum_dim_intlist([-1_i64].as_slice(), false, kind)?;
+    let ds = per_row(sinks, lse)?.f_sub(lse)?.f_exp_()?.f_mul_(&delta.f_transpose(1, 2)?)?.f_neg_()?;
+    let _ = sum.shallow_clone().f_add_(&ds.f_sum_dim_intlist([0_i64, 2].as_slice(), false, kind)?)?;
+    Ok(())
+}
 
-    let (buffer, gradient_buffer) = (work.buffer()?, work.buffer()?);
-    let tanh_buffer = if a.features.softcap > 0.0 { Some(work.buffer()?) } else { None };
-    for c in &work.chunks {
-        let (q_rows, dout_rows, delta_rows) = (work.rows(&work.scaled_q, c)?, work.rows(&dout, c)?, work.rows(&delta, c)?);
-        let mut tanh = tanh_buffer.as_ref().map(|t| work.matrix(t, c)).transpose()?;
-        let mut p = work.scores(&buffer, tanh.as_mut(), c)?;
-        let mut row_lse = work.rows(&lse, c)?;
-        let sinks = work.sinks.as_ref().map(|t| work.rows(t, c)).transpose()?;
-        if work.kind == Kind::Double {
-            row_lse = double_lse(&p, sinks.as_ref(), &row_lse)?;
-        }
-        if let Some(sinks) = &sinks {
-            // like any key's dS, with dP = 0
-            let ds = sinks.f_sub(&row_lse)?.f_exp_()?.f_mul_(&delta_rows)?.f_neg_()?;
-            let by_head = ds.f_view([c.groups, c.rows, work.heads])?;
-            let _ = dsinks.f_narrow(0, c.group, c.groups)?.f_add_(&by_head.f_sum_dim_intlist([1_i64].as_slice(), false, work.kind)?)?;
-        }
-        // fully masked rows: exp(x - inf) = 0
-        let _ = p.f_sub_(&row_lse)?.f_exp_()?;
-        let factors = work.dropout_factors(c)?;
-        let dropped = factors.as_ref().map(|f| p.f_mul(f)).transpose()?;
-        let _ = work.keys(&dv, c)?.f_baddbmm_(&dropped.as_ref().unwrap_or(&p).f_transpose(1, 2)?, &dout_rows)?;
-        // dS = P * (dP - delta), over dP
-        let mut ds = work.matrix(&gradient_buffer, c)?;
-        let _ = dout_rows.f_bmm_out(&ds, &work.keys(&work.v, c)?.f_transpose(1, 2)?)?;
-        if let Some(factors) = &factors {
-            let _ = ds.f_mul_(factors)?;
-        }
-        let _ = ds.f_sub_(&delta_rows)?.f_mul_(&p)?;
-        if let Some(dbias) = &sums.dattn_bias {
-            for group in c.group..c.group + c.groups {
-                let mut dbias = bias_of_group(dbias, part, c, group)?;
-                let _ = dbias.f_add_(&group_of(&ds, part, c, group)?.f_sum_to_size(dbias.size())?)?;
-            }
-        }
-        if let Some(tanh) = &mut tanh {
-            uncap(&mut ds, tanh)?;
-        }
-        let _ = ds.f_bmm_out(&work.rows(&dq, c)?, &work.keys(&work.k, c)?)?;
-        let _ = work.keys(&dk, c)?.f_baddbmm_(&ds.f_transpose(1, 2)?, &q_rows)?;
+/// Computes dq, dk and dv, contiguous, with the shapes and types of q, k and v. Adds the other gradients to `sums`.
+pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, softmax_lse: &Tensor, sums: &Sums) -> Result<[Tensor; 3]> {
+    let lse = gradient_lse(part, softmax_lse)?;
+    if let (Some(sum), Some(sinks)) = (&sums.dsinks, &part.sinks) {
+        add_dsinks(sum, sinks, dout, out, &lse)?;
     }
-    if let Some(sum) = &sums.dsinks {
-        let by_entry = dsinks.f_view([a.batch, a.nheads])?;
-        let _ = sum.shallow_clone().f_add_(&by_entry.f_sum_dim_intlist([0_i64].as_slice(), false, work.kind)?)?;
-    }
-    // dk has its factor from the scaled q
-    let dq = dq.f_mul_scalar_(a.softmax_scale)?;
-    Ok([
-        from_groups(&dq, a.batch, work.heads, part.q.kind())?,
-        from_groups(&dk, a.batch, 1, part.k.kind())?,
-        from_groups(&dv, a.batch, 1, part.v.kind())?,
-    ])
+    let by_flash = if flash::covers(part) && sums.dattn_bias.is_none() { flash::backward(part, dout, out, &lse)? } else { None };
+    let [dq, dk, dv] = by_flash.map_or_else(|| chunked::backward(part, dout, out, &lse, sums), Ok)?;
+    let rounded = |t: Tensor, like: &Tensor| t.f_to_kind(like.kind())?.f_contiguous();
+    Ok([rounded(dq, &part.q)?, rounded(dk, &part.k)?, rounded(dv, &part.v)?])
 }

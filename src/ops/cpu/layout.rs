@@ -24,11 +24,11 @@ pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     ])?)
 }
 
-/// The inverse of [`to_groups`], as a new contiguous tensor of type `kind`.
-pub fn from_groups(t: &Tensor, batch: i64, heads: i64, kind: Kind) -> Result<Tensor> {
+/// The inverse of [`to_groups`], as a new contiguous tensor.
+pub fn from_groups(t: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     let (all_groups, rows, headdim) = t.size3()?;
     let (groups, seqlen) = (all_groups / batch.max(1), rows / heads);
-    let result = Tensor::f_empty([batch, seqlen, groups * heads, headdim], (kind, Device::Cpu))?;
+    let result = Tensor::f_empty([batch, seqlen, groups * heads, headdim], (t.kind(), Device::Cpu))?;
     result
         .f_view([batch, seqlen, groups, heads, headdim])?
         .f_copy_(&t.f_view([batch, groups, seqlen, heads, headdim])?.f_permute([0, 2, 1, 3, 4])?)?;
@@ -45,11 +45,11 @@ pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     ])?)
 }
 
-/// The inverse of [`rows_from_lse`], as a new contiguous fp32 tensor.
+/// The inverse of [`rows_from_lse`], as a new contiguous tensor.
 pub fn lse_from_rows(rows: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     let (all_groups, all_rows, _) = rows.size3()?;
     let (groups, seqlen) = (all_groups / batch.max(1), all_rows / heads);
-    let lse = Tensor::f_empty([batch, groups * heads, seqlen], (Kind::Float, Device::Cpu))?;
+    let lse = Tensor::f_empty([batch, groups * heads, seqlen], (rows.kind(), Device::Cpu))?;
     lse.f_view([batch, groups, heads, seqlen])?.f_copy_(&rows.f_view([batch, groups, seqlen, heads])?.f_transpose(2, 3)?)?;
     Ok(lse)
 }

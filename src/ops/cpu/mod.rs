@@ -1,5 +1,8 @@
 //! The CPU backend: exact attention from ATen operations, with O(seqlen) memory beyond inputs and outputs.
 //!
+//! ATen's flash operator for the CPU computes most problems ([`flash`]). The rest of this text is about the form that computes the
+//! others ([`chunked`]): softcap, dropout, a headdim of v other than that of q, the gradient of a bias.
+//!
 //! A *group* is one key/value head of one batch entry together with the query heads that read it; its
 //! query rows lie in memory as (seqlen_q * heads per group, headdim), so that grouped-query attention is
 //! a taller matrix product and never a repeated K or V. The work is cut into [`Chunk`]s, some rows of
@@ -12,7 +15,9 @@
 //! fp16 and bf16 are computed in fp32 and rounded once, at the end.
 
 mod chunk;
+mod chunked;
 mod dense;
+mod flash;
 mod layout;
 mod scores;
 

@@ -4,6 +4,7 @@ use super::chunk::heads_per_group;
 use super::{Chunk, Part};
 use crate::error::Result;
 use crate::ops::dropout;
+use crate::problem::Attention;
 use tch::{Device, Kind, Tensor};
 
 /// Random numbers that are worth a thread.
@@ -44,20 +45,26 @@ pub fn uncap(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Subtract `slope * |i + offset - j|` in place.
+/// ALiBi's bias of some rows and keys, each given as its first and their count: (batch or 1, nheads, rows, keys).
+pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2], kind: Kind) -> Result<Tensor> {
+    let positions = |[start, count]: [i64; 2]| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
+    let rows = positions([rows[0] + a.seqlen_k - a.seqlen_q, rows[1]])?.f_unsqueeze(1)?;
+    let distances = rows.f_sub(&positions(keys)?)?.f_abs_()?;
+    Ok(slopes.f_to_kind(kind)?.f_neg()?.f_unsqueeze(2)?.f_unsqueeze(3)?.f_mul(&distances)?)
+}
+
+/// Adds ALiBi's bias in place.
 pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
-    let (a, heads, kind) = (&part.a, heads_per_group(&part.a), scores.kind());
-    let slopes = slopes.f_to_kind(kind)?.f_neg()?.f_expand([a.batch, a.nheads], false)?.f_reshape([a.batch * a.nheads_k, 1, heads, 1])?;
-    let positions = |start: i64, count: i64| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
-    let rows = positions(c.row + a.seqlen_k - a.seqlen_q, c.rows)?.f_unsqueeze(1)?;
-    let distances = rows.f_sub(&positions(c.key, c.keys)?)?.f_abs_()?.f_unsqueeze(1)?;
-    let _ = scores.f_view([c.groups, c.rows, heads, c.keys])?.f_addcmul_(&distances, &slopes.f_narrow(0, c.group, c.groups)?)?;
+    let (a, heads) = (&part.a, heads_per_group(&part.a));
+    let slopes = slopes.f_expand([a.batch, a.nheads], false)?.f_reshape([-1, heads])?.f_narrow(0, c.group, c.groups)?;
+    let bias = alibi_bias(&slopes, a, [c.row, c.rows], [c.key, c.keys], scores.kind())?;
+    let _ = scores.f_view([c.groups, c.rows, heads, c.keys])?.f_transpose(1, 2)?.f_add_(&bias)?;
     Ok(())
 }
 
 /// Scores below this come from a bias that hides keys, and are -inf: in fp32 nothing would be left of what the product added to
 /// them, and no fp32 softmax_lse could tell backward how many they were. The kernels' -2^24 in units of log2 (`csrc/softmax.cuh`).
-const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
+pub const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
 
 /// Add a bias in place; -inf where a bool one is False.
 pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {

@@ -1,12 +1,11 @@
-//! The whole op by ATen operations and `volta_fa::fwd`: k and v are written, the keys and values of each sequence copied from the
-//! cache to where `fwd` reads them.
+//! Attention over a cache with ATen operations and `volta_fa::fwd`: appends, copies each sequence's keys and values, attends to the copies.
 //!
-//! So computes the CPU; it is what the kernels are tested against. And so attend the kernels where they cannot read the cache itself:
-//! bf16, a headdim that is not a multiple of 8, rows that are not on 16-byte boundaries, many queries over a quantized cache (which a
-//! kernel copies: `converted`). That takes memory for batch times the longest sequence that there can be.
+//! The CPU computes every call this way, and tests compare kernels with it. On a GPU it serves caches that kernels cannot read in place:
+//! many bf16 queries, headdims that are not multiples of 8, rows off 16-byte boundaries, many queries over a quantized cache (a kernel makes
+//! that copy). The copies take memory for batch times the longest possible sequence.
 //!
-//! Nothing here waits for the device or believes what its int32 tensors say: wrong lengths and numbers of pages give NaN, and
-//! nothing outside the tensors is touched.
+//! Nothing here synchronizes or trusts int32 tensors, except [`check_scales`]. Invalid lengths and pages result in NaN, and nothing outside
+//! the tensors is read or written.
 
 use super::quantized::{bytes, Quantized};
 use crate::error::Result;
@@ -37,7 +36,7 @@ fn quantized_caches(inputs: &Inputs, format: CacheFormat) -> Result<[Quantized; 
     ])
 }
 
-/// A number for each sequence, (batch) int64: read from memory, or the same for all.
+/// Numbers per sequence, (batch) int64: from a tensor, or the same for all.
 struct Numbers {
     batch: i64,
     device: Device,
@@ -51,7 +50,8 @@ impl Numbers {
         })
     }
 
-    /// Where the rows of each begin, how many there are, and whether that can be: by cu_seqlens of `total` rows; else `dense` each.
+    /// Returns the first row of each sequence, its number of rows and whether both are valid, from cu_seqlens of `total` rows, or `dense` rows
+    /// each.
     fn ranges(&self, cu_seqlens: Option<&Tensor>, total: i64, dense: i64) -> Result<(Tensor, Tensor, Tensor)> {
         Ok(match cu_seqlens {
             Some(cu) => {
@@ -74,14 +74,14 @@ fn all<const N: usize>(conditions: [Tensor; N]) -> Result<Tensor> {
     conditions.try_fold(first, |a, b| Ok(a.f_logical_and(&b)?))
 }
 
-/// The sequences of a call: their lengths before and after appending, and which of them are possible. All (batch).
+/// Lengths of a call's sequences before and after the append, and which are valid. All (batch).
 struct Sequences {
     cached: Tensor,
     leftpad: Tensor,
-    /// with what is appended
+    /// Length after the append.
     end: Tensor,
     seqlen_q: Tensor,
-    /// where a sequence's rows of q and of k and v to append begin, where these are packed
+    /// First rows of a sequence in packed q, and in packed k and v to append.
     q_start: Tensor,
     new_start: Tensor,
     possible: Tensor,
@@ -101,7 +101,7 @@ impl Sequences {
     }
 }
 
-/// Where tokens lie in the cache, and whether there is such a place; else that of the first token.
+/// Entries and rows of tokens in the cache, and whether they exist; if not, those of the first token.
 struct Places {
     entry: Tensor,
     row: Tensor,
@@ -109,7 +109,7 @@ struct Places {
 }
 
 impl Places {
-    /// Of the positions (int64) of sequences with these numbers, of the same shape.
+    /// Finds the positions (int64) of sequences with these numbers, of the same shape.
     fn of(inputs: &Inputs, a: &Attention, sequence: &Tensor, position: &Tensor) -> Result<Places> {
         let inside = all([position.f_ge(0)?, position.f_lt(a.seqlen_k)?])?;
         let position = position.f_masked_fill(&inside.f_logical_not()?, 0)?;
@@ -138,14 +138,14 @@ impl Places {
     }
 }
 
-/// The tokens of a tensor, (tokens, heads, headdim).
+/// Views a tensor as (tokens, heads, headdim).
 fn tokens(t: &Tensor) -> Result<Tensor> {
     let sizes = t.size();
     Ok(t.f_reshape([-1, sizes[sizes.len() - 2], sizes[sizes.len() - 1]].as_slice())?)
 }
 
-/// The sequence that each of `count` tokens belongs to, and which of its tokens it is. Of one that belongs to none some sequence, and a
-/// number outside of it.
+/// Returns the sequence of each of `count` tokens, and its number there. A token of no sequence gets some sequence, and a number outside
+/// it.
 fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(Tensor, Tensor)> {
     let token = Tensor::f_arange(count, (Kind::Int64, starts.device()))?;
     let sequence = match packed {
@@ -156,7 +156,7 @@ fn owners(a: &Attention, starts: &Tensor, packed: bool, count: i64) -> Result<(T
     Ok((sequence, number))
 }
 
-/// `x` (tokens, heads, headdim), rotated by these positions (tokens); NaN where the tables do not have one.
+/// Rotates `x` (tokens, heads, headdim) by positions (tokens); NaN for positions outside the tables.
 fn rotate(x: &Tensor, position: &Tensor, inputs: &Inputs, a: &Attention) -> Result<Tensor> {
     let (Some(cos), Some(sin)) = (&inputs.options.rotary_cos, &inputs.options.rotary_sin) else { return Ok(x.shallow_clone()) };
     let rotated = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
@@ -190,7 +190,7 @@ fn rotate(x: &Tensor, position: &Tensor, inputs: &Inputs, a: &Attention) -> Resu
     Ok(rotated)
 }
 
-/// Writes k and v behind what is cached, those of sequences where that is possible.
+/// Writes k and v after the cached tokens of valid sequences.
 fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     let Some([k, v]) = &inputs.appended else { return Ok(()) };
     let (k, v) = (tokens(k)?, tokens(v)?);
@@ -204,8 +204,8 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     let mut places = Places::of(inputs, a, &sequence, &position)?;
     let written = all([places.exist.shallow_clone(), of(&s.possible)?, number.f_ge(0)?, position.f_lt_tensor(&of(&s.end)?)?])?;
     let k = rotate(&k, &position, inputs, a)?;
-    // What has no place repeats the last token that has one: the same value twice, in whatever order. Where none has, what is there
-    // is written again.
+    // A token without a place repeats the last one that has a place: the same value twice, in any order. If none has a place, the cache's
+    // own values are written again.
     let last = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_masked_fill(&written.f_logical_not()?, -1)?;
     let last = last.f_amax([0_i64].as_slice(), true)?.f_clamp_min(0)?;
     let source = Tensor::f_arange(count, (Kind::Int64, k.device()))?.f_where_self(&written, &last)?;
@@ -222,14 +222,14 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     }
     let any_head = any.f_squeeze_dim(-1)?;
     for (cache, new) in quantized_caches(inputs, a.cache_format())?.into_iter().zip([&k, &v]) {
-        // fp8's scale is the sequence's, where it is not that of all; others' are what is written
+        // the scale of fp8 is that of the sequence or of all; other formats write theirs
         let scale = match &cache.scale {
             Some(scale) if !a.cache_format().has_scales() && scale.dim() == 3 => {
                 Some(scale.f_squeeze_dim(1)?.f_index_select(0, &sequence)?)
             }
             other => other.as_ref().map(Tensor::shallow_clone),
         };
-        let values = Quantized::of(new, a.cache_format(), scale.as_ref())?;
+        let values = Quantized::new(new, a.cache_format(), scale.as_ref())?;
         write(&cache.data, &values.data, &any)?;
         for (to, from) in [(&cache.scale, &values.scale), (&cache.zero_point, &values.zero_point)] {
             if let (Some(to), Some(from)) = (to, from) {
@@ -240,7 +240,7 @@ fn append(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<()> {
     Ok(())
 }
 
-/// q, rotated where it is.
+/// Returns q, rotated if requested.
 fn queries(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<Tensor> {
     let q = &inputs.q;
     if a.appended.rotary.dim == 0 || a.has_no_output() {
@@ -253,7 +253,7 @@ fn queries(inputs: &Inputs, a: &Attention, s: &Sequences) -> Result<Tensor> {
     Ok(rotate(&rows, &position, inputs, a)?.f_view(q.size().as_slice())?)
 }
 
-/// Which tokens of each sequence, (batch, seqlen_k) from the first that exists on and before `end`, some query sees, and where they are.
+/// Returns which tokens before `end` some query sees, (batch, seqlen_k) from each sequence's first token on, and their places.
 fn seen(inputs: &Inputs, a: &Attention, s: &Sequences, end: &Tensor, seqlen_k: i64) -> Result<(Tensor, Places)> {
     let device = inputs.q.device();
     let position = Tensor::f_arange(seqlen_k, (Kind::Int64, device))?.f_unsqueeze(0)?.f_add(&s.leftpad.f_unsqueeze(1)?)?;
@@ -267,7 +267,7 @@ fn seen(inputs: &Inputs, a: &Attention, s: &Sequences, end: &Tensor, seqlen_k: i
     Ok((wanted, places))
 }
 
-/// Refuses scales and zero points of tokens that a query sees, and fp8's scales, that cannot be. This waits for the device.
+/// Rejects invalid scales and zero points of visible tokens, and invalid fp8 scales. This synchronizes.
 ///
 /// # Errors
 /// `Value`, naming the argument.
@@ -275,7 +275,7 @@ pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()>
     let o = &inputs.options;
     let of_heads = [("k_descale", &o.k_descale), ("v_descale", &o.v_descale)];
     let named = |name| if a.has_latents() { scale_of_latents(name).unwrap_or(name) } else { name };
-    let refuse = |name: &str, values: &Tensor| -> Result<()> {
+    let reject = |name: &str, values: &Tensor| -> Result<()> {
         let may_be_negative = name.ends_with("zero_point");
         let finite = values.f_abs()?.f_le(f64::from(f32::MAX))?;
         let right = if may_be_negative { finite } else { all([finite, values.f_ge(0)?])? };
@@ -289,7 +289,7 @@ pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()>
         Err(crate::error::Error::value(name, found.to_string().to_lowercase(), allowed))
     };
     for (name, t) in of_heads {
-        t.as_ref().map_or(Ok(()), |t| refuse(named(name), t))?;
+        t.as_ref().map_or(Ok(()), |t| reject(named(name), t))?;
     }
     if !a.cache_format().has_scales() || [a.batch, cache_of(a).entries, cache_of(a).rows, a.nheads_k, seqlen_k].contains(&0) {
         return Ok(());
@@ -298,31 +298,31 @@ pub fn check_scales(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<()>
     let (wanted, places) = seen(inputs, a, &s, &s.cached, seqlen_k)?;
     let missing = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?;
     for (name, t) in o.token_scales() {
-        t.as_ref().map_or(Ok(()), |t| refuse(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
+        t.as_ref().map_or(Ok(()), |t| reject(named(name), &places.read(t)?.f_masked_fill(&missing, 0.0)?))?;
     }
     Ok(())
 }
 
-/// The keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from the first that exists on; and, where that was
-/// looked at, (batch): whether the cache has all that a query sees.
+/// Returns keys and values of each sequence, (batch, seqlen_k, nheads_k, headdim), from its first token on. If tokens were looked up, also
+/// (batch): whether the cache has every visible token.
 fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Option<Tensor>)> {
     let o = &inputs.options;
     let quantized = match a.cache_format() {
         CacheFormat::Unquantized => None,
         format => Some(quantized_caches(inputs, format)?),
     };
-    // what a quantized cache stands for, of what `part` takes of each of its tensors
-    let numbers = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
+    // dequantizes what `part` takes of each tensor of a cache
+    let dequantized = |cache: &Quantized, part: &dyn Fn(&Tensor) -> Result<Tensor>| -> Result<Tensor> {
         let of_tokens = |t: &Option<Tensor>| t.as_ref().map(part).transpose();
         let scale = if a.cache_format().has_scales() { of_tokens(&cache.scale)? } else { cache.scale.as_ref().map(Tensor::shallow_clone) };
         let taken = Quantized { data: part(&cache.data)?, scale, zero_point: of_tokens(&cache.zero_point)? };
-        taken.numbers(a.cache_format(), kind)
+        taken.dequantize(a.cache_format(), kind)
     };
     if o.block_table.is_none() && o.cache_batch_idx.is_none() && o.leftpad_k.is_none() {
         let first = |cache: &Tensor| -> Result<Tensor> { Ok(cache.f_narrow(1, 0, seqlen_k)?) };
         return Ok(match &quantized {
             None => (first(&inputs.k)?, first(&inputs.v)?, None),
-            Some([k, v]) => (numbers(k, &first)?, numbers(v, &first)?, None),
+            Some([k, v]) => (dequantized(k, &first)?, dequantized(v, &first)?, None),
         });
     }
     let device = inputs.q.device();
@@ -334,17 +334,17 @@ fn keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64
     let (wanted, places) = seen(inputs, a, s, &s.end, seqlen_k)?;
     let unwanted = wanted.f_logical_not()?;
     let hidden = all([wanted, places.exist.shallow_clone()])?.f_logical_not()?.f_unsqueeze(-1)?.f_unsqueeze(-1)?;
-    // zeros where there is nothing: what the cache holds behind a sequence may be NaN
+    // zeros for hidden tokens: the cache may hold NaN past the end of a sequence
     let (k, v) = match &quantized {
         None => (places.read(&inputs.k)?, places.read(&inputs.v)?),
-        Some([k, v]) => (numbers(k, &|t| places.read(t))?, numbers(v, &|t| places.read(t))?),
+        Some([k, v]) => (dequantized(k, &|t| places.read(t))?, dequantized(v, &|t| places.read(t))?),
     };
     let gathered = |mut tokens: Tensor| -> Result<Tensor> { Ok(tokens.f_masked_fill_(&hidden, 0.0)?) };
     let complete = places.exist.f_logical_or(&unwanted)?.f_to_kind(Kind::Int)?.f_amin([1_i64].as_slice(), false)?.f_ge(1)?;
     Ok((gathered(k)?, gathered(v)?, Some(complete)))
 }
 
-/// [`keys`], and (batch), int32: how many of them each sequence has; -1 where it cannot be.
+/// Returns [`keys`] and (batch,) int32 key counts, -1 for invalid sequences.
 fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k: i64) -> Result<(Tensor, Tensor, Tensor)> {
     let (k, v, complete) = keys(inputs, a, s, kind, seqlen_k)?;
     let possible = match complete {
@@ -355,8 +355,8 @@ fn used_keys(inputs: &Inputs, a: &Attention, s: &Sequences, kind: Kind, seqlen_k
     Ok((k, v, used))
 }
 
-/// The same call on a dense cache of these tokens alone, (batch, seqlen_k, nheads_k, headdim), those of a quantized one in fp32, and
-/// lengths as [`used_keys`] has them.
+/// Copies the keys of each sequence, (batch, seqlen_k, nheads_k, headdim), dequantized to fp32, and returns them with key counts as in
+/// [`used_keys`].
 pub fn collected(inputs: &Inputs, a: &Attention, seqlen_k: i64) -> Result<(Tensor, Tensor)> {
     let kind = if a.cache_format() == CacheFormat::Unquantized { inputs.q.kind() } else { Kind::Float };
     let (k, _, used) = used_keys(inputs, a, &Sequences::of(inputs, a)?, kind, seqlen_k)?;
@@ -409,7 +409,7 @@ pub fn attend_to(
     let mut options = Options::<Tensor> {
         seqused_k: Some(used),
         alibi_slopes: o.alibi_slopes.as_ref().map(Tensor::shallow_clone),
-        // of q's type, which is not always the call's, or fp32
+        // of q's type, which may differ from the call's, or fp32
         sinks: o.sinks.as_ref().map(|t| if t.kind() == q.kind() { Ok(t.shallow_clone()) } else { t.f_to_kind(Kind::Float) }).transpose()?,
         softmax_scale: o.softmax_scale,
         is_causal: o.is_causal,

@@ -223,7 +223,7 @@ fn dequantize(
             cache,
             k: output(&k, first),
             v: output(&v, first),
-            seqused_k: if known.is_some() { null_mut() } else { at(&counts, first).cast() }, // as wide
+            seqlens_k_out: if known.is_some() { null_mut() } else { at(&counts, first).cast() }, // as wide
             problem,
             lengths,
             scales,

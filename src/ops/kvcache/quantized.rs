@@ -4,17 +4,17 @@ use crate::error::Result;
 use crate::params::CacheFormat;
 use tch::{Kind, Scalar, Tensor};
 
-/// Keys or values of a cache, or of some of its tokens: (..., nheads_k, elements of a head).
+/// Quantized keys or values of some tokens: (..., nheads_k, elements of a head).
 pub struct Quantized {
-    /// bytes, whatever the format
+    /// Bytes, in every format.
     pub data: Tensor,
-    /// int8, int4: (..., nheads_k). fp8: what broadcasts to that
+    /// int8 and int4: (..., nheads_k). fp8: a tensor that broadcasts to it.
     pub scale: Option<Tensor>,
-    /// int4: (..., nheads_k)
+    /// int4: (..., nheads_k).
     pub zero_point: Option<Tensor>,
 }
 
-/// The type that ATen knows the elements by.
+/// Returns the ATen type of the elements.
 fn element(format: CacheFormat) -> Kind {
     match format {
         CacheFormat::Int8 => Kind::Int8,
@@ -24,7 +24,7 @@ fn element(format: CacheFormat) -> Kind {
     }
 }
 
-/// The bytes of a cache: a view by which ATen indexes formats that it has few operations for.
+/// Views a cache as bytes: ATen has few operations for the formats, but indexes bytes.
 pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
     Ok(match format {
         CacheFormat::Unquantized => cache.shallow_clone(),
@@ -33,8 +33,8 @@ pub fn bytes(cache: &Tensor, format: CacheFormat) -> Result<Tensor> {
 }
 
 impl Quantized {
-    /// The numbers, in fp32 (fp64 where that is asked for) and rounded to `kind`.
-    pub fn numbers(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
+    /// Dequantizes in fp32 (fp64 for `kind` fp64) and rounds to `kind`.
+    pub fn dequantize(&self, format: CacheFormat, kind: Kind) -> Result<Tensor> {
         let exact = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let factor = |t: &Tensor| -> Result<Tensor> { Ok(t.f_to_kind(exact)?.f_unsqueeze(-1)?) };
         let mut x = match format {
@@ -56,8 +56,8 @@ impl Quantized {
         Ok(x.f_to_kind(kind)?)
     }
 
-    /// Numbers (..., nheads_k, headdim) in a format; `scale` is fp8's.
-    pub fn of(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
+    /// Quantizes (..., nheads_k, headdim) values; `scale` is for fp8.
+    pub fn new(x: &Tensor, format: CacheFormat, scale: Option<&Tensor>) -> Result<Quantized> {
         let x = x.f_to_kind(Kind::Float)?;
         let largest = f64::from(format.info().max_code);
         if !format.has_scales() {
@@ -75,7 +75,7 @@ impl Quantized {
         let is_int4 = format.info().has_zero_point;
         let (scale, zero_point) = if is_int4 {
             let spread = divided(high.f_sub(&low)?)?;
-            // where all are equal, their magnitude
+            // their magnitude if all are equal
             let scale = low.f_abs()?.f_where_self(&spread.f_eq(0.0)?, &spread)?;
             let zero = low.f_neg()?.f_div(&scale)?.f_masked_fill(&scale.f_eq(0.0)?, 0.0)?;
             (scale, Some(zero))

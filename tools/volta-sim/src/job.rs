@@ -2,10 +2,11 @@
 
 use crate::error::{Error, Result};
 use crate::half::f2h;
-use crate::launch::{Schedule, Shape, TimingOptions};
+use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
 use crate::module::Module;
 use crate::report::Report;
+use crate::shape::Shape;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;

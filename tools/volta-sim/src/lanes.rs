@@ -56,11 +56,12 @@ pub fn next_up(f: f32) -> f32 {
     let b = f.to_bits();
     f32::from_bits(if f > 0.0 { b + 1 } else { b - 1 })
 }
-/// Round an (almost exact) double to float in a directed mode.
+/// Rounds an (almost exact) double to a float in a directed mode. A finite double beyond the range of floats becomes the
+/// largest float where the mode rounds towards zero.
 #[inline(always)]
 pub fn directed(d: f64, rnd: Round) -> f32 {
     let f = d as f32;
-    if !f.is_finite() || f as f64 == d {
+    if f.is_nan() || f as f64 == d {
         return f;
     }
     let below = (f as f64) < d;
@@ -118,5 +119,25 @@ pub fn combine(r: u32, p: u32, b: BoolOp) -> u32 {
         BoolOp::And => r & p,
         BoolOp::Or => r | p,
         BoolOp::Xor => r ^ p,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directed_modes_bracket_the_exact_value() {
+        for (value, down, up) in [(1.0 + 1e-12, 1.0, 1.0 + f32::EPSILON), (1e300, f32::MAX, f32::INFINITY), (1e-60, 0.0, f32::from_bits(1))]
+        {
+            assert_eq!(directed(value, Round::Rm), down);
+            assert_eq!(directed(value, Round::Rz), down);
+            assert_eq!(directed(value, Round::Rp), up);
+            assert_eq!(directed(-value, Round::Rm), -up);
+            assert_eq!(directed(-value, Round::Rz), -down);
+            assert_eq!(directed(-value, Round::Rp), -down);
+        }
+        assert_eq!(directed(f64::INFINITY, Round::Rz), f32::INFINITY);
+        assert!(directed(f64::NAN, Round::Rz).is_nan());
     }
 }

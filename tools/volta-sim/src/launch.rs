@@ -8,6 +8,7 @@ use crate::mem::GlobalMem;
 use crate::module::{Kernel, KernelInfo, Module};
 use crate::report::{self, Functional, LaunchInfo, Timing, TimingReport};
 use crate::run;
+use crate::shape::Shape;
 use crate::timing::SmSim;
 use std::collections::HashMap;
 use std::time::Instant;
@@ -187,32 +188,6 @@ const LOCAL_MIN: u32 = 2048;
 /// The hardware's limit.
 const LOCAL_MAX: u32 = 512 * 1024;
 const R_CUDA_64: u32 = 2;
-
-/// Dimensions of a launch.
-#[derive(Clone, Copy)]
-pub(crate) struct Shape {
-    pub grid: [u32; 3],
-    pub block: [u32; 3],
-    pub dynamic_smem: u32,
-}
-
-impl Shape {
-    fn threads(&self) -> u32 {
-        self.block.iter().product()
-    }
-
-    fn check(&self, kernel: &KernelInfo) -> Result<()> {
-        let product = |v: &[u32; 3]| v.iter().try_fold(1u32, |a, &b| a.checked_mul(b)).filter(|&n| n > 0);
-        if product(&self.grid).is_none() {
-            return Err(format!("grid {:?} is empty or too large", self.grid).into());
-        }
-        let most = if kernel.max_threads > 0 { kernel.max_threads.min(1024) } else { 1024 };
-        match product(&self.block) {
-            Some(n) if n <= most => Ok(()),
-            _ => Err(format!("block {:?}: kernel `{}` takes 1 to {most} threads", self.block, kernel.name).into()),
-        }
-    }
-}
 
 /// Bank 0: dimensions, stack pointer, parameters.
 fn constant0(info: &KernelInfo, shape: &Shape, local_bytes: u32, params: &[impl AsRef<[u8]>]) -> Result<Vec<u8>> {

@@ -46,6 +46,7 @@ mod operand;
 mod ops;
 mod report;
 mod run;
+mod shape;
 mod step;
 mod timing;
 mod warp;

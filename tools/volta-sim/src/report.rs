@@ -1,11 +1,11 @@
 //! The report of a simulated launch, as data and as text.
 
 use crate::env::Env;
-use crate::launch::Shape;
 use crate::machine::{Machine, Occupancy};
 use crate::module::KernelInfo;
 use crate::ops::{Branch, Op};
 use crate::run::Share;
+use crate::shape::Shape;
 use crate::timing::{Counters, SmSim};
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -1,0 +1,410 @@
+//! Attention by ATen's flash operator for the CPU, which computes all heads in one parallel region.
+//!
+//! The operator takes windows, ALiBi and biases as an additive mask. Such problems are cut into [`Block`]s of query rows, so
+//! that masks take O(seqlen) memory and keys outside a block's window cost nothing.
+
+use super::chunk::{heads_per_group, window_offsets};
+use super::layout::compute_kind;
+use super::scores::{alibi_bias, LOWEST_SCORE};
+use super::Part;
+use crate::error::Result;
+use tch::{Device, Kind, Tensor};
+
+/// Mask elements of a block: 16 MiB in fp32, small beside the scores that SDPA's mask would hold.
+const MASK_ELEMENTS: i64 = 1 << 22;
+/// Minimum rows of a block with a mask per head: the operator's tiles have 32 rows or more.
+const MIN_ROWS: i64 = 64;
+/// Rows of a block, as many as its window is wide: its keys are then at most twice those that a row sees.
+const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
+/// Largest |q| and |k| whose products are finite in fp32. A sum of -inf and an infinite score would be NaN.
+const LARGEST_FACTOR: f64 = 1e18;
+
+/// Returns whether the operator can compute the forward pass, and the backward pass without the gradient of a bias.
+pub fn covers(part: &Part) -> bool {
+    let a = &part.a;
+    // the operator multiplies the -inf of hidden keys by the scale
+    let positive_scale = (a.softmax_scale as f32) > 0.0;
+    a.headdim == a.headdim_v && positive_scale && a.features.softcap == 0.0 && part.dropout.is_none() && a.seqlen_q > 0 && a.seqlen_k > 0
+}
+
+/// Query rows and the keys that any of them sees.
+struct Block {
+    row: i64,
+    rows: i64,
+    key: i64,
+    keys: i64,
+    /// Row `i` sees the keys up to `i`.
+    is_causal: bool,
+}
+
+/// Query heads as the operator's heads: it has one KV head for each, so a group is folded into another dimension.
+#[derive(Clone, Copy, PartialEq)]
+enum Fold {
+    /// One query head per KV head.
+    Heads,
+    /// One query row per head: the group's heads are rows.
+    Rows,
+    /// One batch entry: the group's heads are batch entries.
+    Entry(i64),
+    /// One head of every group.
+    Member(i64),
+}
+
+impl Fold {
+    /// The calls that cover all heads, few and large.
+    fn all(part: &Part) -> Vec<Fold> {
+        let (group, batch) = (heads_per_group(&part.a), part.a.batch);
+        match (group, part.a.seqlen_q) {
+            (1, _) => vec![Fold::Heads],
+            (_, 1) => vec![Fold::Rows],
+            _ if batch <= group => (0..batch).map(Fold::Entry).collect(),
+            _ => (0..group).map(Fold::Member).collect(),
+        }
+    }
+
+    /// (batch, rows, nheads, headdim) as the operator's (batch, heads, rows, headdim), a view.
+    fn queries(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
+        let by_group = || t.f_unflatten(2, [nheads_k, -1]);
+        Ok(match self {
+            Fold::Heads => t.f_transpose(1, 2)?,
+            Fold::Rows => by_group()?.f_select(1, 0)?,
+            Fold::Entry(entry) => by_group()?.f_select(0, entry)?.f_permute([2, 1, 0, 3])?,
+            Fold::Member(member) => by_group()?.f_select(3, member)?.f_transpose(1, 2)?,
+        })
+    }
+
+    /// (batch, keys, nheads_k, headdim) likewise. The group's batch entries read the same memory.
+    fn keys(self, t: &Tensor, group: i64) -> Result<Tensor> {
+        match self {
+            Fold::Entry(_) => Ok(self.key_gradient(t)?.f_expand([group, -1, -1, -1], false)?),
+            _ => self.key_gradient(t),
+        }
+    }
+
+    /// The part of dk or dv to which [`Fold::add_keys`] adds.
+    fn key_gradient(self, t: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Fold::Entry(entry) => t.f_narrow(0, entry, 1)?.f_transpose(1, 2)?,
+            _ => t.f_transpose(1, 2)?,
+        })
+    }
+
+    /// Adds the operator's gradient to dk or dv.
+    fn add_keys(self, sum: &Tensor, gradient: &Tensor) -> Result<()> {
+        let gradient = match self {
+            Fold::Entry(_) => gradient.f_sum_dim_intlist([0_i64].as_slice(), true, gradient.kind())?,
+            _ => gradient.shallow_clone(),
+        };
+        let _ = self.key_gradient(sum)?.f_add_(&gradient)?;
+        Ok(())
+    }
+
+    /// (batch, nheads, rows) as the operator's (batch, heads, rows), a view.
+    fn lse(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
+        Ok(self.queries(&t.f_transpose(1, 2)?.f_unsqueeze(3)?, nheads_k)?.f_squeeze_dim(3)?)
+    }
+
+    /// A (batch, nheads, rows, keys) mask, in which sizes may be 1, as the operator's.
+    fn mask(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
+        let [entries, nheads, ..] = t.size()[..] else { unreachable!("a mask has four dimensions") };
+        let of_entry = |entry: i64| t.f_narrow(0, if entries == 1 { 0 } else { entry }, 1);
+        let by_group = |t: &Tensor| t.f_unflatten(1, [nheads_k, -1]);
+        Ok(match self {
+            Fold::Heads => t.shallow_clone(),
+            Fold::Entry(entry) if nheads == 1 => of_entry(entry)?,
+            Fold::Entry(entry) => by_group(&of_entry(entry)?)?.f_select(0, 0)?.f_transpose(0, 1)?,
+            _ if nheads == 1 => t.shallow_clone(),
+            Fold::Rows => by_group(t)?.f_select(3, 0)?,
+            Fold::Member(member) => by_group(t)?.f_select(2, member)?,
+        })
+    }
+}
+
+/// A problem's tensors in the dtype and the strides that the operator computes with.
+struct Problem<'a> {
+    part: &'a Part,
+    kind: Kind,
+    group: i64,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    /// A bias that the operator takes as it is.
+    plain_bias: Option<Tensor>,
+}
+
+/// Converts a (batch, seqlen, heads, headdim) tensor to `kind`. Copies also where rows overlap or elements of a row are apart,
+/// which BLAS cannot read, and where rows are not aligned to 16 bytes: BLAS may round their products in another way.
+fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
+    let t = t.f_to_kind(kind)?;
+    let (sizes, strides) = (t.size(), t.stride());
+    let unit = 16 / t.kind().elt_size_in_bytes() as i64;
+    let aligned = (0..3).all(|i| sizes[i] == 1 || strides[i] % unit == 0);
+    let dense = (sizes[3] == 1 || strides[3] == 1) && (sizes[1] == 1 || strides[1] >= sizes[3]) && aligned;
+    Ok(if dense { t } else { t.f_contiguous()? })
+}
+
+/// Whether every element is finite and its products are.
+fn is_moderate(t: &Tensor) -> Result<bool> {
+    let all: [i64; 0] = [];
+    let small = t.f_amax(all, false)?.f_lt(LARGEST_FACTOR)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(LARGEST_FACTOR)?)?;
+    Ok(small.f_int64_value(&[])? != 0)
+}
+
+impl<'a> Problem<'a> {
+    fn new(part: &'a Part) -> Result<Self> {
+        let kind = compute_kind(part.q.kind());
+        let (q, k, v) = (readable(&part.q, kind)?, readable(&part.k, kind)?, readable(&part.v, kind)?);
+        let plain_bias = part.attn_bias.as_ref().map(|t| plain(t, kind)).transpose()?.flatten();
+        Ok(Problem { part, kind, group: heads_per_group(&part.a), q, k, v, plain_bias })
+    }
+
+    /// Whether the operator gets masks.
+    fn has_masks(&self, blocks: &[Block]) -> bool {
+        let (first, last) = window_offsets(&self.part.a);
+        self.part.alibi_slopes.is_some()
+            || self.part.attn_bias.is_some()
+            || blocks.iter().any(|b| !b.is_causal && (b.hidden_left(first).is_some() || b.hidden_right(last).is_some()))
+    }
+
+    /// How many masks one block has, a row of which it stores for each of its rows; 0 if one row serves all.
+    fn stored_masks(&self, has_window: bool) -> i64 {
+        let bias = self.part.attn_bias.as_ref().map(|t| t.size());
+        let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
+        let sizes = |i: usize| bias.as_ref().map_or(1, |s| s[i]).max(alibi.as_ref().map_or(1, |s| s[i]));
+        let one_row = !has_window && alibi.is_none() && (self.plain_bias.is_some() || bias.as_ref().is_none_or(|s| s[2] == 1));
+        if one_row {
+            0
+        } else {
+            sizes(0) * sizes(1)
+        }
+    }
+
+    fn blocks(&self) -> Vec<Block> {
+        let a = &self.part.a;
+        let (first, last) = window_offsets(a);
+        // the rows that see a key
+        let (start, end) = ((-last).max(0), (a.seqlen_k - first).min(a.seqlen_q));
+        let hides_left = end - 1 + first > 0;
+        let has_window = hides_left || start + last < a.seqlen_k - 1;
+        let has_mask = self.part.alibi_slopes.is_some() || self.part.attn_bias.is_some();
+        let is_causal = last == 0 && !hides_left && !has_mask && a.seqlen_q > 1 && a.seqlen_q <= a.seqlen_k;
+        let masks = if is_causal { 0 } else { self.stored_masks(has_window) };
+        let rows = if masks == 0 {
+            a.seqlen_q
+        } else {
+            let width = (last - first + 1).min(a.seqlen_k);
+            let rows = width.clamp(*ROWS.start(), *ROWS.end());
+            let keys = a.seqlen_k.min(width + rows);
+            rows.min((MASK_ELEMENTS / (masks * keys)).max(MIN_ROWS))
+        };
+        (start..end)
+            .step_by(rows.max(1) as usize)
+            .map(|row| {
+                let rows = rows.min(end - row);
+                let key = (row + first).max(0);
+                Block { row, rows, key, keys: (row + rows + last).min(a.seqlen_k) - key, is_causal }
+            })
+            .collect()
+    }
+
+    /// What the operator adds to the scores of the block: (batch or 1, nheads or 1, rows or 1, keys or 1).
+    fn mask(&self, b: &Block) -> Result<Option<Tensor>> {
+        if b.is_causal {
+            return Ok(None);
+        }
+        let bias = match (&self.plain_bias, &self.part.attn_bias) {
+            (Some(plain), _) => Some(b.of_bias(plain)?),
+            (None, bias) => bias.as_ref().map(|t| additive(&b.of_bias(t)?, self.kind)).transpose()?,
+        };
+        let alibi = self.part.alibi_slopes.as_ref().map(|t| alibi_bias(t, &self.part.a, [b.row, b.rows], [b.key, b.keys], self.kind));
+        let mut mask = match (bias, alibi.transpose()?) {
+            (Some(bias), Some(alibi)) => Some(alibi.f_add(&bias)?),
+            (bias, alibi) => bias.or(alibi),
+        };
+        let (first, last) = window_offsets(&self.part.a);
+        let ones = || Tensor::f_ones([b.rows, b.keys], (Kind::Bool, Device::Cpu));
+        let right = b.hidden_right(last).map(|diagonal| ones()?.f_triu(diagonal)).transpose()?;
+        let left = b.hidden_left(first).map(|diagonal| ones()?.f_tril(diagonal)).transpose()?;
+        for hidden in [right, left].into_iter().flatten() {
+            let shown = mask.map_or_else(|| Tensor::f_zeros([1, 1, b.rows, b.keys], (self.kind, Device::Cpu)), Ok)?;
+            mask = Some(shown.f_masked_fill(&hidden, f64::NEG_INFINITY)?);
+        }
+        // the operator reads elements of a row one after the other
+        mask.map(|t| Ok(if t.size()[3] == 1 || t.stride()[3] == 1 { t } else { t.f_contiguous()? })).transpose()
+    }
+
+    fn query_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
+        fold.queries(&t.f_narrow(1, b.row, b.rows)?, self.part.a.nheads_k)
+    }
+
+    fn key_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
+        fold.keys(&t.f_narrow(1, b.key, b.keys)?, self.group)
+    }
+
+    fn lse_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
+        fold.lse(&t.f_narrow(2, b.row, b.rows)?, self.part.a.nheads_k)
+    }
+}
+
+impl Block {
+    /// The diagonal from which on a window hides later keys; None if it hides none.
+    fn hidden_right(&self, last: i64) -> Option<i64> {
+        let diagonal = self.row + last - self.key + 1;
+        (diagonal < self.keys).then_some(diagonal)
+    }
+
+    /// The diagonal up to which a window hides earlier keys; None if it hides none.
+    fn hidden_left(&self, first: i64) -> Option<i64> {
+        let diagonal = self.row + first - self.key - 1;
+        (diagonal > -self.rows).then_some(diagonal)
+    }
+
+    /// The block's part of a bias. Dimensions of size 1 stay.
+    fn of_bias(&self, bias: &Tensor) -> Result<Tensor> {
+        let mut t = bias.shallow_clone();
+        for (dim, start, count) in [(2, self.row, self.rows), (3, self.key, self.keys)] {
+            if t.size()[dim] > 1 {
+                t = t.f_narrow(dim as i64, start, count)?;
+            }
+        }
+        Ok(t)
+    }
+
+    /// Whether the operator's results are those of the whole problem.
+    fn is_whole(&self, part: &Part, fold: Fold) -> bool {
+        fold == Fold::Heads && self.rows == part.a.seqlen_q
+    }
+}
+
+/// The bias if none of its numbers has to change, so that no copy is needed.
+fn plain(bias: &Tensor, kind: Kind) -> Result<Option<Tensor>> {
+    if bias.kind() != kind || (bias.size()[3] > 1 && bias.stride()[3] != 1) {
+        return Ok(None);
+    }
+    let all: [i64; 0] = [];
+    let changes = bias.f_amin(all, false)?.f_lt(LOWEST_SCORE)?.f_int64_value(&[])? != 0;
+    Ok((!changes).then(|| bias.shallow_clone()))
+}
+
+/// A bias as numbers of type `kind`; -inf where it hides a key.
+fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
+    if bias.kind() == Kind::Bool {
+        return Ok(Tensor::f_zeros(bias.size(), (kind, Device::Cpu))?.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?);
+    }
+    let numbers = bias.f_to_kind(kind)?;
+    Ok(if bias.kind() == Kind::Half { numbers } else { numbers.f_threshold(LOWEST_SCORE, f64::NEG_INFINITY)? })
+}
+
+/// Whether no log-sum-exp is 0 and, under a mask, none is NaN: the mask may have met an infinite score of a hidden key.
+fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
+    let all: [i64; 0] = [];
+    let is_true = |t: Tensor| Ok::<_, crate::error::Error>(t.f_int64_value(&[])? != 0);
+    Ok(!is_true(lse.f_eq(0.0)?.f_any()?)? && (!has_mask || is_true(lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?)?))
+}
+
+/// The log-sum-exp with +inf in rows that the mask hides, where the operator gives 0. None if that leaves a doubt.
+fn settled(lse: Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
+    if is_settled(&lse, mask.is_some())? {
+        return Ok(Some(lse));
+    }
+    let Some(mask) = mask else { return Ok(None) };
+    let hidden = mask.f_amax(-1, false)?.f_eq(f64::NEG_INFINITY)?.f_logical_and(&lse.f_eq(0.0)?)?;
+    let lse = lse.f_masked_fill(&hidden, f64::INFINITY)?;
+    Ok(if is_settled(&lse, true)? { Some(lse) } else { None })
+}
+
+/// Computes out (batch, seqlen_q, nheads, headdim) and the log-sum-exp (batch, nheads, seqlen_q).
+///
+/// None if masks meet scores that are not finite, or if a log-sum-exp is exactly 0: the operator gives that for a row all of
+/// whose scores are -inf too.
+pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
+    let (p, a) = (Problem::new(part)?, &part.a);
+    let mut results = None;
+    for b in p.blocks() {
+        let mask = p.mask(&b)?;
+        for fold in Fold::all(part) {
+            let mask = mask.as_ref().map(|t| fold.mask(t, a.nheads_k)).transpose()?;
+            let (out, lse) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
+                &p.query_rows(&p.q, &b, fold)?,
+                &p.key_rows(&p.k, &b, fold)?,
+                &p.key_rows(&p.v, &b, fold)?,
+                0.0,
+                b.is_causal,
+                mask.as_ref(),
+                a.softmax_scale,
+            )?;
+            let Some(lse) = settled(lse, mask.as_ref())? else { return Ok(None) };
+            if b.is_whole(part, fold) {
+                return Ok(Some((out.f_transpose(1, 2)?, lse)));
+            }
+            let (whole_out, whole_lse) = match &results {
+                Some(results) => results,
+                None => results.insert(without_keys(&p)?),
+            };
+            p.query_rows(whole_out, &b, fold)?.f_copy_(&out)?;
+            p.lse_rows(whole_lse, &b, fold)?.f_copy_(&lse)?;
+        }
+    }
+    Ok(Some(match results {
+        Some(results) => results,
+        None => without_keys(&p)?,
+    }))
+}
+
+/// The results of rows that see no key.
+fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
+    let (a, options) = (&p.part.a, (p.kind, Device::Cpu));
+    let out = Tensor::f_zeros([a.batch, a.seqlen_q, a.nheads, a.headdim], options)?;
+    Ok((out, Tensor::f_full([a.batch, a.nheads, a.seqlen_q], f64::INFINITY, options)?))
+}
+
+/// Computes dq, dk and dv with the shapes of q, k and v. `lse` has the type of the arithmetic.
+///
+/// None if masks would meet scores that are not finite.
+pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<Option<[Tensor; 3]>> {
+    let (p, a) = (Problem::new(part)?, &part.a);
+    let blocks = p.blocks();
+    if p.has_masks(&blocks) && !(is_moderate(&p.q)? && is_moderate(&p.k)?) {
+        return Ok(None);
+    }
+    let (dout, out) = (readable(dout, p.kind)?, readable(out, p.kind)?);
+    let mut sums = None;
+    for b in blocks {
+        let mask = p.mask(&b)?;
+        for fold in Fold::all(part) {
+            let mask = mask.as_ref().map(|t| fold.mask(t, a.nheads_k)).transpose()?;
+            let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
+                &p.query_rows(&dout, &b, fold)?,
+                &p.query_rows(&p.q, &b, fold)?,
+                &p.key_rows(&p.k, &b, fold)?,
+                &p.key_rows(&p.v, &b, fold)?,
+                &p.query_rows(&out, &b, fold)?,
+                &p.lse_rows(lse, &b, fold)?,
+                0.0,
+                b.is_causal,
+                mask.as_ref(),
+                a.softmax_scale,
+            )?;
+            if b.is_whole(part, fold) && b.keys == a.seqlen_k {
+                return Ok(Some([dq.f_transpose(1, 2)?, dk.f_transpose(1, 2)?, dv.f_transpose(1, 2)?]));
+            }
+            let [dq_sum, dk_sum, dv_sum] = match &sums {
+                Some(sums) => sums,
+                None => sums.insert(zeros(&p)?),
+            };
+            p.query_rows(dq_sum, &b, fold)?.f_copy_(&dq)?;
+            fold.add_keys(&dk_sum.f_narrow(1, b.key, b.keys)?, &dk)?;
+            fold.add_keys(&dv_sum.f_narrow(1, b.key, b.keys)?, &dv)?;
+        }
+    }
+    Ok(Some(match sums {
+        Some(sums) => sums,
+        None => zeros(&p)?,
+    }))
+}
+
+/// Gradients of a problem in which no row sees a key.
+fn zeros(p: &Problem) -> Result<[Tensor; 3]> {
+    let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (p.kind, Device::Cpu));
+    Ok([zeros(&p.q)?, zeros(&p.k)?, zeros(&p.v)?])
+}

@@ -1,0 +1,269 @@
+//! What instructions compute, on the prebuilt kernels of fixtures/functional.cu for sm_70 and sm_75, in both warp orders. Needs nvdisasm
+//! (`$VOLTA_SIM_NVDISASM` or `PATH`).
+
+use std::sync::OnceLock;
+use volta_sim::{Dispatch, Extent, Launch, Machine, Module, Schedule, TimingOptions};
+
+fn modules() -> &'static [Module; 2] {
+    static MODULES: OnceLock<[Module; 2]> = OnceLock::new();
+    MODULES.get_or_init(|| {
+        let load = |cubin: &[u8]| {
+            Module::load(cubin)
+                .unwrap_or_else(|e| panic!("cannot load the test kernels: {e}\nthese tests need nvdisasm: set VOLTA_SIM_NVDISASM"))
+        };
+        [load(include_bytes!("fixtures/functional_sm70.cubin")), load(include_bytes!("fixtures/functional_sm75.cubin"))]
+    })
+}
+
+/// Calls `f` with a launch of `blocks` blocks of `threads` threads on these words.
+fn launch<T>(blocks: u32, threads: u32, inputs: [&[u32]; 3], out: &mut [u32], f: impl FnOnce(&Launch) -> T) -> T {
+    let params: Vec<u8> = inputs.iter().map(|v| v.as_ptr() as u64).chain([out.as_mut_ptr() as u64]).flat_map(u64::to_le_bytes).collect();
+    let mut extents: Vec<Extent> =
+        inputs.iter().map(|v| Extent { name: "input", ptr: v.as_ptr().cast_mut().cast(), len: 4 * v.len(), read_only: true }).collect();
+    extents.push(Extent { name: "out", ptr: out.as_mut_ptr().cast(), len: 4 * out.len(), read_only: false });
+    f(&Launch { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_smem: 0, params: &params, extents: &extents })
+}
+
+/// Runs a kernel of one architecture in both warp orders. Returns `out`, which starts as zeros and is the same for both.
+fn run_on(module: &Module, kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
+    let [first, second] = [1, 20_000].map(|quantum| {
+        let mut found = vec![0; out];
+        // SAFETY: the extents live here.
+        launch(blocks, threads, inputs, &mut found, |l| unsafe { module.run(kernel, l, &Schedule { quantum, threads: 1 }) }).unwrap();
+        found
+    });
+    assert_eq!(first, second, "{kernel}: the result depends on the warp order");
+    first
+}
+
+/// Runs a kernel on both architectures. Returns what both compute.
+fn run(kernel: &str, blocks: u32, threads: u32, inputs: [&[u32]; 3], out: usize) -> Vec<u32> {
+    let [volta, turing] = modules().each_ref().map(|m| run_on(m, kernel, blocks, threads, inputs, out));
+    assert_eq!(volta, turing, "{kernel}: sm_70 and sm_75 differ");
+    volta
+}
+
+/// `n` words: zeros, ones and signs first, then pseudorandom.
+fn words(n: usize, seed: u32) -> Vec<u32> {
+    let mut state = seed;
+    let random = std::iter::repeat_with(move || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state.rotate_left(16) ^ state
+    });
+    [0, 1, u32::MAX, 1 << 31].into_iter().chain(random).skip(seed as usize % 5).take(n).collect()
+}
+
+#[test]
+fn integers() {
+    let (a, b) = (words(256, 5), words(256, 6));
+    let found = run("integers", 1, 256, [&a, &b, &[]], 256 * 20);
+    for (t, (&x, &y)) in a.iter().zip(&b).enumerate() {
+        let (sx, sy, n) = (x as i32, y as i32, t as u32 & 31);
+        let both = (y as u64) << 32 | x as u64;
+        let byte = |i: u32| (both >> (8 * i)) as u32 & 255;
+        let expected = [
+            x.count_ones(),
+            y.leading_zeros(),
+            if x == 0 { 0 } else { x.trailing_zeros() + 1 },
+            y.reverse_bits(),
+            byte(5) | byte(1) << 8 | byte(7) << 16 | byte(3) << 24,
+            ((both << n) >> 32) as u32,
+            (both >> n) as u32,
+            sx.min(sy) as u32,
+            x.max(y),
+            sx.wrapping_abs() as u32,
+            ((sx as i64 * sy as i64) >> 32) as u32,
+            ((x as u64 * y as u64) >> 32) as u32,
+            x / (y | 1),
+            sx.wrapping_div((y >> 7 | 1) as i32) as u32,
+            x % (y >> 20 | 1),
+            (x & y) | (!x & (y >> 3)),
+            x << (y & 31),
+            (sx >> (y & 31)) as u32,
+            (x > y) as u32 + 2 * (sx > sy) as u32 + 4 * (x == y) as u32,
+            x.wrapping_mul(y).wrapping_sub(x),
+        ];
+        assert_eq!(found[20 * t..20 * t + 20], expected, "thread {t}: {x:#x}, {y:#x}");
+    }
+}
+
+#[test]
+fn long_integers() {
+    let (a, mut b) = (words(256, 5), words(256, 11));
+    // some divisors of few bits
+    b[1..80].iter_mut().step_by(2).for_each(|high| *high = 0);
+    let long = |v: &[u32], t: usize| v[2 * t] as u64 | (v[2 * t + 1] as u64) << 32;
+    let found = run("long_integers", 1, 128, [&a, &b, &[]], 128 * 16);
+    for t in 0..128 {
+        let (x, y, n) = (long(&a, t), long(&b, t), t as u32 & 63);
+        let (sx, sy) = (x as i64, y as i64);
+        let expected = [
+            x.wrapping_add(y),
+            x.wrapping_sub(y),
+            x.wrapping_mul(y),
+            sx.wrapping_div((y | 1) as i64) as u64,
+            x % (y | 1),
+            x << n,
+            (sx >> n) as u64,
+            (sx < sy) as u64 + 2 * (x < y) as u64 + 4 * (x == y) as u64,
+        ];
+        let found: Vec<u64> = (0..8).map(|i| long(&found, 8 * t + i)).collect();
+        assert_eq!(found, expected, "thread {t}: {x:#x}, {y:#x}");
+    }
+}
+
+#[test]
+fn exchange_between_lanes() {
+    let a = words(64, 3);
+    let found = run("exchange", 1, 64, [&a, &[], &[]], 256);
+    let scan: Vec<u32> = (0..64).map(|t| a[t & 32..=t].iter().fold(0, |s: u32, x| s.wrapping_add(*x))).collect();
+    for t in 0..64 {
+        let (warp, l) = (t & 32, t & 31);
+        let down = if l % 8 + 5 < 8 { l + 5 } else { l };
+        let expected = [scan[t], scan[warp + (l & 24) + t * 7 % 8], scan[warp + (l ^ 3)], scan[warp + down]];
+        assert_eq!(found[4 * t..4 * t + 4], expected, "thread {t}");
+    }
+}
+
+#[test]
+fn divergence() {
+    fn recursive(x: u32, k: u32) -> u32 {
+        if k > 0 {
+            recursive(x.wrapping_mul(3).wrapping_add(1), k - 1).wrapping_add(1)
+        } else {
+            x
+        }
+    }
+    let a: Vec<u32> = (0..256).collect();
+    let found = run("divergence", 1, 256, [&a, &[], &[]], 3 * 256 + 1);
+    let value = |t: u32| {
+        let mut v = match t % 9 {
+            0 => t + 1,
+            1 => t * 3,
+            2 => t.wrapping_sub(7),
+            3 => t ^ 5,
+            4 => t * t,
+            5 => !t,
+            6 => t + t.count_ones(),
+            _ => t,
+        };
+        let mut n = 0;
+        while v != 1 && n < t & 15 {
+            v = if v & 1 != 0 { v.wrapping_mul(3).wrapping_add(1) } else { v / 2 };
+            n += 1;
+            if v == 77 {
+                break;
+            }
+        }
+        if t.is_multiple_of(3) {
+            v = v.wrapping_add(if t % 2 != 0 { 100 } else { (0..t % 7).map(|i| i * i).sum() });
+        }
+        v.wrapping_add(recursive(v, t & 3))
+    };
+    let values: Vec<u32> = (0..256).map(value).collect();
+    let lanes = |t: usize, f: &dyn Fn(u32) -> bool| (0..32).fold(0, |m, l| m | (f(values[(t & !31) + l]) as u32) << l);
+    for t in 0..256 {
+        let expected = [values[t], lanes(t, &|v| v & 1 != 0), lanes(t, &|v| v % 4 == values[t] % 4)];
+        assert_eq!(found[3 * t..3 * t + 3], expected, "thread {t}");
+    }
+    assert_eq!(found[3 * 256], 201);
+}
+
+#[test]
+fn atomics() {
+    let found = run("atomics", 4, 128, [&[], &[], &[]], 9);
+    let sum = 128 * 127 / 2;
+    let (max, min) = ((0..128).map(|t| t * 7 % 101).max(), (0..128).map(|t| -(t * 7 % 103)).min());
+    assert_eq!(found, [4 * sum, max.unwrap(), min.unwrap() as u32, u32::MAX, 0, 1024, 512 % 10, 4 * sum, 11064]);
+}
+
+#[test]
+fn named_barriers() {
+    let expected: Vec<u32> = (0..64).map(|t| 45 * (63 - t)).collect();
+    assert_eq!(run("named_barriers", 2, 128, [&[], &[], &[]], 64), expected);
+}
+
+#[test]
+fn spilled_registers() {
+    let a = words(64 * 64, 7);
+    assert!(modules().iter().all(|m| m.kernel_info("spills").unwrap().spill_insts > 20));
+    let found = run("spills", 1, 64, [&a, &[], &[]], 64 * 64);
+    for t in 0..64 {
+        let mut v: Vec<u32> = (0..64).map(|i| a[64 * i + t]).collect();
+        for _ in 0..3 {
+            for i in 0..64 {
+                v[i] = v[i].wrapping_mul(v[(i * 7 + 3) & 63]).wrapping_add(v[(i + 1) & 63]);
+            }
+        }
+        assert!((0..64).all(|i| found[64 * i + t] == v[i]), "thread {t}");
+    }
+}
+
+/// Bits of a half that holds an integer of at most 11 bits.
+fn half(x: i32) -> u32 {
+    let magnitude = x.unsigned_abs();
+    if magnitude == 0 {
+        return 0;
+    }
+    let exponent = 31 - magnitude.leading_zeros();
+    ((x < 0) as u32) << 15 | (exponent + 15) << 10 | (magnitude << (10 - exponent) & 0x3ff)
+}
+
+/// Packs pairs of halves into words.
+fn packed(halves: &[u32]) -> Vec<u32> {
+    halves.chunks(2).map(|pair| pair[0] | pair[1] << 16).collect()
+}
+
+/// All layouts of mma.m8n8k4, each quad-pair with matrices of its own. Small integers: every sum is exact.
+#[test]
+fn matrix_products_of_volta() {
+    let number = |seed: usize, q: usize, i: usize, j: usize| ((seed * 31 + q * 13 + i * 17 + j * 7 + i * j * 5) % 23) as i32 - 11;
+    let (a, b, c) = (|q, m, k| number(1, q, m, k), |q, k, n| number(2, q, k, n), |q, m, n| number(3, q, m, n));
+    let product = |q: usize, m: usize, n: usize| c(q, m, n) + (0..4).map(|k| a(q, m, k) * b(q, k, n)).sum::<i32>();
+    // lane -> its quad-pair and its number there
+    let place = |l: usize| (l / 4 % 4, l % 4 + l / 16 * 4);
+    // element v of thread t of a quad-pair, as (row, column)
+    let own = |t: usize, v: usize| (t, v);
+    let across = |t: usize, v: usize| (4 * (t / 4) + v, t % 4);
+    let of_f32 = |t: usize, v: usize| ((t & 1) + (v & 2) + 4 * (t >> 2), (v & 1) + (t & 2) + (v & 4));
+    type Layout<'a> = &'a dyn Fn(usize, usize) -> (usize, usize);
+    let fragment = |n: usize, layout: Layout, element: &dyn Fn(usize, usize, usize) -> u32| -> Vec<u32> {
+        (0..32 * n)
+            .map(|i| {
+                let ((q, t), v) = (place(i / n), i % n);
+                let (row, column) = layout(t, v);
+                element(q, row, column)
+            })
+            .collect()
+    };
+    for (a_layout, a_at) in [("row", &own as Layout), ("col", &across)] {
+        for (b_layout, b_at) in [("col", &own as Layout), ("row", &across)] {
+            let left = packed(&fragment(4, a_at, &|q, m, k| half(a(q, m, k))));
+            let right = packed(&fragment(4, b_at, &|q, n, k| half(b(q, k, n))));
+            let sums = fragment(8, &of_f32, &|q, m, n| (c(q, m, n) as f32).to_bits());
+            let expected = fragment(8, &of_f32, &|q, m, n| (product(q, m, n) as f32).to_bits());
+            let kernel = format!("mma_f32_{a_layout}_{b_layout}");
+            assert_eq!(run_on(&modules()[0], &kernel, 1, 32, [&left, &right, &sums], 256), expected, "{kernel}");
+            let sums = packed(&fragment(8, &own, &|q, m, n| half(c(q, m, n))));
+            let expected = packed(&fragment(8, &own, &|q, m, n| half(product(q, m, n))));
+            let kernel = format!("mma_f16_{a_layout}_{b_layout}");
+            assert_eq!(run_on(&modules()[0], &kernel, 1, 32, [&left, &right, &sums], 128), expected, "{kernel}");
+        }
+    }
+}
+
+/// A published latency: 4 cycles from an FFMA to one that depends on it, on both GPUs.
+#[test]
+fn dependent_ffmas_take_four_cycles() {
+    let values: Vec<u32> = (0..64).map(|i| (0.5 + i as f32 / 256.0).to_bits()).collect();
+    for (module, gpu) in modules().iter().zip(["v100", "t4"]) {
+        let cycles = |rounds: u32| {
+            let options = TimingOptions { machine: Machine::named(gpu).unwrap(), dispatch: Dispatch::Static, ..Default::default() };
+            // SAFETY: the extents live here.
+            let report = launch(1, 32, [&[rounds], &values, &[]], &mut [0; 32], |l| unsafe { module.time("ffma_chain", l, &options) });
+            report.unwrap().timing.cycles as f64
+        };
+        let each = (cycles(50) - cycles(10)) / (40.0 * 64.0);
+        assert!((4.0..4.4).contains(&each), "{gpu}: {each}");
+    }
+}
