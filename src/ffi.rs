@@ -3,7 +3,7 @@
 //! Tensors travel as `at::Tensor*`: borrowed on the way in (null is None), owned by the caller on the
 //! way out. No panic crosses the boundary: every entry returns a [`Status`].
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
 use crate::launch::driver::Driver;
 use crate::limits::LATENT_HEADDIMS;
@@ -59,7 +59,7 @@ fn c_string(text: &str) -> *mut c_char {
     CString::new(text.replace('\0', " ")).expect("NULs were replaced").into_raw()
 }
 
-fn status(op: &str, body: impl FnOnce() -> crate::error::Result<()>) -> Status {
+fn status(op: &str, body: impl FnOnce() -> Result<()>) -> Status {
     let error = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return Status { code: 0, message: std::ptr::null_mut() },
         Ok(Err(e)) => e,
@@ -83,38 +83,47 @@ unsafe fn tensor(handle: *mut c_void) -> Option<Tensor> {
     (!handle.is_null()).then(|| unsafe { Tensor::clone_from_ptr(handle.cast()) })
 }
 
+/// Refuses an argument that is None: Python turns that into an undefined tensor whatever the schema says.
+fn check_given(name: &str, handle: *mut c_void) -> Result<()> {
+    if handle.is_null() {
+        return Err(Error::value(name, "None", "a tensor"));
+    }
+    Ok(())
+}
+
 /// # Safety
-/// As [`tensor`], and the schema makes it present.
-unsafe fn required(handle: *mut c_void) -> Tensor {
-    unsafe { tensor(handle) }.expect("the schema makes this tensor present")
+/// As [`tensor`].
+unsafe fn required(name: &str, handle: *mut c_void) -> Result<Tensor> {
+    check_given(name, handle)?;
+    Ok(unsafe { Tensor::clone_from_ptr(handle.cast()) })
 }
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn attention(args: &AttentionArgs) -> Inputs {
+unsafe fn attention(args: &AttentionArgs) -> Result<Inputs> {
     unsafe {
-        Inputs {
-            q: required(args.q),
-            k: required(args.k),
-            v: required(args.v),
+        Ok(Inputs {
+            q: required("q", args.q)?,
+            k: required("k", args.k)?,
+            v: required("v", args.v)?,
             appended: None,
             rng_state: tensor(args.rng_state),
             options: args.options.read(|handle| tensor(handle)),
             stream: args.stream,
-        }
+        })
     }
 }
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn saved(args: &BackwardArgs) -> Saved {
+unsafe fn saved(args: &BackwardArgs) -> Result<Saved> {
     unsafe {
-        Saved {
-            dout: required(args.dout),
-            out: required(args.out),
-            softmax_lse: required(args.softmax_lse),
+        Ok(Saved {
+            dout: required("dout", args.dout)?,
+            out: required("out", args.out)?,
+            softmax_lse: required("softmax_lse", args.softmax_lse)?,
             attn_bias_requires_grad: args.attn_bias_requires_grad,
-        }
+        })
     }
 }
 
@@ -142,7 +151,7 @@ unsafe fn release_all<const N: usize>(outputs: *mut *mut c_void, results: [Optio
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
-        let (out, softmax_lse) = ops::forward(&attention(&*args))?;
+        let (out, softmax_lse) = ops::forward(&attention(&*args)?)?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -156,7 +165,7 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
 pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *mut c_void) -> Status {
     status("bwd", || unsafe {
         let args = &*args;
-        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&attention(&args.attention), &saved(args))?;
+        let Gradients { dq, dk, dv, dattn_bias, dsinks } = ops::backward(&attention(&args.attention)?, &saved(args)?)?;
         release_all(outputs, [Some(dq), Some(dk), Some(dv), dattn_bias, dsinks]);
         Ok(())
     })
@@ -168,7 +177,7 @@ pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Status {
-    status("fwd", || unsafe { ops::check_forward(&attention(&*args)) })
+    status("fwd", || unsafe { ops::check_forward(&attention(&*args)?) })
 }
 
 /// The same for [`volta_fa_bwd`].
@@ -177,7 +186,7 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status {
-    status("bwd", || unsafe { ops::check_backward(&attention(&(*args).attention), &saved(&*args)) })
+    status("bwd", || unsafe { ops::check_backward(&attention(&(*args).attention)?, &saved(&*args)?) })
 }
 
 /// Arguments of `volta_fa::merge_attention_states`.
@@ -197,13 +206,13 @@ pub struct MergeArgs {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn states(args: &MergeArgs) -> merge::States {
+unsafe fn states(args: &MergeArgs) -> Result<merge::States> {
     unsafe {
-        merge::States {
-            outs: [required(args.out_a), required(args.out_b)],
-            lses: [required(args.softmax_lse_a), required(args.softmax_lse_b)],
+        Ok(merge::States {
+            outs: [required("out_a", args.out_a)?, required("out_b", args.out_b)?],
+            lses: [required("softmax_lse_a", args.softmax_lse_a)?, required("softmax_lse_b", args.softmax_lse_b)?],
             stream: args.stream,
-        }
+        })
     }
 }
 
@@ -214,7 +223,7 @@ unsafe fn states(args: &MergeArgs) -> merge::States {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *mut c_void) -> Status {
     status("merge_attention_states", || unsafe {
-        let (out, softmax_lse) = merge::merge(&states(&*args))?;
+        let (out, softmax_lse) = merge::merge(&states(&*args)?)?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -226,7 +235,7 @@ pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *m
 /// As [`volta_fa_fwd`].
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_merge_in_place(args: *const MergeArgs) -> Status {
-    status("merge_attention_states_", || unsafe { merge::merge_in_place(&states(&*args)) })
+    status("merge_attention_states_", || unsafe { merge::merge_in_place(&states(&*args)?) })
 }
 
 /// What [`volta_fa_merge`] or, `in_place`, [`volta_fa_merge_in_place`] would refuse, as far as sizes are known.
@@ -236,7 +245,7 @@ pub unsafe extern "C" fn volta_fa_merge_in_place(args: *const MergeArgs) -> Stat
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs, in_place: bool) -> Status {
     let op = if in_place { "merge_attention_states_" } else { "merge_attention_states" };
-    status(op, || unsafe { merge::check(&states(&*args), in_place) })
+    status(op, || unsafe { merge::check(&states(&*args)?, in_place) })
 }
 
 /// Arguments of `volta_fa::fwd_kvcache`.
@@ -262,18 +271,26 @@ pub struct KvCacheArgs {
 ///
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<Inputs> {
-    let tensor = |handle: *mut c_void| (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle.cast()) });
-    let required = |handle| tensor(handle).expect("the schema makes this tensor present");
-    ManuallyDrop::new(Inputs {
-        q: required(args.q),
-        k: required(args.k_cache),
-        v: required(args.v_cache),
-        appended: tensor(args.k).map(|k| [k, required(args.v)]),
+unsafe fn cached(args: &KvCacheArgs) -> Result<ManuallyDrop<Inputs>> {
+    // before any tensor is borrowed: an early return would release it
+    for (name, handle) in [("q", args.q), ("k_cache", args.k_cache), ("v_cache", args.v_cache)] {
+        check_given(name, handle)?;
+    }
+    if !(args.k.is_null() && args.v.is_null()) {
+        check_given("k", args.k)?;
+        check_given("v", args.v)?;
+    }
+    let given = |handle: *mut c_void| unsafe { Tensor::from_ptr(handle.cast()) };
+    let optional = |handle: *mut c_void| (!handle.is_null()).then(|| given(handle));
+    Ok(ManuallyDrop::new(Inputs {
+        q: given(args.q),
+        k: given(args.k_cache),
+        v: given(args.v_cache),
+        appended: optional(args.k).map(|k| [k, given(args.v)]),
         rng_state: None,
-        options: args.options.read(tensor),
+        options: args.options.read(optional),
         stream: args.stream,
-    })
+    }))
 }
 
 /// `volta_fa::fwd_kvcache`, both overloads; `outputs` receives out, softmax_lse.
@@ -283,7 +300,7 @@ unsafe fn cached(args: &KvCacheArgs) -> ManuallyDrop<Inputs> {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd_kvcache", || unsafe {
-        let (out, softmax_lse) = kvcache::forward(&cached(&*args))?;
+        let (out, softmax_lse) = kvcache::forward(&*cached(&*args)?)?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -295,7 +312,7 @@ pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs:
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs) -> Status {
-    status("fwd_kvcache", || unsafe { kvcache::check(&cached(&*args)) })
+    status("fwd_kvcache", || unsafe { kvcache::check(&*cached(&*args)?) })
 }
 
 /// Arguments of `volta_fa::fwd_mla`.
@@ -313,17 +330,17 @@ pub struct MlaArgs {
 
 /// # Safety
 /// The handles of `args` are valid.
-unsafe fn latents(args: &MlaArgs) -> Inputs {
+unsafe fn latents(args: &MlaArgs) -> Result<Inputs> {
     unsafe {
-        Inputs {
-            q: required(args.q),
-            k: required(args.latent_cache),
-            v: required(args.latent_cache),
+        Ok(Inputs {
+            q: required("q", args.q)?,
+            k: required("latent_cache", args.latent_cache)?,
+            v: required("latent_cache", args.latent_cache)?,
             appended: None,
             rng_state: None,
             options: args.options.read(|handle| tensor(handle)).with_latents_as_keys(),
             stream: args.stream,
-        }
+        })
     }
 }
 
@@ -334,7 +351,7 @@ unsafe fn latents(args: &MlaArgs) -> Inputs {
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd_mla", || unsafe {
-        let (out, softmax_lse) = kvcache::forward_mla(latents(&*args))?;
+        let (out, softmax_lse) = kvcache::forward_mla(latents(&*args)?)?;
         release_all(outputs, [Some(out), Some(softmax_lse)]);
         Ok(())
     })
@@ -346,7 +363,7 @@ pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *m
 /// `args` and its handles are valid.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status {
-    status("fwd_mla", || unsafe { kvcache::check_mla(&latents(&*args)) })
+    status("fwd_mla", || unsafe { kvcache::check_mla(&latents(&*args)?) })
 }
 
 /// Columns of `volta_fa::fwd_mla`'s out.
@@ -381,7 +398,7 @@ pub unsafe extern "C" fn volta_fa_dropout_mask(args: *const DropoutMaskArgs, out
     status("_dropout_mask", || unsafe {
         let args = &*args;
         let shape = [args.batch, args.nheads, args.seqlen_q, args.seqlen_k];
-        *output = release(ops::dropout::mask(&required(args.rng_state), shape, args.dropout_p)?);
+        *output = release(ops::dropout::mask(&required("rng_state", args.rng_state)?, shape, args.dropout_p)?);
         Ok(())
     })
 }

@@ -4,6 +4,7 @@ The rules themselves are tested without tensors in tests/problem.rs; here they a
 with nothing launched.
 """
 
+import functools
 import json
 
 import pytest
@@ -124,6 +125,21 @@ def test_tensors_without_data_beside_others(backend, good):
     """Not memory that nothing was written to."""
     refused(call({**good, "k": good["k"].to("meta")}), ValueError, "k: got device meta, expected device cpu, that of q")
     refused(call({**good, "q": good["q"].to("meta")}), ValueError, "k: got device cpu, expected device meta, that of q")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "name", ["fwd", "bwd", "fwd_kvcache", "fwd_kvcache.append", "fwd_mla", "merge_attention_states", "merge_attention_states_"]
+)
+def test_none_for_a_required_tensor(name, device):
+    name, overload = (name + ".default").split(".")[:2]
+    op = getattr(getattr(torch.ops.volta_fa, name), overload)
+    required = [a.name for a in op._schema.arguments if not a.has_default_value()]
+    for missing in required:
+        for requires_grad in {False, name == "fwd"}:
+            tensors = {n: torch.zeros(1, 8, 2, 16, device=device, requires_grad=requires_grad) for n in required}
+            without = functools.partial(op, **{**tensors, missing: None})
+            refused(without, ValueError, f"volta_fa::{name}: {missing}: got None, expected a tensor")
 
 
 @on("cpu-fp32")

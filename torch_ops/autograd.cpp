@@ -76,7 +76,8 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
     TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
     if (is_subclass(q)) has_rules(q);  // which loads them
-    if (!at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
+    const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust refuses None
+    if (!is_complete || !at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
         // inference: no graph node to build
         at::AutoDispatchBelowADInplaceOrView guard;
         return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));

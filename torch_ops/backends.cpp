@@ -3,9 +3,9 @@
 #include "ops.h"
 #include "rust.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/randint.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -22,13 +22,14 @@ Tensor no_elements(const Tensor& like, at::ScalarType dtype) {
 // Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
 // a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)
 Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
+    if (!q.defined()) return {};  // None, which Rust refuses
     if (!(dropout_p > 0.0 && dropout_p < 1.0)) return no_elements(q, at::kLong);
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }
 
 FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION_PARAMETERS(int64_t),
               std::optional<at::Generator> generator) {
-    const c10::DeviceGuard guard(q.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(q));
     const OptionalTensor rng_state = draw_rng_state(q, dropout_p, std::move(generator));
     auto args = attention_args<int64_t>(q, k, v, rng_state, VOLTA_FA_OPTION_ARGUMENTS);
     args.stream = current_stream(q);
@@ -39,7 +40,7 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
 
 BwdResult bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
               const OptionalTensor& rng_state, VOLTA_FA_OPTION_PARAMETERS(int64_t), bool attn_bias_requires_grad) {
-    const c10::DeviceGuard guard(q.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(q));
     auto args =
         backward_args<int64_t>(dout, q, k, v, out, softmax_lse, rng_state, VOLTA_FA_OPTION_ARGUMENTS, attn_bias_requires_grad);
     args.attention.stream = current_stream(q);

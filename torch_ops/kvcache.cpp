@@ -4,10 +4,10 @@
 #include "ops.h"
 #include "rust.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -23,7 +23,7 @@ struct Operands {
 };
 
 Result run(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
-    const c10::DeviceGuard guard(t.q.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(t.q));
     const KvCacheArgs args{handle(t.q),        handle(t.k_cache), handle(t.v_cache),
                            handle(t.k),        handle(t.v),       kvcache_option_args<int64_t>(VOLTA_FA_KVCACHE_OPTION_ARGUMENTS),
                            current_stream(t.q)};

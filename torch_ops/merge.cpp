@@ -2,8 +2,8 @@
 
 #include "rust.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -17,7 +17,7 @@ MergeArgs merge_args(const Tensor& out_a, const Tensor& softmax_lse_a, const Ten
 }
 
 States merge(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
-    const c10::DeviceGuard guard(out_a.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(out_a));
     auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
     args.stream = current_stream(out_a);
     std::array<void*, 2> outputs{};
@@ -26,7 +26,7 @@ States merge(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out
 }
 
 void merge_(const Tensor& out_a, const Tensor& softmax_lse_a, const Tensor& out_b, const Tensor& softmax_lse_b) {
-    const c10::DeviceGuard guard(out_a.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(out_a));
     auto args = merge_args(out_a, softmax_lse_a, out_b, softmax_lse_b);
     args.stream = current_stream(out_a);
     check(volta_fa_merge_in_place(&args));

@@ -3,9 +3,9 @@
 #include "ops.h"
 #include "rust.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -15,7 +15,7 @@ namespace {
 using Result = std::tuple<Tensor, Tensor>;  // out, softmax_lse
 
 Result run(const Tensor& q, const Tensor& latent_cache, VOLTA_FA_MLA_OPTION_PARAMETERS(int64_t)) {
-    const c10::DeviceGuard guard(q.device());
+    const c10::OptionalDeviceGuard guard(at::device_of(q));
     const MlaArgs args{handle(q), handle(latent_cache), mla_option_args<int64_t>(VOLTA_FA_MLA_OPTION_ARGUMENTS), current_stream(q)};
     std::array<void*, 2> outputs{};
     check(volta_fa_fwd_mla(&args, outputs.data()));

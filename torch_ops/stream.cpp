@@ -9,7 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 void* volta_fa::current_stream(const Tensor& t) {
-    if (!t.is_cuda()) return nullptr;
+    if (!t.defined() || !t.is_cuda()) return nullptr;
     return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
 }
 
@@ -31,7 +31,7 @@ CurrentStream* find_current_stream() {
 }  // namespace
 
 void* volta_fa::current_stream(const Tensor& t) {
-    if (!t.is_cuda()) return nullptr;
+    if (!t.defined() || !t.is_cuda()) return nullptr;
     static CurrentStream* const current_stream = find_current_stream();
     TORCH_CHECK(
         current_stream,
