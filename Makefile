@@ -1,33 +1,33 @@
-# Two commands: `make run` and `make test`. The others build what these need, or check more.
+# Two commands: `make run` and `make test`. The other targets are their parts, or check more.
 
-# With TORCH=2.10.0, all of it happens with that release, in an environment beside the other.
+# TORCH=2.10.0 selects that release for all targets, in an environment of its own.
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
-EXTRAS  := lint docs wheel matrix
+EXTRAS  := lint docs wheel matrix coverage
 CARGO_FLAGS := --release --locked --features sim
 
-# cargo's build scripts find NVRTC, and the tests torch, through the environment's Python. NVRTC comes from .venv/cuda12
-# where tools/bootstrap.py had to put it there.
+# Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
+# If tools/bootstrap.py installed NVRTC into .venv/cuda12, the build takes it from there.
 IN_VENV = VIRTUAL_ENV="$(VENV)" PATH="$(VENV)/bin:$$PATH" $(if $(wildcard $(VENV)/cuda12),VOLTA_FA_CUDA_HOME="$${VOLTA_FA_CUDA_HOME:-$(VENV)/cuda12}")
-# The disassembler that the simulator reads machine code with, as tools/bootstrap.py found it.
+# The simulator's disassembler, which tools/bootstrap.py found.
 NVDISASM = $(VENV)/nvdisasm
 
-# Threads that wait sleep instead of spinning: on a machine that does anything else besides, or with fewer CPUs
-# than it shows, spinning makes small models many times slower.
+# Waiting threads sleep instead of spinning. On a busy machine, or in a container with a CPU quota,
+# spinning makes small models many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all build lint format docs wheel matrix release clean
+.PHONY: help run test test-all build lint format docs wheel matrix release coverage clean
 
-help: ## this list
+help: ## list the targets
 	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  ARGS=...    for the demo or pytest: make run ARGS=--quick, make test ARGS='-k demo'"
-	@echo "  PYTHON=...  the Python 3.10 to 3.14 that .venv is made with"
-	@echo "  TORCH=...   another release of torch, in an environment of its own: make test TORCH=2.10.0"
+	@echo "  PYTHON=...  the Python 3.10 to 3.14 for a new .venv"
+	@echo "  TORCH=...   another torch release, in an environment of its own: make test TORCH=2.10.0"
 
 run: build ## build, then train a small GPT with volta_fa and with PyTorch and compare
 	@$(IN_VENV) python -m volta_fa demo $(ARGS)
@@ -45,11 +45,11 @@ build: $(READY) ## make .venv, build the native libraries for its torch
 	@$(IN_VENV) cargo build $(CARGO_FLAGS)
 	@$(IN_VENV) python tools/build_shims.py
 
-# The C++ and CUDA sources that clang-format looks after.
+# The C++ and CUDA sources that clang-format checks.
 CXX_SOURCES = $(shell find csrc torch_ops examples/cpp -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.lint ## check formatting, lints, types and spelling, in all languages
-	@# All of them, whatever fails. Clippy with the profile of the build, whose compiled dependencies and kernels it shares.
+	@# Runs all checks, also after a failure. Clippy shares compiled dependencies and kernels with the build's profile.
 	@export $(IN_VENV); failed=; \
 	check() { "$$@" || failed="$$failed$${failed:+,} $$1 $$2"; }; \
 	check cargo fmt --all --check; \
@@ -61,7 +61,7 @@ lint: $(VENV)/.lint ## check formatting, lints, types and spelling, in all langu
 	check cargo clippy --release --locked --workspace --all-targets --all-features -- -D warnings; \
 	test -z "$$failed" || { echo "volta_fa: not clean:$$failed (\`make format\` repairs what can be repaired)" >&2; exit 1; }
 
-format: $(VENV)/.lint ## format everything as `make lint` wants it
+format: $(VENV)/.lint ## format all files for `make lint`
 	@$(IN_VENV) cargo fmt --all
 	@$(IN_VENV) clang-format -i $(CXX_SOURCES)
 	@$(IN_VENV) ruff check --quiet --fix . || true
@@ -69,21 +69,21 @@ format: $(VENV)/.lint ## format everything as `make lint` wants it
 
 docs: $(VENV)/.docs ## build the documentation into target/site, the Rust side into target/doc
 	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict
-	@# private items too, of which the public ones tell
+	@# private items too, because public ones link to them
 	@RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 	    $(IN_VENV) cargo doc --release --locked --workspace --no-deps --document-private-items
 
 docs/images/call.svg: docs/images/call.dot ## (needs graphviz's dot)
 	@dot -Tsvg $< -o $@
 
-wheel: $(VENV)/.wheel ## build the wheel to ship, for every torch that is supported, into dist/
+wheel: $(VENV)/.wheel ## build the release wheel for all supported torch releases into dist/
 	@VOLTA_FA_PORTABLE=1 VOLTA_FA_TORCH_RELEASES=$${VOLTA_FA_TORCH_RELEASES:-all} \
 	    $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@$(IN_VENV) python tools/check_wheel.py dist/volta_fa-*-manylinux_*.whl
 
-# Of a wheel for these releases or all, or of the one that WHEEL names.
+# Builds a wheel for RELEASES (default: all), unless WHEEL names one.
 MATRIX := target/torch-matrix
-matrix: $(VENV)/.wheel $(VENV)/.matrix ## try the wheel with each torch release (RELEASES="2.10.0 2.15.0" for some)
+matrix: $(VENV)/.wheel $(VENV)/.matrix ## check the wheel with each torch release (or RELEASES="2.10.0 2.15.0")
 	@rm -rf $(MATRIX)/wheel
 	@test -n "$(WHEEL)" || { \
 	    releases=$(if $(RELEASES),$$($(VENV)/bin/python tools/torch_releases.py target/torch $(RELEASES)),all) && \
@@ -91,21 +91,24 @@ matrix: $(VENV)/.wheel $(VENV)/.matrix ## try the wheel with each torch release 
 	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
-release: wheel ## build all that a release is made of into dist/release/
+release: wheel ## build the files of a release into dist/release/
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
 
-clean: ## remove everything built (.venv stays: delete it by hand)
+coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
+	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/measure_coverage.py $(ARGS)
+
+clean: ## remove all build results (but not .venv)
 	@rm -rf target build dist demo-output $(LIBRARIES) python/volta_fa.egg-info
 
-# The environment, again whenever its requirements change.
+# Makes the environment, and updates it after a change of its requirements.
 $(READY): tools/bootstrap.py tools/find_python.sh $(filter-out $(EXTRAS:%=tools/requirements/%.txt) tools/requirements/vllm.txt,$(wildcard tools/requirements/*.txt))
 	@found=$$(sh tools/find_python.sh "$(VENV)") && \
 	    "$$found" tools/check_build_env.py --toolchain-only && \
 	    "$$found" tools/bootstrap.py "$(VENV)" $(TORCH:%=torch==%)
 	@touch $@
 
-# What these commands need besides, when one of them is first asked for.
+# Installs what these targets need in addition, at their first use.
 $(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: tools/requirements/%.txt $(READY)
 	@$(VENV)/bin/python tools/bootstrap.py "$(VENV)" $*
 	@touch $@

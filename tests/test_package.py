@@ -248,7 +248,7 @@ def test_the_package_says_every_argument():
         schema = op.default._schema
         names = {a.name for a in (*schema.arguments, *schema.returns)}
         assert not names - words, f"{op} has {sorted(names - words)}"
-    sources = ("src/ops/mod.rs", "src/plan/device.rs", "src/log.rs", "src/launch/tuning.rs", "torch_ops/sdpa.cpp")
+    sources = ("src/ops/inputs.rs", "src/plan/device.rs", "src/log.rs", "src/launch/tuning.rs", "torch_ops/sdpa.cpp")
     variables = set(re.findall(r'"(VOLTA_FA_[A-Z_]+)"', "".join(map(read, sources))))
     assert len(variables) == 6 and variables <= words, variables - words
 
@@ -439,7 +439,7 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "release", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "release", "coverage", "clean"):
         assert f"make {target} " in make("help").stdout
 
 

@@ -1,21 +1,22 @@
 """Makes the environment of `make run` and `make test`: a virtual environment with the pinned requirements.
 
     python tools/bootstrap.py .venv
-    python tools/bootstrap.py .venv-2.10.0 torch==2.10.0    # with this release of torch, whatever else there is
-    python tools/bootstrap.py .venv lint      # adds what `make lint` needs to one that is there; likewise the other EXTRAS
+    python tools/bootstrap.py .venv-2.10.0 torch==2.10.0    # with this release of torch, whatever else is installed
+    python tools/bootstrap.py .venv lint      # adds the requirements of `make lint` to an environment; likewise for the other EXTRAS
 
-- If the Python that runs this has a torch that volta_fa supports (tools/torch_releases.py), that torch is used as it is: the
-  new environment sees its packages, and nothing is installed into it.
-- Else the default release is installed; on a machine with a Volta GPU from PyTorch's CUDA 12.6 index, since its default wheels
-  have no code for sm_70.
-- A torch for CUDA 12 requires its own older NVRTC. Ours, which compiles the kernels at build time only, then
-  goes into a folder of its own in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
-- The simulator reads machine code with nvdisasm, of which triton has one. Where that is of a CUDA later than 13.0, which does not
-  know sm_70, an older triton goes into a folder of its own (`.venv/triton`). `.venv/nvdisasm` is the one to take.
-- The oldest transformers that volta_fa supports goes into a folder of its own (`.venv/transformers-4.57`): the
-  environment has the newest.
+- If this Python has a supported torch (tools/torch_releases.py), the new environment uses it: it sees the packages of this Python.
+- Otherwise, this installs the default release. On a machine with a Volta GPU, it comes from PyTorch's CUDA 12.6 index,
+  because the default wheels have no code for sm_70.
+- A torch for CUDA 12 requires an older NVRTC. Then ours, which only compiles the kernels, goes into a folder of its own,
+  in the form of a CUDA toolkit (`.venv/cuda12`; see VOLTA_FA_CUDA_HOME).
+- The simulator needs an nvdisasm for sm_70, which triton has up to CUDA 13.0. If torch's triton is newer,
+  an older triton goes into `.venv/triton`. `.venv/nvdisasm` links to the right program.
+- The oldest supported transformers goes into `.venv/transformers-4.57`. The environment has the newest.
 
-Standard library only.
+Neither uv nor pip alone can do this: the torch of the active environment is reused without an installation into it,
+the torch index depends on the GPU, and three packages need folders of their own because their versions conflict.
+
+Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ import torch_releases
 from check_build_env import check_python, check_torch
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
-#: PyTorch's own index of the last CUDA release whose wheels carry sm_70.
+#: PyTorch's index for CUDA 12.6, the last with sm_70 in its wheels.
 VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
-#: CUDA's last release whose nvdisasm knows sm_70.
+#: The last CUDA release with an nvdisasm for sm_70.
 NVDISASM_NEWEST = (13, 0)
 OLD_TRANSFORMERS = "transformers-4.57"
-#: Commands of the Makefile that need more, which is installed when one of them is first asked for.
-EXTRAS = ("lint", "docs", "wheel", "matrix")
+#: Makefile targets with more requirements, which are installed at their first use.
+EXTRAS = ("lint", "docs", "wheel", "matrix", "coverage")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 
@@ -46,7 +47,7 @@ def say(text: str) -> None:
 
 
 def gpu_capabilities() -> list[str]:
-    """Compute capabilities of this machine's NVIDIA GPUs, as "7.0"; empty without a driver."""
+    """Returns the compute capabilities of this machine's NVIDIA GPUs, as "7.0"; empty without a driver."""
     try:
         query = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=60, check=True
@@ -57,7 +58,7 @@ def gpu_capabilities() -> list[str]:
 
 
 def torch_arguments(capabilities: list[str]) -> list[str]:
-    """pip's arguments for the torch that runs on these GPUs."""
+    """Returns pip's arguments for a torch that runs on these GPUs."""
     arguments = [f"torch=={torch_releases.DEFAULT}"]
     if "7.0" in capabilities:
         arguments += ["--index-url", VOLTA_TORCH_INDEX]
@@ -65,7 +66,7 @@ def torch_arguments(capabilities: list[str]) -> list[str]:
 
 
 def package_folders() -> list[str]:
-    """Where this Python finds installed packages."""
+    """Returns the folders in which this Python finds installed packages."""
     return [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry).is_dir()]
 
 
@@ -75,7 +76,7 @@ class Environment:
         self.python = self.folder / "bin" / "python"
 
     def create(self) -> None:
-        """Make it, unless it is there already with this Python's version."""
+        """Makes the environment, unless it exists with this Python's version."""
         probe = "import sys, pip; assert sys.version_info[:2] == tuple(map(int, sys.argv[1:]))"
         version = map(str, sys.version_info[:2])
         if self.python.exists() and subprocess.run([self.python, "-c", probe, *version], capture_output=True).returncode == 0:
@@ -97,7 +98,7 @@ class Environment:
 
     def pip_install(self, *arguments: str | Path) -> None:
         command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-        # Its own environment only: a PYTHONPATH or a user site of the caller would count as installed.
+        # pip would count packages on the caller's PYTHONPATH or user site as installed.
         environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
         environ.pop("PYTHONPATH", None)
         if subprocess.run(command, env=environ).returncode != 0:
@@ -142,7 +143,7 @@ def install_nvrtc(environment: Environment) -> None:
 
 
 def nvdisasm_release(program: Path) -> tuple[int, int] | None:
-    """The release of CUDA that this nvdisasm is of; None if it does not run."""
+    """Returns the CUDA release of this nvdisasm; None if it does not run."""
     try:
         text = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -152,7 +153,7 @@ def nvdisasm_release(program: Path) -> tuple[int, int] | None:
 
 
 def install_nvdisasm(environment: Environment) -> None:
-    """`nvdisasm` in the environment's folder: triton's if it knows sm_70, else that of the triton in requirements/nvdisasm.txt."""
+    """Links nvdisasm into the environment: that of triton if it knows sm_70, else of the triton in requirements/nvdisasm.txt."""
     in_triton = "backends/nvidia/bin/nvdisasm"
     code = "import importlib.util as u; found = u.find_spec('triton'); print(found.submodule_search_locations[0] if found else '')"
     program = Path(environment.output(code) or environment.folder) / in_triton
@@ -169,7 +170,7 @@ def install_nvdisasm(environment: Environment) -> None:
 
 
 def install_old_transformers(environment: Environment) -> None:
-    """The oldest transformers that is tested, beside the newest: tests put its folder first on their path."""
+    """Installs the oldest supported transformers into a folder, which tests put first on their path."""
     requirements = REQUIREMENTS / f"{OLD_TRANSFORMERS}.txt"
     folder = environment.folder / OLD_TRANSFORMERS
     stamp = folder / requirements.name
@@ -181,7 +182,7 @@ def install_old_transformers(environment: Environment) -> None:
 
 
 def make_cuda_home(home: Path, wheels: Path) -> None:
-    """Lay the NVRTC wheels out as a CUDA toolkit is: lib64/ and include/."""
+    """Arranges the NVRTC wheels like a CUDA toolkit: lib64/ and include/."""
     (home / "lib64").symlink_to(wheels / "cuda_nvrtc" / "lib")
     (home / "include").mkdir()
     for package in ("cuda_runtime", "cuda_nvcc"):
@@ -210,7 +211,7 @@ def main(arguments: list[str]) -> int:
     install_nvrtc(environment)
     install_nvdisasm(environment)
     install_old_transformers(environment)
-    # `python -m volta_fa` and pytest see the checkout's package, with no install step after an edit
+    # `python -m volta_fa` and pytest use the checkout's package, so edits need no install step
     checkout = Path(__file__).resolve().parent.parent / "python"
     (environment.site_packages() / "volta_fa_checkout.pth").write_text(f"{checkout}\n")
     return 0

@@ -66,7 +66,7 @@ def build(core: Path, package: Path, *, releases: str = "", linker: Path | None 
     folders = torch_folders(releases)
     work = target_folder() / "shims"
     command = ["cargo", "run", "--release", "--locked", "--quiet", "--package", "volta-fa-shims", "--"]
-    command += ["--core", core, "--headers", target_folder() / "volta-fa-headers", "--out", work]
+    command += ["--root", ROOT, "--core", core, "--headers", target_folder() / "volta-fa-headers", "--out", work]
     command += ["--linker", linker] if linker else []
     command += [f"{release}={folder}" for release, folder in folders.items()]
     if subprocess.run(command, cwd=ROOT).returncode != 0:
@@ -91,9 +91,7 @@ def _install(source: Path, destination: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--releases", default="", help="`all`, or comma-separated folders of torch packages; default: this Python's torch"
-    )
+    parser.add_argument("--releases", default="", help="`all`, or comma-separated folders of torch packages; default: this Python's torch")
     build(target_folder() / "release" / SHIM, PACKAGE, releases=parser.parse_args().releases)
     return 0
 

@@ -1,7 +1,7 @@
-"""Is everything here that building the native library needs? One clear line for each thing that is not.
+"""Checks that everything needed to build the native libraries is installed. Prints one line per missing item.
 
-setup.py asks before it builds, the Makefile before it installs anything (`--toolchain-only`) and before it
-runs cargo. Python's standard library only: this runs where nothing is installed yet.
+setup.py calls this before a build, the Makefile before it installs anything (`--toolchain-only`) and before it runs cargo.
+Uses Python's standard library only, because nothing is installed at that point.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch_releases
 
 PYTHON_OLDEST, PYTHON_NEWEST = (3, 10), (3, 14)
-#: The last CUDA release whose compiler knows sm_70.
+#: The last CUDA release with a compiler for sm_70.
 NVRTC_RELEASE = "12.9"
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86")
 BUILD_PACKAGES = ("setuptools==81.0.0", "setuptools-rust==1.13.0")
 ZIG = "ziglang==0.17.1"
-#: The first that reads pyproject.toml's licence expression.
+#: The first that reads the license expression of pyproject.toml.
 SETUPTOOLS_OLDEST = 77
 _NVRTC_FILES = ("cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_nvcc/include/crt")
 _NVRTC_REMEDY = f"run `pip install {' '.join(NVRTC_WHEELS)}`, or point VOLTA_FA_CUDA_HOME at a CUDA 12 toolkit"
@@ -46,7 +46,7 @@ def check_cargo(path: str | None = None) -> str | None:
 
 def check_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     compiler = environ.get("CXX", "g++")
-    # CXX may carry arguments or a launcher ("ccache g++"): its first word is what must exist
+    # CXX may have arguments or a launcher ("ccache g++"): only its first word must exist
     if shutil.which((compiler.split() or [""])[0], path=environ.get("PATH")):
         return None
     if "CXX" in environ:
@@ -60,7 +60,7 @@ def check_torch() -> str | None:
         version = importlib.import_module("torch").__version__
     except ModuleNotFoundError:
         return f"torch is not installed for {sys.executable}: {remedy}"
-    except Exception as error:  # an installed torch that does not load fails in many ways
+    except Exception as error:  # a broken torch fails in many ways
         return f"torch is installed for {sys.executable} but does not load ({str(error).splitlines()[0]}): {remedy}"
     oldest, newest = torch_releases.MINORS[0], torch_releases.MINORS[-1]
     if torch_releases.minor(version) not in torch_releases.MINORS:
@@ -95,7 +95,7 @@ def check_nvrtc(environ: Mapping[str, str] = os.environ) -> str | None:
     try:
         version = importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
     except importlib.metadata.PackageNotFoundError:
-        return None  # the files are there, however they came
+        return None  # installed by other means than pip
     if not version.startswith(NVRTC_RELEASE + "."):
         return f"NVRTC {version} is installed, volta_fa needs {NVRTC_RELEASE}: {_NVRTC_REMEDY}"
     return None
@@ -112,7 +112,7 @@ def check_zig() -> str | None:
 def problems(
     *, toolchain_only: bool = False, active_torch: bool = True, portable: bool = False, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """What is missing, one line each; empty if the build can start."""
+    """Returns one line per missing item; empty if the build can start."""
     checks = [check_python(), check_cargo(environ.get("PATH")), check_compiler(environ)]
     if not toolchain_only and checks[0] is None:
         checks += [check_torch() if active_torch else None, check_build_packages(), check_nvrtc(environ)]

@@ -1,8 +1,8 @@
-"""Whether a wheel that `make wheel` has built loads on every Linux on which torch's own wheels do.
+"""Checks that a wheel of `make wheel` loads on every Linux that torch wheels support.
 
     python tools/check_wheel.py dist/volta_fa-*.whl
 
-Prints its size, what each library needs, and auditwheel's verdict; the exit status is 1 if any of it is more than is promised.
+Prints its size, the requirements of each library and auditwheel's verdict. Exits with 1 if any exceeds its limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import build_shims
 import portable_linker
 
-#: Bytes that a wheel may have.
+#: Maximum size of a wheel, in bytes.
 LARGEST = 40 * 2**20
-#: The newest versions of symbols that a library may need: of glibc as portable_linker says, of libstdc++ and libgcc_s those of gcc 5.
+#: Newest allowed symbol versions: glibc as in portable_linker, libstdc++ and libgcc_s as in gcc 5.
 NEWEST = {"GLIBC": portable_linker.GLIBC, "GLIBCXX": "3.4.21", "CXXABI": "1.3.9", "GCC": "4.3.0"}
-#: What else a process has: torch, and the core beside the shims.
+#: Libraries of torch that a shim may need.
 _TORCH = ("libtorch_cpu.so", "libc10.so")
 _SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-x86-64\.so\.2")
 
@@ -32,13 +32,13 @@ def _numbers(version: str) -> list[int]:
 
 
 def is_old_enough(version: str) -> bool:
-    """Of a symbol's version, as GLIBC_2.14."""
+    """Returns whether a symbol version, as GLIBC_2.14, is within NEWEST."""
     name, _, number = version.rpartition("_")
     return name in NEWEST and _numbers(number) <= _numbers(NEWEST[name])
 
 
 def needed_versions(library: Path) -> list[str]:
-    """The versions of other libraries' symbols that this one needs, each once."""
+    """Returns the symbol versions that a library needs from others, without duplicates."""
     symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
     return sorted(set(re.findall(r"@([A-Z]+_[\d.]+)$", symbols, re.M)), key=lambda v: (v.split("_")[0], _numbers(v.split("_")[1])))
 
@@ -52,13 +52,13 @@ def problems_of(library: Path) -> list[str]:
 
 
 def auditwheel(wheel: Path) -> str:
-    """The oldest platform that has every symbol. (Its other verdict minds that torch is none of the platform's libraries.)"""
+    """Returns the oldest platform with every symbol. (The overall verdict rejects torch libraries, so this ignores it.)"""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["sym_tag"]
 
 
 def no_newer_than(platform: str, promised: str) -> bool:
-    """Of two names like manylinux_2_28_x86_64, whether the first asks for no more."""
+    """Returns whether the first of two platform tags, as manylinux_2_28_x86_64, needs no newer glibc than the second."""
     glibc = [re.fullmatch(r"manylinux_(\d+)_(\d+)_x86_64", name) for name in (platform, promised)]
     return all(glibc) and [int(part) for part in glibc[0].groups()] <= [int(part) for part in glibc[1].groups()]
 

@@ -1,12 +1,12 @@
-"""Did a change touch the machine code? Compares the kernels of two builds, instruction by instruction.
+"""Compares the machine code of the kernels in two builds, instruction by instruction.
 
     python tools/compare_kernels.py BEFORE AFTER
 
-BEFORE and AFTER are built libraries (libvolta_fa_core.so), or folders of compiled kernels (target/volta-fa-kernels, of which the
-newest entry of each kernel counts). Exits with 0 where the same kernels have the same machine code, else with 1.
+BEFORE and AFTER are built libraries (libvolta_fa_core.so) or folders of compiled kernels (target/volta-fa-kernels; the newest entry
+of each kernel counts). Exits with 0 if both have the same kernels with the same machine code, else with 1.
 
-Python's standard library and libzstd are enough for that. What differs is disassembled with nvdisasm, where VOLTA_SIM_NVDISASM
-names one or triton, which comes with torch, has one.
+Needs Python's standard library and libzstd. Disassembles differing kernels with the nvdisasm of VOLTA_SIM_NVDISASM or of triton,
+if there is one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ COMPARED = re.compile(r"\.text\.|\.nv\.constant(?!4)")
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ELF_MAGIC = b"\x7fELF"
 EM_CUDA = 190
-#: Lines of a difference that are shown of each kernel.
+#: Shown lines of a difference, per kernel.
 SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One cubin: what of it a GPU runs."""
+    """The executable parts of one cubin."""
 
     cubin: bytes
-    #: contents of those that are COMPARED
+    #: contents of the sections in COMPARED
     sections: dict[str, bytes]
     registers: int
 
     def instructions(self, nvdisasm: str) -> list[str]:
-        """Its assembly without addresses."""
+        """Returns the assembly without addresses."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
@@ -54,7 +54,7 @@ class Kernel:
 
 
 class Zstd:
-    """libzstd, as far as it takes to unpack frames that lie somewhere in a file."""
+    """Binds the functions of libzstd that unpack frames anywhere in a file."""
 
     def __init__(self) -> None:
         name = ctypes.util.find_library("zstd")
@@ -63,11 +63,11 @@ class Zstd:
         self._library = library = ctypes.CDLL(name)
         for function in ("ZSTD_findFrameCompressedSize", "ZSTD_decompress", "ZSTD_isError"):
             getattr(library, function).restype = ctypes.c_size_t
-        # frames do not say how large their content is; a kernel is a few hundred KB
+        # frames do not record the size of their content; a kernel has a few hundred KB
         self._content = ctypes.create_string_buffer(2**24)
 
     def frame(self, data: bytes) -> bytes | None:
-        """The content of the frame that `data` begins with; None if it is none."""
+        """Returns the content of the frame at the start of `data`; None if there is no frame."""
         library, content = self._library, self._content
         size = library.ZSTD_findFrameCompressedSize(data, ctypes.c_size_t(len(data)))
         if library.ZSTD_isError(ctypes.c_size_t(size)):
@@ -77,7 +77,7 @@ class Zstd:
 
 
 def parse(cubin: bytes) -> tuple[str, Kernel]:
-    """The kernel of an ELF cubin, and its name."""
+    """Returns the name and the kernel of an ELF cubin."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry, count, strings = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQII", cubin, table + i * entry) for i in range(count)]
@@ -97,13 +97,13 @@ def parse(cubin: bytes) -> tuple[str, Kernel]:
 
 
 def kernels(path: Path) -> dict[str, Kernel]:
-    """By name, those of a library or of a folder of compiled kernels."""
+    """Returns the kernels of a library or of a folder of compiled kernels, by name."""
     zstd = Zstd()
     if path.is_dir():
         packed = [file.read_bytes() for file in sorted(path.glob("*/cubin.zst"), key=lambda file: file.stat().st_mtime)]
     else:
         library = path.read_bytes()
-        # where a frame ends is known when it is unpacked
+        # only unpacking tells the end of a frame
         packed = [library[m.start() : m.start() + 2**20] for m in re.finditer(re.escape(ZSTD_MAGIC), library)]
     contents = (zstd.frame(data) for data in packed)
     cubins = [data for data in contents if data and data.startswith(ELF_MAGIC) and struct.unpack_from("<H", data, 18)[0] == EM_CUDA]
@@ -122,7 +122,7 @@ def find_nvdisasm() -> str | None:
 
 
 def difference(before: Kernel, after: Kernel, nvdisasm: str | None) -> list[str]:
-    """How two kernels of one name differ, in lines; the first is a summary. Empty: not at all."""
+    """Returns lines that describe the difference of two kernels, a summary first; empty if they are equal."""
     if before.sections == after.sections and before.registers == after.registers:
         return []
     summary = f"registers {before.registers} -> {after.registers}"

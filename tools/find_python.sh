@@ -1,10 +1,11 @@
 #!/bin/sh
-# Prints the Python 3.10 to 3.14 to make the environment $1 with: $PYTHON if that is set; else the
-# environment's own if it is there; else the active environment's; else the first on PATH.
+# Prints the Python 3.10 to 3.14 for the environment $1: $PYTHON if set, else the environment's own,
+# else the active environment's, else the first on PATH.
+# Not uv: a new user has Python, and the active Python matters because its torch may be reused.
 environment=$1
 
 try() {
-    # Version managers leave commands on PATH that only print an error: ask rather than look.
+    # Run each candidate: version managers leave commands on PATH that only print an error.
     found=$("$1" -c 'import sys; assert (3, 10) <= sys.version_info[:2] <= (3, 14); print(sys.executable)' 2>/dev/null) || return
     echo "$found"
     exit 0

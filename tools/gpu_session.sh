@@ -1,15 +1,16 @@
 #!/bin/sh
-# The benchmarks of docs/reference/figures.md that need a GPU, in one command of at most seven minutes:
+# Runs the GPU benchmarks of docs/reference/figures.md, in at most seven minutes:
 #
 #     tools/gpu_session.sh OUT [PYTHON]
 #
-# OUT gets gpu-table.{json,png,md,txt}, gpu-memory.{json,png,md} and gpu-training.{json,png,md}; `python -m benchmarks.docs OUT` puts them into
-# the page. Needs a built library (`make build`), torch, rich and matplotlib; nothing is installed or built here.
+# Writes gpu-table.{json,png,md,txt}, gpu-memory.{json,png,md} and gpu-training.{json,png,md} to OUT.
+# `python -m benchmarks.docs OUT` puts them into the page.
+# Needs a built library (`make build`), torch, rich and matplotlib. Installs and builds nothing.
 #
-# Of the kernels that the GPU prefers; with VOLTA_FA_FAMILY=volta in the environment, of Volta's. On a GPU newer than these families
-# the driver compiles them from PTX at first use (seconds for each), and emulates Volta's tensor-core instructions, so the table stops to
-# start shapes after 150 seconds. Its longest shapes come last: the table says what was left out. The largest eager case (fp32, N=8192, 32 heads) takes about 45 GiB; where that is not there, the table
-# says so.
+# Uses the GPU's preferred kernels, or Volta's with VOLTA_FA_FAMILY=volta.
+# On a newer GPU, the driver compiles kernels from PTX at first use (seconds each) and emulates Volta's tensor-core instructions.
+# So the table starts no shape after 150 seconds. Its longest shapes come last, and the table names the skipped ones.
+# The largest eager case (fp32, N=8192, 32 heads) takes about 45 GiB. The table marks it if the GPU has less.
 set -eu
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
     echo "usage: $0 OUT [PYTHON]" >&2

@@ -1,11 +1,11 @@
-"""The C and C++ libraries of an older Linux, and whether a shim loads and computes with them and a torch.
+"""Checks that a shim loads and computes with the C and C++ libraries of an older Linux.
 
-    python tools/old_userland.py FOLDER                       # makes FOLDER: packages of Debian 11 (with apt-get), and a program
-    python tools/old_userland.py FOLDER TORCH_PACKAGE SHIM    # opens both there, without Python, and calls an operator
+    python tools/old_userland.py FOLDER                       # fills FOLDER: packages of Debian 11 (with apt-get), and a program
+    python tools/old_userland.py FOLDER TORCH_PACKAGE SHIM    # loads both there, without Python, and calls an operator
 
-Debian 11 (glibc 2.31, libstdc++ of gcc 10) is the oldest that Debian's mirrors still have; what is between it and glibc 2.28 only the
-versions of symbols tell (tools/check_wheel.py). Each library refers to newer symbols than these where it was linked without
-tools/portable_linker.py.
+Debian 11 (glibc 2.31, libstdc++ of gcc 10) is the oldest release on Debian's mirrors.
+For older systems, down to glibc 2.28, tools/check_wheel.py checks the versions of symbols.
+A library that was linked without tools/portable_linker.py fails here, because it refers to newer symbols.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SOURCE, _PROGRAM = Path(__file__).with_suffix(".c"), "load"
 
 
 class Unavailable(Exception):
-    """This machine cannot have it."""
+    """This machine cannot provide the old libraries."""
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -37,7 +37,7 @@ def _run(*command: str | Path, cwd: Path | None = None) -> str:
 
 
 def _mirror() -> str:
-    """The one of Debian that this machine's own packages come from."""
+    """Returns the Debian mirror in this machine's package sources."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise Unavailable("no apt-get here")
     found = re.findall(r"^(\S+/debian/?)$", _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"), re.M)
@@ -47,7 +47,7 @@ def _mirror() -> str:
 
 
 def prepare(folder: Path) -> Path:
-    """The folder with the old libraries and the program, made if it is not there yet; apt's own state is left alone."""
+    """Returns the folder with the old libraries and the program. Makes it if it is missing, without a change to apt's state."""
     folder = folder.absolute()
     if (folder / _PROGRAM).exists():
         return folder
@@ -74,7 +74,7 @@ def prepare(folder: Path) -> Path:
 
 
 def complaint(folder: Path, torch: Path, shim: Path) -> str:
-    """What goes wrong with this torch package and this shim; empty if nothing does."""
+    """Returns the errors with this torch package and this shim; empty if there are none."""
     path = ":".join(str(folder / part) for part in _LIBRARIES)
     libraries = [torch / "lib" / name for name in ("libc10.so", "libtorch_cpu.so")]
     command = [folder / _LIBRARIES[0] / "ld-linux-x86-64.so.2", "--library-path", path, folder / _PROGRAM, *libraries, shim]

@@ -1,9 +1,9 @@
-"""What `python -m volta_fa check` compares a V100 with: the simulated figures of docs/reference/figures.md, as data in the package.
+"""Writes the simulated V100 figures of docs/reference/figures.md as package data, for `python -m volta_fa check` to compare with.
 
     python tools/predictions.py            writes python/volta_fa/check/predictions.json
-    python tools/predictions.py --check    exits non-zero where that file says something else
+    python tools/predictions.py --check    exits non-zero if that file differs
 
-To be run after `python -m benchmarks.docs` has put new figures into the page.
+Run it after `python -m benchmarks.docs` has put new figures into the page.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs/reference/figures.md"
 PREDICTIONS = REPOSITORY / "python/volta_fa/check/predictions.json"
-# plain shapes of one batch entry, at powers of two
+# shapes with batch 1, at powers of two
 CASE = re.compile(r"D=(?P<headdim>\d+) N=(?P<seqlen>\d+) H=(?P<nheads>\d+)(?P<causal> causal)?")
 SPEED = re.compile(r"\d+\.\d")
 
@@ -45,7 +45,7 @@ def predictions(page: str) -> dict:
 
 
 def as_text(found: dict) -> str:
-    """One line a point."""
+    """Formats one point per line."""
     points = ",\n".join("  " + json.dumps(point) for point in found["points"])
     head = json.dumps({key: value for key, value in found.items() if key != "points"}, indent=1)
     return f'{head.removesuffix("}").rstrip()},\n "points": [\n{points}\n ]\n}}\n'

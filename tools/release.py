@@ -1,15 +1,15 @@
-"""Makes the folder of a release from a built wheel and sdist: what users download, and what tells them that it is whole.
+"""Makes the folder of a release from a built wheel and sdist: downloads for users, with checksums.
 
     python tools/release.py WHEEL SDIST --output dist/release       # `make release` builds both first
 
     volta_fa-*.whl, volta_fa-*.tar.gz
-    simple/            an index by PEP 503, for any static host: pip install --index-url .../simple/ --no-deps volta-fa
+    simple/            a PEP 503 index for any static host: pip install --index-url .../simple/ --no-deps volta-fa
     SHA256SUMS         of all files: sha256sum -c SHA256SUMS
     Dockerfile         an image for V100
     recipe.yaml        a recipe in conda-forge's form
     RELEASE_NOTES.md   this version's part of CHANGELOG.md
 
-Stops, and leaves no folder, where the wheel needs more of the system than its name promises (tools/check_wheel.py).
+Fails, without a folder, if the wheel needs a newer system than its name states (tools/check_wheel.py).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The torch of the image: the last whose default builds have code for Volta.
+#: The torch of the Docker image: the last release with Volta in its default builds.
 V100 = {"V100_TORCH": "2.10.0", "V100_CUDA": "cu128"}
 
 
 class Refusal(Exception):
-    """What keeps this from being released."""
+    """A reason against this release."""
 
 
 def metadata(wheel: Path) -> tuple[str, str]:
-    """The wheel's own version and the Pythons that it is for."""
+    """Returns the wheel's version and its range of Pythons."""
     with zipfile.ZipFile(wheel) as archive:
-        # at the top: the stand-in for flash_attn brings one of its own
+        # at the top level: the flash_attn stand-in has its own metadata
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         found = HeaderParser().parsestr(archive.read(name).decode())
     return found["Version"], found["Requires-Python"]
 
 
 def audit(wheel: Path) -> str:
-    """What tools/check_wheel.py says of the wheel, auditwheel's verdict with it; a Refusal where it is more than the name promises."""
+    """Returns the report of tools/check_wheel.py with auditwheel's verdict. Raises Refusal if the wheel fails the check."""
     ran = subprocess.run([sys.executable, Path(__file__).with_name("check_wheel.py"), wheel], capture_output=True, text=True)
     if ran.returncode != 0:
         raise Refusal(ran.stderr.strip())
@@ -57,7 +57,7 @@ def sha256(path: Path) -> str:
 
 
 def notes(changelog: str, version: str) -> str:
-    """This version's section; as text of its own, whose lines are not broken for an editor."""
+    """Returns this version's section of the changelog, as a page with unwrapped lines."""
     match = re.search(rf"^## {re.escape(version)}\b[^\n]*\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     if not match or not match[1].strip():
         raise Refusal(f"CHANGELOG.md says nothing of {version}")
@@ -71,7 +71,7 @@ def page(links: list[str]) -> str:
 
 
 def write_index(folder: Path, files: list[Path], requires_python: str) -> None:
-    """simple/volta-fa/, whose links lead back to the files: any server of static files will do, and file:// too."""
+    """Writes simple/volta-fa/ with links to the files. Works on any static server and with file:// URLs."""
     project = folder / "simple" / "volta-fa"
     project.mkdir(parents=True)
     (folder / "simple" / "index.html").write_text(page(['<a href="volta-fa/">volta-fa</a>']))
@@ -90,7 +90,7 @@ def fill(template: str, values: dict[str, str]) -> str:
 
 
 def make(wheel: Path, sdist: Path, output: Path, changelog: str) -> str:
-    """The folder, as a whole or not at all. Returns what the wheel was found to be."""
+    """Makes the complete folder, or none on an error. Returns the report on the wheel."""
     version, requires_python = metadata(wheel)
     if sdist.name != f"volta_fa-{version}.tar.gz":
         raise Refusal(f"{wheel.name} and {sdist.name} are not of one version")

@@ -1,12 +1,12 @@
-"""Installs the wheel beside each torch release, in an environment of its own, and runs one check of every kind of use there.
+"""Installs the wheel and each torch release in an environment of its own, and runs one check per kind of use there.
 
     python tools/torch_matrix.py WHEEL                              # every release of tools/torch_releases.py
     python tools/torch_matrix.py WHEEL --releases 2.10.0 2.15.0
     python tools/torch_matrix.py WHEEL --docs                       # and put the table into docs/reference/compatibility.md
 
-The checks are those of tools/torch_matrix_checks.py. Prints a table, and leaves a JSON and a Markdown file in --output. Environments
-come from uv, whose cache they are links into, and are removed as soon as their release is done: about 12 GB are needed at a time.
-Each release has another of the supported Pythons, where there is one; on Debian the libraries also load with an older Debian's.
+tools/torch_matrix_checks.py has the checks. Prints a table and writes JSON and Markdown to --output.
+uv makes the environments as links into its cache. Each environment is removed after its checks: the run needs about 12 GB of disk.
+The releases use different supported Pythons, if installed. On Debian, the checks also load the libraries with those of Debian 11.
 
 Exit status: 0 if every check passed, 1 if one did not, 2 if a release could not be tried.
 """
@@ -39,25 +39,25 @@ MARKS = ("<!-- the matrix: tools/torch_matrix.py --docs -->", "<!-- end of the m
 _REQUIREMENTS = ROOT / "tools" / "requirements"
 #: The oldest release that volta_fa.transformers supports and what it needs, for a folder of its own; and the newest.
 OLD_TRANSFORMERS, NEW_TRANSFORMERS = _REQUIREMENTS / "transformers-4.57.txt", _REQUIREMENTS / "test.txt"
-#: The Python of each release's environment, in turn the oldest and the newest that both know; this one where uv finds no such.
+#: The Python of each release: varied within the range that it supports. This Python if uv does not find it.
 PYTHONS = {
     "2.7.1": "3.10", "2.8.0": "3.13", "2.9.1": "3.12", "2.10.0": "3.10", "2.11.0": "3.13",
     "2.12.1": "3.12", "2.13.0": "3.10", "2.14.1": "3.11", "2.15.0": "3.13",
 }  # fmt: skip
-#: Of a release's checks, of one process.
+#: Time limit of one process, in seconds.
 TIMEOUT_S = 1200
 OK, ABSENT = "ok", "-"
 
 
 @dataclass
 class Release:
-    """What came of one torch release."""
+    """The results of one torch release."""
 
     release: str
     torch: str = ""
     python: str = ""
     seconds: float = 0.0
-    #: check to "ok", "- why it is not for this release" or what went wrong
+    #: check to "ok", "- REASON" if the release cannot run it, or the error
     checks: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -66,12 +66,12 @@ class Release:
 
 
 class Failure(Exception):
-    """A release that could not be tried."""
+    """A release that cannot be installed or run."""
 
 
 def run(command: list[str | Path], log: Path, **environment: str) -> str:
-    """Standard output; all of it goes to the log besides."""
-    # neither the caller's packages nor a switch of volta_fa's may decide what is found
+    """Returns standard output. Also logs it, with standard error."""
+    # the caller's packages and volta_fa variables must not affect the results
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VOLTA_FA_", "VIRTUAL_ENV"))}
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
@@ -95,7 +95,7 @@ class Matrix:
         self.uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if self.uv is None:
             raise SystemExit("volta_fa: uv is not installed: run `make matrix`, or pip install -r tools/requirements/matrix.txt")
-        # beside the environments, whose files are links to those in it
+        # on the disk of the environments, because their files are links to it
         self.cache = self.folder / "uv-cache"
         self.userland = {}
         try:
@@ -104,7 +104,7 @@ class Matrix:
             print(f"volta_fa: nothing is loaded with older libraries: {reason}", file=sys.stderr)
 
     def python_for(self, release: str) -> str:
-        """What uv is to make the environment with."""
+        """Returns the Python for the environment of a release."""
         if self.options.python:
             return self.options.python
         find = [self.uv, "python", "find", "--no-python-downloads", "--no-project", PYTHONS[release]]
@@ -123,7 +123,7 @@ class Matrix:
             found.checks = {**found.checks, "environment": str(failure)}
         if not self.options.keep:
             shutil.rmtree(folder, ignore_errors=True)
-            # no other release has this torch; its CUDA libraries may serve the next
+            # other releases may use the cached CUDA libraries, but not this torch
             subprocess.run([self.uv, "cache", "clean", "--quiet", "torch"], env={**os.environ, "UV_CACHE_DIR": str(self.cache)})
         found.seconds = round(time.monotonic() - begun)
         return found
@@ -183,7 +183,7 @@ def print_table(releases: list[Release], console: Console) -> None:
 
 
 def markdown(releases: list[Release], wheel: str, date: str) -> str:
-    """The table, with what it is of and why something is absent below it."""
+    """Returns the table, then its date and the reasons for absent checks."""
     lines = [f"| | {' | '.join(release.torch or release.release for release in releases)} |", "| --- |" + " --- |" * len(releases)]
     lines += [f"| Python | {' | '.join('.'.join(release.python.split('.')[:2]) for release in releases)} |"]
     lines += [f"| {name} | {' | '.join(cell(release, name) for release in releases)} |" for name in names_of(releases)]

@@ -1,9 +1,9 @@
-"""One check of every kind of use, on the CPU: what tools/torch_matrix.py runs in the environment of each torch release.
+"""Checks each kind of use once, on the CPU. tools/torch_matrix.py runs this file in the environment of each torch release.
 
-    python tools/torch_matrix_checks.py [CHECK ...]        # all of them unless named; a JSON object of verdicts on standard output
+    python tools/torch_matrix_checks.py [CHECK ...]    # default: all but `transformers`; prints a JSON object of verdicts
 
-A check passes ("ok"), is not for this environment ("-", with the reason) or fails, with the last line of its exception. Nothing
-but volta_fa, torch and numpy is needed, and for `transformers`, which is asked for by name, that.
+A verdict is "ok", "- REASON" for a check that this environment cannot run, or the type and first line of an exception.
+The checks need volta_fa, torch and numpy. `transformers` needs that package too, so callers request it by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ fwd, bwd = torch.ops.volta_fa.fwd, torch.ops.volta_fa.bwd
 
 
 class NotHereError(Exception):
-    """The check is not for this environment."""
+    """This environment cannot run the check."""
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -41,14 +41,14 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def qkv(dtype=torch.float32, seqlen=(9, 11), headdim=16, grad=False) -> list[torch.Tensor]:
-    """Grouped heads, and lengths that no tile divides."""
+    """Returns q, k and v with grouped heads and lengths that are no multiples of a tile."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, seqlen[0], 4, headdim), (2, seqlen[1], 2, headdim), (2, seqlen[1], 2, headdim))
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
 
 
 def eager(q, k, v, is_causal=False):
-    """softmax(q k^T) v, written out; the mask is aligned bottom-right."""
+    """Computes softmax(q k^T) v with plain operators. The causal mask is aligned bottom-right."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     if is_causal:
@@ -62,7 +62,7 @@ def attention(q, k, v, is_causal=True):
 
 
 def gradients(function, *inputs) -> list[torch.Tensor]:
-    """Of the sum of squares, behind the output itself."""
+    """Returns the output, then the gradients of its sum of squares."""
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     out = function(*leaves)
     out.float().square().sum().backward()
@@ -90,13 +90,13 @@ def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
 
 @check
 def symbols() -> None:
-    """All that the libraries want of this torch and this C library is there; the loader else finds a missing function when it is called."""
+    """Resolves all symbols of the libraries at once. By default, the loader finds a missing function only when it is called."""
     ctypes.CDLL(str(volta_fa.library_path()), os.RTLD_NOW)
 
 
 @check
 def stream() -> None:
-    """What tells the stream of a GPU tensor, found as the library finds it."""
+    """Finds the function that returns the current stream, as the library finds it."""
     if tuple(map(int, torch_releases.minor(torch.__version__).split("."))) >= tuple(map(int, torch_releases.STREAM_SINCE.split("."))):
         raise NotHereError("c10::Stream tells it")
     if torch.version.cuda is None:
@@ -106,7 +106,7 @@ def stream() -> None:
 
 @check
 def old_userland() -> None:
-    """The libraries load and compute with an older Linux's C and C++ libraries, without Python."""
+    """Loads the libraries and computes with the C and C++ libraries of an older Linux, without Python."""
     if "OLD_USERLAND" not in os.environ:
         raise NotHereError("this machine has no older libraries")
     shim = volta_fa.library_path()
@@ -124,7 +124,7 @@ def gradients_fp32() -> None:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """16-bit CPU tensors go through the kernels' machine code."""
+    """Runs 16-bit CPU tensors through the kernels' machine code."""
     if not volta_fa.info()["simulator"]:
         raise NotHereError("the library was built without the simulator")
     if "VOLTA_SIM_NVDISASM" not in os.environ:
@@ -231,12 +231,12 @@ def double_backward() -> None:
 
 # ---- a KV cache ---------------------------------------------------------------------------------------------------------
 
-#: Two sequences' tokens before new ones are appended.
+#: Lengths of two sequences before the append.
 CACHED = (20, 3)
 
 
 def cached_step(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """q, the caches, new k and v, and options: pages in any order, of which what holds no token is NaN."""
+    """Returns q, the caches, new k and v, and options. Pages are out of order, and entries without a token are NaN."""
     q, k, v = qkv(dtype, seqlen=(3, 3))
     pages = torch.full((2, 5, 16, 2, 16), float("nan"), dtype=dtype)
     table = torch.tensor([[3, 1], [4, -7]], dtype=torch.int32)
@@ -248,7 +248,7 @@ def cached_step(dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str,
 
 
 def decoded(q, k_cache, v_cache, k, v, block_table, cache_seqlens):
-    """out, and the caches after it."""
+    """Returns the output and the updated caches."""
     caches = k_cache.clone(), v_cache.clone()
     out, _ = torch.ops.volta_fa.fwd_kvcache(q, *caches, k, v, block_table=block_table, cache_seqlens=cache_seqlens, is_causal=True)
     return [out, *(c.nan_to_num() for c in caches)]
@@ -267,7 +267,7 @@ def kv_cache() -> None:
     with simulation():
         found = decoded(*half, **options)
     close(found, decoded(*(t.float() for t in half), **options), 1e-2)
-    # pages without holes: the check's own comparisons know no NaN
+    # pages without holes, because the comparisons do not handle NaN
     whole = tuple(t.nan_to_num() for t in inputs)
     torch.library.opcheck(torch.ops.volta_fa.fwd_kvcache.append, whole, {**options, "is_causal": True})
     torch.compiler.reset()
@@ -287,7 +287,7 @@ def flash_attention_door() -> None:
     try:
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 5, 5)
     finally:
-        # before 2.11 there is no way back, and what comes after this check does without PyTorch's own kernels
+        # before 2.11 torch cannot deactivate it; later checks do not use PyTorch's own kernels
         getattr(torch.nn.attention, "restore_flash_attention_impl", lambda: None)()
     close([out], [torch.cat([eager(*(t[a:b][None] for t in (q, k, v)))[0] for a, b in ((0, 4), (4, 9))])])
 
@@ -337,7 +337,7 @@ class _Module(torch.nn.Module):
 
 @check
 def context_parallelism() -> None:
-    """A group of one rank: what a ring, DTensor's rules and the hook into PyTorch's context_parallel need of a release."""
+    """Runs a ring, DTensor rules and the hook into PyTorch's context_parallel, in a group of one rank."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -379,7 +379,7 @@ def torchscript() -> None:
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         torch.jit.script(_Module()).save(f"{folder}/program.pt")
         program = torch.jit.load(f"{folder}/program.pt")
-    for _ in range(3):  # later runs are optimised
+    for _ in range(3):  # later runs are optimized
         close(gradients(program, *qkv()), gradients(attention, *qkv()))
 
 
@@ -394,11 +394,11 @@ def export() -> None:
     close([module(*inputs)], [attention(*inputs)])
 
 
-# ---- transformers: in processes of their own, with the release on the path ---------------------------------------------
+# ---- transformers: in separate processes, with the release on the path ---------------------------------------------
 
 
 def transformers() -> None:
-    """A small Llama with padding, trained and asked to generate, beside its eager self."""
+    """Trains and generates with a small padded Llama, and compares with eager attention."""
     import transformers
 
     import volta_fa.transformers  # noqa: F401
@@ -409,7 +409,7 @@ def transformers() -> None:
     ids = torch.randint(3, 100, (2, 12))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    # what is predicted from padding is nobody's result
+    # ignore predictions from padding
     labels = ids.masked_fill(torch.cat([mask[:, :1] * 0, mask[:, :-1]], 1) == 0, -100)
     results = {}
     for implementation in ("eager", "volta_fa"):

@@ -79,10 +79,12 @@ void give(Tensor** out, const Body& body) noexcept {
 template <class Body>
 void give_all(Tensor** out, const Body& body) noexcept {
     guarded([&] {
-        std::apply([&](auto... made) {
-            std::unique_ptr<Tensor> tensors[] = {std::make_unique<Tensor>(std::move(made))...};
-            for (auto& tensor : tensors) *out++ = tensor.release();
-        }, body());
+        std::apply(
+            [&](auto... made) {
+                std::unique_ptr<Tensor> tensors[] = {std::make_unique<Tensor>(std::move(made))...};
+                for (auto& tensor : tensors) *out++ = tensor.release();
+            },
+            body());
     });
 }
 

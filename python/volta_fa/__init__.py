@@ -17,12 +17,11 @@ Importing this package loads the native library, which registers
         -> ()
 
 fwd is differentiable in q, k, v, attn_bias and sinks: autograd calls bwd, with the options of the forward call. The others have
-no derivative. merge_attention_states, also a function of this package, has a docstring of its own; with an underscore it leaves the
-result in the first two, and its out_a may be float32 beside an out_b in lower precision: many parts lose nothing that way.
-fwd_kvcache has a part of its own below.
+no derivative. `help(volta_fa.merge_attention_states)` describes that operator. The one with an underscore writes the result into the
+first two arguments; its out_a may be float32 with an out_b in lower precision, so merging many parts loses no precision.
 
-Tensors. seqlen_q and seqlen_k are free, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (on the kernels what
-is not a multiple of 8 costs a copy):
+Tensors. seqlen_q and seqlen_k are any, nheads is a multiple of nheads_k, headdim and headdim_v are 1 to 256 (one that is not a
+multiple of 8 costs a copy on the kernels):
 
                     dense                                    packed (with cu_seqlens_q and cu_seqlens_k)
     q               (batch, seqlen_q, nheads, headdim)       (total_q, nheads, headdim)
@@ -35,10 +34,10 @@ is not a multiple of 8 costs a copy):
     dattn_bias      as attn_bias, not expanded; (0) unless asked for
     dsinks          as sinks; (0) without sinks
 
-On CUDA devices q, k and v are float16, or bfloat16, which is converted around the kernels; on the CPU also float32 and float64.
-They share dtype and device. Their last dimension is contiguous; all other strides are free. out, dout and the gradients have
-q's dtype. A query that sees no key has out 0 and gradient 0. softmax_lse is float32: the natural logarithm of the sum of
-exponentials, +inf where a query sees no key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd
+On CUDA devices q, k and v are float16, or bfloat16, which is converted before and after the kernels; on the CPU also float32 and
+float64. They have one dtype and device. Their last dimension is contiguous; all other strides are free. out, dout and the gradients
+have q's dtype. A query without a visible key has out 0 and gradient 0. softmax_lse is float32: the natural logarithm of the sum of
+exponentials, +inf for a query without a visible key. rng_state, int64, is the seed and the offset of the call's random numbers; bwd
 takes the forward's with dropout, and None without.
 
 Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j)`:
@@ -51,17 +50,17 @@ Options, in the order of what happens to a score `x = softmax_scale * (q_i . k_j
     is_causal       query i sees the keys j <= i + seqlen_k - seqlen_q (bottom-right aligned, as flash-attn)
     window_left     query i sees the keys j >= i + seqlen_k - seqlen_q - window_left; -1 is no limit
     window_right    query i sees the keys j <= i + seqlen_k - seqlen_q + window_right; -1 is no limit. With is_causal -1 or 0
-    sinks           (nheads), q's dtype or float32: a logit more for each head's softmax, whose value is 0
-    dropout_p       in [0, 1): probabilities are dropped, the others divided by the share that is kept: 1 - dropout_p, within 2^-16
-    deterministic   gradients equal to the bit, run to run; so with torch.use_deterministic_algorithms(True)
+    sinks           (nheads), q's dtype or float32: an additional logit in each head's softmax, with a value vector of 0
+    dropout_p       in [0, 1): drops probabilities and divides the others by the kept share, 1 - dropout_p within 2^-16
+    deterministic   gradients are bitwise identical from run to run; also with torch.use_deterministic_algorithms(True)
 
 Lengths:
 
     cu_seqlens_q, cu_seqlens_k  int32, (batch + 1): where each sequence begins, from 0, and at the end total_q and total_k.
                     Both or neither. Sequences may be empty
-    max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. Needed with cu_seqlens, refused without
-    seqused_k       int32, (batch): of an entry's keys only so many, the first, exist; masks are aligned to that length
-    check_lengths   look at the values of these tensors on a GPU too, which waits for it; so does VOLTA_FA_CHECK_LENGTHS=1 for
+    max_seqlen_q, max_seqlen_k  int: at least the longest sequence's length. With cu_seqlens only, and then required
+    seqused_k       int32, (batch): number of valid keys of each entry, from its first; masks are aligned to that length
+    check_lengths   check the values of these tensors on a GPU too, which synchronizes. VOLTA_FA_CHECK_LENGTHS=1 does so for
                     all calls
 
 Of fwd alone:
@@ -72,8 +71,8 @@ Of bwd alone:
 
     attn_bias_requires_grad  whether to compute dattn_bias
 
-fwd_kvcache: attention of new queries over keys and values in a cache. With k and v (.append) these are first written into the cache, in
-place, behind the tokens that are there; queries are aligned to the lengths that this gives:
+fwd_kvcache: attention of new queries over a KV cache. The overload .append first writes k and v into the cache, in place, after its
+tokens; masks are aligned to the lengths after that:
 
                     dense                                    packed (with cu_seqlens_q)
     q               (batch, seqlen_q, nheads, headdim)       (total_q, nheads, headdim)
@@ -86,30 +85,30 @@ place, behind the tokens that are there; queries are aligned to the lengths that
     k_cache         (entries, seqlen, nheads_k, headdim)     (pages, page_size, nheads_k, headdim)
     v_cache         (entries, seqlen, nheads_k, headdim_v)   (pages, page_size, nheads_k, headdim_v)
 
-page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be parts of one tensor, and
-heads may come before tokens in memory. Caches of headdims that are not multiples of 8, or off 16-byte boundaries, and of bfloat16 where a
-sequence has more than 64 rows a key head, are copied at each call. Caches of int8, uint8 (int4: two columns in a byte), float8_e5m2 and
-float8_e4m3fn are quantized: `quantize_kv` has the formats, and q, and k and v to append, are of any type that goes without. softmax_scale,
+page_size is any multiple of 16. All strides but the last dimension's are free: k_cache and v_cache may be views of one tensor, and
+heads may come before tokens in memory. Each call copies caches whose headdim is not a multiple of 8, whose rows are not on 16-byte
+boundaries, and in bfloat16 with more than 64 query rows per KV head. Caches in int8, uint8 (int4: two columns in a byte), float8_e5m2 and
+float8_e4m3fn are quantized: `quantize_kv` describes the formats, and q, k and v have any dtype of an unquantized call. softmax_scale,
 softcap, alibi_slopes, is_causal, window_left, window_right, sinks and check_lengths are fwd's, and:
 
-    cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; all that there is room for
-                    unless given. Needed with k and v
-    block_table     int32, (batch, max_pages): the pages of each sequence, in order; what lies behind its last token's page, or before
-                    a window, is not looked at
-    cache_batch_idx int32, (batch): which entry of a dense cache is each sequence's; its own number unless given
-    leftpad_k       int32, (batch): so many tokens at the beginning of a dense cache's entry do not exist
-    k_scale, v_scale  float32, k_cache's shape without the headdim: of an int8 or int4 cache, which needs them. Appending writes them
-    k_zero_point, v_zero_point  the same of an int4 cache
-    k_descale, v_descale  float32, (1), (nheads_k) or (batch, nheads_k): of an fp8 cache; 1 unless given
+    cache_seqlens   int32, (batch): tokens of each sequence in the cache before this call appends; unless given, all that the cache
+                    has room for. Required with k and v
+    block_table     int32, (batch, max_pages): the pages of each sequence, in order; pages after its last token's, or before a
+                    window, are not read
+    cache_batch_idx int32, (batch): the entry of a dense cache for each sequence; entry b for sequence b unless given
+    leftpad_k       int32, (batch): number of padding tokens at the beginning of each entry of a dense cache
+    k_scale, v_scale  float32, k_cache's shape without the headdim: required for an int8 or int4 cache. Appending writes them
+    k_zero_point, v_zero_point  the same shape: required for an int4 cache
+    k_descale, v_descale  float32, (1), (nheads_k) or (batch, nheads_k): scales of an fp8 cache; 1 unless given
     cu_seqlens_q, max_seqlen_q  as fwd's
     cu_seqlens_k_new  int32, (batch + 1): the same for packed k and v; cu_seqlens_q unless given
     rotary_cos, rotary_sin  (seqlen_rotary, rotary_dim / 2), q's dtype or float32: k is rotated by its positions, which count from
                     cache_seqlens on, as it is appended; q likewise where a mask orders the queries, else by the first position
     rotary_interleaved  dimensions 2 i and 2 i + 1 are a pair; else i and i + rotary_dim / 2
-    num_splits      parts into which a sequence's keys are cut, at most; 0: as the schedule finds best
+    num_splits      maximum number of parts into which a sequence's keys are split; 0: the scheduler decides
 
-fwd_mla: attention of new queries over a cache of latents (multi-head latent attention, absorbed: DeepSeek-V2, arXiv 2405.04434), one head
-that all query heads share, whose first 512 columns are the values:
+fwd_mla: multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434): attention of new queries over a cache of latents. All query
+heads share one head of latents, whose first 512 columns are the values:
 
                     dense                                    packed (with cu_seqlens_q)
     q               (batch, seqlen_q, nheads, 576)           (total_q, nheads, 576)
@@ -118,35 +117,35 @@ that all query heads share, whose first 512 columns are the values:
     softmax_lse     (batch, nheads, seqlen_q)                (nheads, total_q)
 
 cache_seqlens, cu_seqlens_q, max_seqlen_q, block_table, cache_batch_idx, softmax_scale (576 ** -0.5 unless given), is_causal, num_splits and
-check_lengths are fwd_kvcache's. A latent_cache of another type than q is quantized, as volta_fa.quantize_kv does it (no int4):
+check_lengths are fwd_kvcache's. A latent_cache of another dtype than q is quantized by volta_fa.quantize_kv, not with int4:
 
     latent_scale    torch.int8: float32 (entries, seqlen, 1) or (pages, page_size, 1), of each token
     latent_descale  torch.float8_e5m2, torch.float8_e4m3fn: float32 (1,) or (batch, 1); 1 unless given
 
-Callers write the cache. volta_fa.flash_mla has FlashMLA's functions.
+Callers write the cache.
 
-A wrong argument raises ValueError: the message names it, says what was given and what is allowed, and nothing has run. What
-this version lacks raises NotImplementedError; a failure of the device or driver raises RuntimeError. A value of a type that
-the schema does not have raises PyTorch's own RuntimeError. Values in int32 tensors are not looked at on a GPU, where
-wrong ones give NaN: docs/reference/options.md, "Lengths on a GPU".
+A wrong argument raises ValueError, `argument: got X, expected Y`, before anything runs. Unsupported arguments raise
+NotImplementedError, failures of the device or driver RuntimeError. A value of a type outside the schema raises PyTorch's own
+RuntimeError. Values of int32 tensors on a GPU are not checked, and wrong ones give NaN: docs/reference/options.md, "Lengths on a GPU".
 
-GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's through PTX, where they
-are faster than emulation but not made for the card: for tests, and where nothing else does what is asked. Older ones raise
-NotImplementedError.
+GPUs: Volta (compute capability 7.0, 7.2) and Turing (7.5) have kernels of their own. Newer GPUs run Turing's PTX, which is correct but
+not tuned for them. Older ones raise NotImplementedError.
 
-Besides the operators: `flash_attn_func` and its relatives have flash-attn 2's interface, and
-`install_flash_attn_shim()` lets programs import it as flash_attn; `volta_fa.transformers` is for Hugging Face models;
-`volta_fa.distributed` attends over sequences that are sharded over several GPUs;
-`enable_sdpa()` lets PyTorch's own scaled_dot_product_attention run these ops, and so existing models; where PyTorch has
-`torch.nn.attention.activate_flash_attention_impl`, "VOLTA" is a name for it. `cascade_attention` reads what sequences share once.
+Besides the operators:
+
+    flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
+    enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
+    volta_fa.transformers, volta_fa.vllm, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
+    volta_fa.distributed                 sequences that are sharded over several GPUs
+    quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
 
 Environment, read at each call unless it says otherwise:
 
-    VOLTA_FA_CHECK_LENGTHS=1    look at cu_seqlens and seqused_k on a GPU too, which waits for it. 0: nor simulated
-    VOLTA_FA_FAMILY=volta       take kernels of this family alone, for tests and comparisons
+    VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
+    VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
     VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device
-    VOLTA_FA_LOG=1              each distinct plan once to standard error, with the reason for each kernel. Read once
-    VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() as the library is loaded; force: on newer GPUs too; cpu: on the CPU
+    VOLTA_FA_LOG=1              print each distinct plan once to standard error, with the reason for each kernel. Read once
+    VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() when the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
                                 (more in docs/reference/environment.md)
 

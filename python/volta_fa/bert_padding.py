@@ -1,6 +1,6 @@
-"""Between padded batches, (batch, seqlen, ...), and their tokens without the padding, (total, ...).
+"""Converts between padded batches, (batch, seqlen, ...), and their tokens without padding, (total, ...).
 
-flash-attn's `flash_attn.bert_padding` has functions of these names, arguments and results.
+Names, arguments and results are those of flash-attn's `flash_attn.bert_padding`.
 """
 
 from __future__ import annotations
@@ -9,40 +9,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import require_tensors
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of input, (rows, ...), at indices, (total): a copy, (total, ...). Differentiable."""
+    """Returns a copy of the rows of input, (rows, ...), at indices, (total): (total, ...). Differentiable."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros, (first_axis_dim, ...), with values, (total, ...), in the rows at indices, (total). Differentiable."""
-    # transformers gives int32 when it decodes, and index_copy takes int64 only
+    """Returns zeros, (first_axis_dim, ...), with values, (total, ...), in the rows at indices, (total). Differentiable."""
+    # transformers passes int32 when it decodes, and index_copy needs int64
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch.
+    """Returns the tokens of a padded batch, without the padding.
 
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
-        unused_mask: (batch, seqlen), like attention_mask: 1 for tokens that get their place without being used.
+        unused_mask: (batch, seqlen), like attention_mask: 1 for further tokens to keep, which are not counted as used.
 
     Returns the tokens of both masks, (total, ...); their indices in the flattened batch, int64 (total); cu_seqlens,
-    int32 (batch + 1); the longest sequence's length, an int; and how many tokens of each sequence attention_mask has,
+    int32 (batch + 1); the longest sequence's length, an int; and the number of tokens of each sequence in attention_mask,
     int32 (batch).
     """
+    require_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     return *_keep(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), attention_mask.sum(-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The tokens of a padded batch whose rows are sequences one after the other.
+    """Returns the tokens of a padded batch with several sequences in a row.
 
     Args:
         hidden_states: (batch, seqlen, ...).
@@ -63,6 +66,8 @@ def _keep(hidden_states: Tensor, kept: Tensor, seqlens: Tensor) -> tuple[Tensor,
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (batch, seqlen, ...) with the tokens of hidden_states, (total, ...), at indices, and
-    0 elsewhere."""
+    """Returns (batch, seqlen, ...) with the tokens of hidden_states, (total, ...), at indices and 0 elsewhere.
+
+    It is the inverse of `unpad_input`. Differentiable.
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

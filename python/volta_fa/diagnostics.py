@@ -1,4 +1,4 @@
-"""What to install where a card, its driver and torch do not fit each other: each in one line."""
+"""Finds GPUs, drivers and torch builds that do not work together, and says in one line what to install."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 
 import torch
 
-#: PyTorch's index of the last CUDA release that knows Volta, and its last torch.
+#: PyTorch's index of the last CUDA release with code for Volta, and its last torch.
 _VOLTA_CUDA, _LAST_VOLTA_TORCH = "cu126", "2.14.1"
-#: That of CUDA 11, whose programs run with drivers from 450 on, and its last torch.
+#: The index of CUDA 11, which runs with drivers from 450 on, and its last torch.
 _OLD_CUDA, _LAST_OLD_TORCH = "cu118", "2.7.1"
-#: The first driver of each major release of CUDA: from it on the minor releases run, too.
+#: The first driver of each major release of CUDA. It also runs the minor releases.
 _FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def pip_line(release: str, cuda: str) -> str:
-    """The command that puts this very build in the place of another of the same release: without `+cu126` pip would keep that."""
+    """Returns the pip command for a build of torch. `+cu126` makes pip replace another build of the same release."""
     return f"pip install torch=={release}+{cuda} --index-url https://download.pytorch.org/whl/{cuda}"
 
 
 def torch_for_volta(version: str) -> str:
-    """The command that installs a torch that runs on Volta: of the installed release, where that has one."""
+    """Returns the pip command for a torch with code for Volta, of the installed release if that has one."""
     release = version.split("+")[0]
     numbers = tuple(map(int, release.split("."))) if re.fullmatch(r"\d+\.\d+\.\d+", release) else None
     has_one = numbers is not None and numbers <= tuple(map(int, _LAST_VOLTA_TORCH.split(".")))
@@ -33,7 +33,7 @@ def torch_for_volta(version: str) -> str:
 
 
 def has_code_for(architectures: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Do programs compiled for these (as `torch.cuda.get_arch_list()` has them) run on such a device?"""
+    """Returns whether programs for these architectures, in the form of `torch.cuda.get_arch_list()`, run on such a device."""
     for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(architectures)):
         compiled = (int(major), int(minor))
         # machine code runs on later devices of its major version, PTX on all later ones
@@ -43,7 +43,7 @@ def has_code_for(architectures: Iterable[str], capability: tuple[int, int]) -> b
 
 
 def torch_problem(name: str, capability: tuple[int, int], architectures: list[str], version: str, driver: str) -> str | None:
-    """Where torch's own kernels do not run on a Volta or Turing card: the card, the driver and the remedy. Else None."""
+    """Returns a line with GPU, driver and remedy if torch's own kernels do not run on a Volta or Turing GPU, else None."""
     if not architectures or capability[0] != 7 or has_code_for(architectures, capability):
         return None
     return (
@@ -53,7 +53,7 @@ def torch_problem(name: str, capability: tuple[int, int], architectures: list[st
 
 
 def driver_problem(driver: str, driver_cuda: tuple[int, int], version: str, torch_cuda: str | None) -> str | None:
-    """Where the driver is too old for torch, which then finds no device: both and the remedy. Else None."""
+    """Returns a line with the remedy if the driver is too old for torch, which then finds no device, else None."""
     major = int(torch_cuda.split(".")[0]) if torch_cuda else 0
     if major <= driver_cuda[0]:
         return None
@@ -67,7 +67,7 @@ def driver_problem(driver: str, driver_cuda: tuple[int, int], version: str, torc
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA release that this machine's driver was made for; None without a driver. Starts nothing."""
+    """Returns the CUDA release of this machine's driver, None without a driver. Does not initialize CUDA."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -77,7 +77,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def driver_version() -> str:
-    """As nvidia-smi prints it; where the kernel module is out of sight (WSL, some containers), the CUDA release it was made for."""
+    """Returns the driver version as nvidia-smi prints it, or its CUDA release where the kernel module is not visible (WSL, containers)."""
     with contextlib.suppress(OSError):
         return Path("/sys/module/nvidia/version").read_text().strip()
     cuda = driver_cuda()
@@ -85,7 +85,7 @@ def driver_version() -> str:
 
 
 def problems() -> list[str]:
-    """What does not fit on this machine, a line each. Starts CUDA where there is a device."""
+    """Returns the problems of this machine, one line each. Initializes CUDA if there is a device."""
     cuda = driver_cuda()
     too_old = driver_problem(driver_version(), cuda, torch.__version__, torch.version.cuda) if cuda else None
     if too_old:
@@ -101,14 +101,14 @@ def _torch_problems() -> list[str]:
 
 
 def warn_when_cuda_starts() -> None:
-    """Say once, when the program first uses CUDA, that torch's own kernels do not run on its card."""
+    """Schedules a warning for the program's first use of CUDA, if torch's own kernels do not run on the GPU."""
 
     def warn() -> None:
-        with contextlib.suppress(Exception):  # torch says what ails CUDA itself
+        with contextlib.suppress(Exception):  # torch reports problems of CUDA itself
             for problem in _torch_problems():
                 warnings.warn(f"volta_fa: {problem}", RuntimeWarning, stacklevel=2)
 
-    # where torch puts such checks of its own; were it gone, only the warning would be
+    # private, and torch uses it for such checks of its own; without it only the warning is missing
     later = getattr(torch.cuda, "_lazy_call", None)
     if later is not None:
         later(warn)

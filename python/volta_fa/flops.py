@@ -1,9 +1,9 @@
-"""`import volta_fa.flops` tells `torch.utils.flop_counter.FlopCounterMode` how much `volta_fa::fwd` and `volta_fa::bwd` compute.
+"""Registers the FLOP counts of `volta_fa::fwd` and `volta_fa::bwd` with `torch.utils.flop_counter.FlopCounterMode`, when imported.
 
-It counts as PyTorch does for its own attention: the matrix products with every key, whether a mask hides it or not, two
-operations a multiplication. So a model's count does not depend on which implementation ran.
+The counts follow PyTorch's for its own attention: the matrix products with all keys, hidden or not, two operations for a multiply-add.
+So a model's count does not depend on the implementation.
 
-Not part of `import volta_fa`: PyTorch's counter imports Triton.
+`import volta_fa` does not import this module, because PyTorch's counter imports Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _scores(
     max_seqlen_k: Any = None,
     **_: Any,
 ) -> int:
-    """How many scores there are. Packed lengths are read, which waits for the GPU; of fake tensors the largest are taken."""
+    """Returns the number of scores. Reads packed lengths, which synchronizes; with fake tensors it takes the largest."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch, seqlen_q, nheads, _headdim = q.shape
         return batch * nheads * seqlen_q * k.shape[1]
@@ -38,16 +38,16 @@ def _scores(
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *, out_val: Any = None, **options: Any) -> int:
-    """Q K^T and P V."""
+    """Counts Q K^T and P V."""
     return 2 * _scores(q, k, **options) * (q.shape[-1] + v.shape[-1])
 
 
 def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, out_val: Any = None, **options: Any) -> int:
-    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    """Counts Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     return 2 * _scores(q, k, **options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-# a reload of the package finds them there
+# after a reload of the package they are registered already
 if torch.ops.volta_fa.fwd not in flop_registry:
     register_flop_formula(torch.ops.volta_fa.fwd, get_raw=True)(_fwd)
     register_flop_formula(torch.ops.volta_fa.bwd, get_raw=True)(_bwd)

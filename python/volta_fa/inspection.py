@@ -1,4 +1,4 @@
-"""What this build contains and what this machine has."""
+"""Describes this build and this machine: versions, devices, kernels, tuning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .version import __version__
 
 
 def info() -> dict[str, Any]:
-    """Versions, devices, kernel families and kernel variants, as plain data.
+    """Returns versions, devices, kernel families and kernel variants, as data for JSON.
 
     Keys:
         versions: of volta_fa, torch, the CUDA that torch was built with (None for a CPU build) and Python.

@@ -1,4 +1,4 @@
-"""Finding and loading the native library."""
+"""Finds and loads the native library."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _CHECKOUT = _PACKAGE.parent.parent
 
 
 def _release(version: str) -> str:
-    """2.10 of 2.10.0+cu128: what a library is built against, and loads into every patch release of."""
+    """Returns 2.10 for 2.10.0+cu128. A library that is built against a minor release loads into all its patch releases."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def _releases() -> list[str]:
-    """The torch releases that this package has a library for, oldest first."""
+    """Returns the torch releases for which this package has a library, oldest first."""
     found = (path.parent.name.removeprefix("torch-") for path in _PACKAGE.glob("torch-*/libvolta_fa.so"))
     return sorted(found, key=lambda release: [int(part) for part in release.split(".")])
 
 
 def library_path() -> Path:
-    """Where the native library for this torch lies: what `torch.ops.load_library` and C++ programs open.
+    """Returns the path of the native library for this torch, for `torch.ops.load_library` and C++ programs.
 
-    The file needs nothing of this Python package but the core library in the folder above its own: loading it alone registers the
-    operators, their gradients and their shape functions.
+    Loading it registers the operators, their gradients and their shape functions. It needs the core library in the folder above its own,
+    and no Python code.
     """
     return _PACKAGE / f"torch-{_release(torch.__version__)}" / "libvolta_fa.so"
 
 
 def load() -> None:
-    """Register `torch.ops.volta_fa`; raises ImportError with the remedy if that cannot be done."""
+    """Registers `torch.ops.volta_fa`. Raises ImportError with a remedy if there is no library for this torch, or it does not load."""
     path = library_path()
     if not path.exists():
         raise ImportError(_missing())
@@ -47,7 +47,7 @@ def load() -> None:
 
 
 def _missing() -> str:
-    """Why there is no library for this torch, and what to do."""
+    """Returns why there is no library for this torch, and the remedy."""
     releases, wanted = _releases(), _release(torch.__version__)
     in_checkout = (_CHECKOUT / "Cargo.toml").exists()
     if not releases:

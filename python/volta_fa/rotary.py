@@ -1,8 +1,8 @@
 """Rotary position embeddings in plain PyTorch, with the interface of flash-attn's `flash_attn.layers.rotary`.
 
-A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin:
-dimensions 2 i and 2 i + 1 are a pair where `interleaved`, else i and i + rotary_dim / 2. What lies beyond rotary_dim
-stays as it is. Computed in float32, or in x's dtype if that is wider.
+A pair of dimensions (x0, x1) at position p becomes (x0 cos - x1 sin, x0 sin + x1 cos), with row p of cos and sin (RoFormer,
+arXiv 2104.09864). With `interleaved` dimensions 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Dimensions from
+rotary_dim on stay the same. Computes in float32, or in x's dtype if that is wider.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """Rotate x, without a gradient of its own for `inplace`.
+    """Rotates x. Differentiable, unless `inplace`: then use `apply_rotary_emb`.
 
     Args:
         x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with cu_seqlens.
         cos, sin: (seqlen_rotary, rotary_dim / 2), with rotary_dim <= headdim.
-        seqlen_offsets: the position of each sequence's first token, int or int (batch). Positions of such a tensor that
-            lie beyond the table leave x as it is.
+        seqlen_offsets: the position of each sequence's first token, int or int (batch). With a tensor, tokens at positions
+            beyond the table stay the same.
         cu_seqlens: (batch + 1), where each sequence begins; max_seqlen: the longest one's length.
         conjugate: rotate backwards.
 
-    Returns x's like; with `inplace` x itself. Raises ValueError for shapes that do not fit.
+    Returns a tensor like x; with `inplace` x itself. Raises ValueError for shapes that do not match.
     """
     cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if conjugate:
@@ -64,7 +64,7 @@ def apply_rotary(
 def _rows(
     x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The row of the tables for every token, broadcast over heads."""
+    """Returns the rows of cos and sin for every token, broadcast over heads."""
     require_tensors(x=x, cos=cos, sin=sin)
     rank, layout = (4, "(batch, seqlen, nheads, headdim)") if cu_seqlens is None else (3, "(total, nheads, headdim)")
     if x.dim() != rank:
@@ -102,9 +102,9 @@ def _rows(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates parts of x, each (index into x, cos, sin), in place or in a copy; the gradient is rotated backwards.
+    """Rotates parts of x, each (index into x, cos, sin), in place or in a copy. The backward pass rotates backwards.
 
-    As in flash-attn, x is not marked as changed: that would refuse views that unbind or chunk made, and leaves.
+    As in flash-attn, x is not marked dirty, because autograd would then refuse leaves and the views of unbind and chunk.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """`apply_rotary` with x's gradient, also where `inplace`; cos and sin get none."""
+    """Computes `apply_rotary`, differentiable in x also with `inplace`; cos and sin get no gradient."""
     options = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return _Rotate.apply(x, [(..., cos, sin)], inplace, options)
 
@@ -151,14 +151,14 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k inside of qkv, in place.
+    """Rotates q and k inside qkv, in place. Differentiable in qkv.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch, seqlen, num_heads_q + 2 nheads_k, headdim).
-        cos_k, sin_k: k's tables, if they are not q's.
+        cos_k, sin_k: k's tables, if they differ from q's.
         seqlen_offsets: as in `apply_rotary`.
 
-    Returns qkv. Raises ValueError for shapes that do not fit.
+    Returns qkv. Raises ValueError for shapes that do not match.
     """
     q: tuple[slice | int, ...]
     k: tuple[slice | int, ...]
@@ -178,8 +178,8 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0) -> Tensor:
-    """Rotate k inside of kv, (batch, seqlen, 2, nheads_k, headdim), in place, and return kv. Raises ValueError for
-    shapes that do not fit."""
+    """Rotates k inside kv, (batch, seqlen, 2, nheads_k, headdim), in place, and returns kv. Raises ValueError for
+    shapes that do not match."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise bad_argument("kv", f"shape {tuple(kv.shape)}", "(batch, seqlen, 2, nheads_k, headdim)")
     k = (slice(None), slice(None), 0)
@@ -187,14 +187,14 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embeddings whose tables grow with the sequences that come.
+    """Rotary embeddings with tables that grow with the sequences.
 
     Args:
         dim: rotary_dim, even.
-        base: pair i turns by base ** (-2 i / dim) from one position to the next.
-        interleaved: see this module's text.
-        scale_base: xPos: q is also multiplied, and k divided, by powers that decay with the distance between them.
-        device: of the buffers.
+        base: pair i turns by base ** (-2 i / dim) radians from one position to the next.
+        interleaved: which dimensions are pairs; see the module's docstring.
+        scale_base: xPos (arXiv 2212.10554): q is also multiplied, and k divided, by powers that make scores decay with distance.
+        device: device of the buffers.
     """
 
     inv_freq: Tensor
@@ -211,7 +211,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         scale = None if scale_base is None else (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim + 0.4) / 1.4
         self.register_buffer("scale", scale, persistent=False)
-        # Subclasses, transformers' ModernBERT for one, read these.
+        # subclasses read these, such as transformers' ModernBERT
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
@@ -222,16 +222,16 @@ class RotaryEmbedding(torch.nn.Module):
         return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Tables for positions below seqlen."""
+        """Computes the tables for positions below seqlen, unless there are such tables."""
         cached = self._cos_cached
         if (
             cached is not None
             and seqlen <= self._seq_len_cached
             and (cached.device, cached.dtype) == (device, dtype)
-            and not (self.training and cached.is_inference())  # which autograd does not save; subclasses do
+            and not (self.training and cached.is_inference())  # autograd cannot save those for backward
         ):
             return
-        # float32 until the end, even if the module was cast: half precision cannot count positions above 2048.
+        # in float32, even if the module was cast: half precision cannot represent all positions above 2048
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq()
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = positions[:, None] * inv_freq.to(device)
@@ -252,15 +252,15 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate q and k in place.
+        """Rotates q and k in place.
 
         Args:
-            qkv: as in `apply_rotary_emb_qkv_`; with kv, q alone, (batch, seqlen, nheads, headdim).
+            qkv: as in `apply_rotary_emb_qkv_`; if kv is given, q alone, (batch, seqlen, nheads, headdim).
             kv: (batch, seqlen, 2, nheads_k, headdim).
-            seqlen_offset: the first token's position, int or int (batch); with the latter max_seqlen, the number of
-                positions, is needed.
+            seqlen_offset: the first token's position, int or int (batch). A tensor needs max_seqlen.
+            max_seqlen: number of positions in the tables.
 
-        Returns qkv, or q and kv.
+        Returns qkv, or (q, kv). Raises ValueError for shapes that do not match.
         """
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)

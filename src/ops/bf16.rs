@@ -15,7 +15,7 @@ use crate::plan::BackwardMode;
 use crate::problem::Attention;
 use tch::{Kind, Tensor};
 
-const FP16_MAX: f64 = 65504.0;
+const FP16_MAX: f64 = half::f16::MAX.to_f64_const();
 /// Exponent of the largest scaled magnitude, rounded up. Then dP is below 16 * headdim and dS, which kernels keep in fp16, below twice
 /// that; and 2^-25 of the largest magnitude is not 0.
 const LARGEST: i64 = 2;

@@ -1,6 +1,7 @@
-//! NVRTC 12.9 through its C interface, opened at build time: CUDA C++ to an sm_NN cubin and PTX.
+//! Compiles CUDA C++ to a cubin and PTX with NVRTC 12.9, the last release that knows sm_70. Needs no CUDA toolkit and no GPU.
 //!
-//! 12.9 is the last release that knows sm_70. No CUDA toolkit and no GPU are needed.
+//! Binds NVRTC by hand because the crate `cudarc` cannot open a given path. It opens the first of `libnvrtc.so`,
+//! ..., `libnvrtc.so.12` on the loader's search path, so the NVRTC of an installed CUDA toolkit would win over the pinned one.
 
 use crate::python::Environment;
 use crate::tables::variants::{Feature, FeatureSet, ParamBlock, Variant};

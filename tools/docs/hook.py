@@ -31,7 +31,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages from elsewhere."""
+    """Adds the pages from elsewhere in the repository."""
     from mkdocs.structure.files import File  # the tests import this module without mkdocs
 
     for path, name in ELSEWHERE.items():
@@ -88,12 +88,12 @@ def kernels_page(info: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the page's links, and what belongs to a numbered item: mkdocs' Markdown wants four spaces, others three."""
+    """Rewrites the page's links and indents numbered items by four spaces, as mkdocs requires."""
     return re.sub(r"^   (?=\S)", "    ", site_links(markdown, page.file.src_uri), flags=re.M)
 
 
 def site_links(markdown: str, name: str) -> str:
-    """The text of the page that has this name on the site, with the site's links."""
+    """Returns the text of the page with this name on the site, with the site's links."""
     source = next((path for path, uri in ELSEWHERE.items() if uri == name), f"docs/{name}")
 
     def rewrite(link: re.Match[str]) -> str:
@@ -107,7 +107,7 @@ def site_links(markdown: str, name: str) -> str:
             return f"{image}[{text}]({os.path.relpath(uri, os.path.dirname(name) or '.')}{hash_}{anchor})"
         return text if (REPOSITORY / found).exists() else link[0]
 
-    code: list[str] = []  # in which nothing is a link
+    code: list[str] = []  # code has no links
 
     def hide(found: re.Match[str]) -> str:
         code.append(found[0])

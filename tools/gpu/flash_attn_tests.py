@@ -1,18 +1,18 @@
-"""flash-attn's own tests, run against volta_fa under the name flash_attn.
+"""Runs the tests of flash-attn against volta_fa under the name flash_attn.
 
     python tools/gpu/flash_attn_tests.py FILE                        on the GPU, 500 cases of each test of caches and block tables
     python tools/gpu/flash_attn_tests.py FILE --tests '*' --sample 100 --time-limit 300
     python tools/gpu/flash_attn_tests.py FILE --device cpu --max-seqlen 300 --sample 20
-    python tools/gpu/flash_attn_tests.py FILE --cases tests.txt      the cases of an earlier run's list of failures, one a line
+    python tools/gpu/flash_attn_tests.py FILE --cases tests.txt      the cases of an earlier list of failures, one per line
 
-FILE is `tests/test_flash_attn.py` of flash-attn 2.8 (in its source distribution on PyPI), which is not part of this repository; it wants
-einops. What it parametrises are hundreds of thousands of cases, so each function gets a random sample, and --time-limit, in seconds,
-ends the run between two cases of an order that is random too. The file is run as it is, but for
+FILE is `tests/test_flash_attn.py` of flash-attn 2.8, from its source distribution on PyPI. It needs einops.
+FILE has hundreds of thousands of cases, so the run takes a random sample of each test, in random order.
+--time-limit (seconds) ends the run between two cases. This script changes two things in FILE:
 
-- its device, where --device says so,
-- `normalize_flash_attn_S`: flash-attn returns dropout's probabilities unnormalised, by blocks of its tiles; here they are exact.
+- its device, with --device,
+- `normalize_flash_attn_S`: flash-attn returns unnormalized dropout probabilities by tile; here they are exact.
 
-Prints failures by message, with one case of each, and exits non-zero if there were any. Tolerances are the file's.
+Prints failures by message, with one case each, and exits non-zero if there were any. The tolerances are those of FILE.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def parse():
 
 
 def adapted(source: str, device: str) -> str:
-    """The file for a device. What it asks of `torch.cuda` is about memory and about limits of some GPUs."""
+    """Returns FILE for a device. It uses `torch.cuda` only for memory and limits of some GPUs."""
     if device != "cuda":
         source = re.sub(r"torch\.cuda\.get_device_capability\([^)]*\)", "(9, 0)", source)
         source = re.sub(r'device\s*=\s*"cuda"', f'device = "{device}"', source)
@@ -61,7 +61,7 @@ def adapted(source: str, device: str) -> str:
 
 
 def grid(function) -> list[list[tuple[tuple[str, ...], tuple]]]:
-    """A function's axes: of each the names and one of their values, as often as there are values."""
+    """Returns the axes of a test: for each axis its names with each of their values."""
     axes = []
     for mark in function.pytestmark:
         if mark.name == "parametrize":
@@ -72,7 +72,7 @@ def grid(function) -> list[list[tuple[tuple[str, ...], tuple]]]:
 
 
 def drawn(axes, count: int, wanted, rng: random.Random | None) -> list[dict]:
-    """Different cases, at most so many; without rng the first. The grid is never written down: pytest would take minutes for it."""
+    """Returns at most `count` different cases: random ones, or the first without rng. Does not expand the grid, which takes minutes."""
     total, draws = math.prod(map(len, axes)), 100_000
     numbers: Iterable[int] = range(total)
     if rng is not None:
@@ -96,7 +96,7 @@ def label(case: dict) -> str:
 
 
 def sample(module: dict, options) -> None:
-    """Replaces the grids of a module's tests by samples."""
+    """Replaces the parameter grids of a module's tests by samples."""
     rng = random.Random(options.seed)
     only = dict(item.split("=") for item in options.only.split(",") if item)
     listed = set(options.cases.read_text().split()) if options.cases else None
@@ -106,7 +106,7 @@ def sample(module: dict, options) -> None:
             return False
         if listed is not None and f"{name}[{label(case)}]" not in listed:
             return False
-        # what the file itself skips, after it has been set up
+        # cases that FILE itself skips, after their setup
         if case.get("paged_kv_block_size") and (case.get("has_leftpad") or case.get("has_batch_idx")):
             return False
         if not case.get("new_kv", True) and case.get("rotary_fraction", 0) > 0:
@@ -132,7 +132,7 @@ def sample(module: dict, options) -> None:
 
 
 class Report:
-    """What failed, by message, and the order of cases."""
+    """Collects failures by message, and sets the order of cases."""
 
     def __init__(self, options):
         self.options = options
@@ -158,7 +158,7 @@ class Report:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]
             line = crash.lineno if crash else 0
-            # the same message with other numbers is one
+            # messages that differ in numbers only count as one
             shape = re.sub(r"[-+]?\d[\d.]*(e[-+]?\d+)?", "#", message)
             self.failures[test.split("[")[0], line, shape].append((test, message))
 
@@ -175,24 +175,24 @@ class Report:
 
 
 def common(tests) -> list[str]:
-    """Parameters that all of these cases share."""
+    """Returns the parameters that all of these cases share."""
     shared = set.intersection(*(set(re.split(r"-(?=\w+=)", test[test.index("[") + 1 : -1])) for test in tests))
     return sorted(shared)
 
 
 def install() -> None:
-    """flash_attn's names, and what its tests import beside them."""
+    """Installs the flash_attn names and the other modules that its tests import."""
     import volta_fa
 
     volta_fa.install_flash_attn_shim()
     import flash_attn.flash_attn_interface as interface
 
-    # flash-attn's tile sizes, which the file wants of it for `normalize_flash_attn_S` alone
+    # the tile sizes of flash-attn, which only `normalize_flash_attn_S` uses
     interface._get_block_size_n = None
 
 
 def prepare(module: dict, options) -> None:
-    """What the copy of the file calls at its end."""
+    """Runs at the end of the copy of FILE."""
 
     def normalised(attn_unnorm, q, k, v, query_padding_mask=None, *_, **__):
         if query_padding_mask is not None:

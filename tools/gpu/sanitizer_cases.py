@@ -1,12 +1,12 @@
-"""Small forward and backward launches for compute-sanitizer.
+"""Launches small forward and backward problems for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py            as the plan chooses kernels
-    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py --kernels  every kernel, each forced in turn
-    ... --kernels 'turing_bwd_*'                                                     those of such names
+    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py            kernels as the planner selects them
+    compute-sanitizer --tool memcheck python tools/gpu/sanitizer_cases.py --kernels  each kernel, forced
+    ... --kernels 'turing_bwd_*'                                                     kernels that match a pattern
 
-The first: odd sizes, masks, GQA, packed sequences, every feature, both backward modes. The second: the problems of
-`python -m volta_fa check`. Takes the library for this torch from python/volta_fa. Exits non-zero if a result is not finite, or a kernel
-does not run; the sanitizer finds the rest.
+Without --kernels: odd sizes, masks, GQA, packed sequences, every feature and both backward modes.
+With --kernels: the problems of `python -m volta_fa check`. Uses the library in python/volta_fa for this torch.
+Exits non-zero if a result is not finite or a kernel does not run. The sanitizer reports everything else.
 """
 
 import argparse
@@ -59,12 +59,12 @@ def cases() -> int:
     sizes = sorted({(v["headdim"], v["headdim_v"]) for v in variants if v["pass"] == "Forward"})
 
     def tensor(*shape: int) -> torch.Tensor:
-        # torch.randn would launch kernels of its own on fresh memory; copying from the CPU initialises every byte
+        # torch.randn launches kernels of its own on fresh memory; a copy from the CPU initializes every byte
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).half()
         return x.cuda()
 
     def problems(d: int, dv: int):
-        """q, k, v and options."""
+        """Returns q, k, v and options."""
         for seqlen_q, seqlen_k, options in [
             (113, 255, {}),
             (77, 33, {"is_causal": True}),

@@ -1,13 +1,13 @@
-"""Random attention problems of every kind against the fp64 reference of the tests.
+"""Compares random attention problems of every kind with the fp64 reference of the tests.
 
     python tools/gpu/sweep.py                             2,000 problems on the GPU, about 8 minutes on an H200
-    python tools/gpu/sweep.py --device cpu --count 50     small ones on CPU tensors
-    python tools/gpu/sweep.py --backend sim --count 5     tiny ones on the simulated kernels
-    python tools/gpu/sweep.py --skip 700 --time-limit 100 where an earlier run stopped, for so many seconds
+    python tools/gpu/sweep.py --device cpu --count 50     small problems on CPU tensors
+    python tools/gpu/sweep.py --backend sim --count 5     tiny problems on the simulated kernels
+    python tools/gpu/sweep.py --skip 700 --time-limit 100 continues an earlier run, for at most 100 seconds
 
-The rule is that of the tests (`reference.Budget`): errors of results at most twice, of gradients at most three times
-those of PyTorch's eager attention in the same dtype on the same inputs. Kernels run twice and must agree to the bit.
-Prints one line for each failure that repeats it, then a summary; exits non-zero if any failed.
+The tolerance is that of the tests (`reference.Budget`): at most twice the error of PyTorch's eager attention for results, three times
+for gradients, in the same dtype on the same inputs. Each kernel runs twice with bitwise identical results.
+Prints one line per failure that repeats it, then a summary. Exits non-zero if any problem failed.
 """
 
 import argparse
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from cases import BIAS_TYPES, Case
 from conftest import _worst, repeat
 
-# of the grids that this field tests with, and everything up to 2048 between them
+# the usual test lengths of attention kernels, and random lengths up to 2048
 SEQLENS = (1, 2, 3, 16, 17, 63, 64, 65, 113, 127, 128, 129, 203, 239, 255, 256, 257, 512, 513, 799, 1000, 1023, 1024, 2047, 2048)
 HEADDIMS = (32, 40, 64, 80, 91, 96, 112, 128, 160, 192, 224, 256)
 # (nheads, nheads_k): multi-head, multi-query, grouped
 HEADS = ((6, 6), (4, 4), (6, 1), (5, 1), (6, 2), (8, 4))
-# Scores of a problem: the reference holds several matrices of as many fp64 numbers. By machine.
+# Maximum scores of a problem by machine: the reference holds several fp64 matrices of this size.
 MOST_SCORES = {"cuda": 2**25, "cpu": 2**17, "sim": 2**13}
 LONGEST = {"cuda": 2048, "cpu": 256, "sim": 96}
 
@@ -59,7 +59,7 @@ def draw(rng: random.Random, machine: str) -> Case:
     if rng.random() < 0.35:
         window_left, window_right = rng.choice([-1, rng.randint(0, longest)]), rng.choice([-1, rng.randint(0, longest)])
     if is_causal:
-        window_right = -1  # the op refuses both
+        window_right = -1  # the operator rejects both
     softcap = rng.choice((0.0, 0.0, 0.0, 5.0, 30.0))
     dims = rng.choice(("", "", "bhqk", "hqk", "qk", "bqk", "bk", "k", "q", "h"))
     keys = [k for _, k in lengths] * (1 if packed else entries)
@@ -85,7 +85,7 @@ def draw(rng: random.Random, machine: str) -> Case:
 
 
 def shorten(lengths: list[tuple[int, int]], factor: int, most: int):
-    """Halve the longest lengths until there are at most so many scores. A bias has those of the longest in each dimension."""
+    """Halves the longest lengths until the scores fit. A bias has the longest length in each dimension."""
     while len(lengths) * max(q for q, _ in lengths) * max(k for _, k in lengths) * factor > most:
         side = 0 if max(q for q, _ in lengths) >= max(k for _, k in lengths) else 1
         longest = max(pair[side] for pair in lengths)

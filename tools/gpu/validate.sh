@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# On a machine with a GPU and a built library: the GPU tests, two bit-identical runs included, 2,000 random problems, the
-# examples, then compute-sanitizer's memcheck, racecheck and initcheck, on a small set and on every kernel. Logs go to the given folder.
+# Validates a built library on a GPU and writes logs to OUTPUT: the GPU tests, 2,000 random problems, the examples,
+# then compute-sanitizer's memcheck, racecheck and initcheck, on a small set and on every kernel.
 #
-#   tools/gpu/validate.sh OUTPUT                           all of it, with the families that the GPU prefers, and with Volta's alone
+#   tools/gpu/validate.sh OUTPUT                           all steps, with the GPU's preferred families, then with Volta's
 #   tools/gpu/validate.sh OUTPUT sweep volta-racecheck     some steps: [volta-]{pytest,sweep,memcheck,racecheck,initcheck}, examples
 #
 #   SWEEP="--skip 700 --time-limit 100"   arguments of tools/gpu/sweep.py
-#   KERNELS='turing_fwd_*'                kernels that the sanitizers force in turn (default: all that the GPU runs)
-#   LIMIT=120                             seconds a step may take
+#   KERNELS='turing_fwd_*'                kernels that the sanitizers force (default: all that the GPU runs)
+#   LIMIT=120                             time limit of a step, in seconds
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 output=${1:?usage: tools/gpu/validate.sh OUTPUT [STEP...]}
@@ -29,7 +29,7 @@ step() {
 sanitize() {
     local tool=$1 family=$2
     shift 2
-    # the caching allocator would hide accesses between tensors of one block
+    # the caching allocator hides accesses from one tensor to another in the same block
     step "${family:+$family-}$tool${1:+-kernels}" env VOLTA_FA_FAMILY="$family" PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" \
         --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: python3 tools/gpu/sanitizer_cases.py "$@"
 }

@@ -1,8 +1,8 @@
-"""Ranks tell each other what they are about to do, through the group's store, before any tensor travels.
+"""Compares the arguments of all ranks before any tensor is sent.
 
-A rank that has other arguments than the rest, or none at all because it died, would leave them waiting inside a
-collective. So each call begins with a line of text from each rank, on the host: no GPU is waited for, and every rank raises the
-same error. The store is the one that the group was made with.
+A rank with other arguments, or one that has ended, would leave the others waiting in a collective. So at the beginning of each call the
+ranks exchange a line of text through the store of the process group. This does not synchronize with a GPU, and every rank raises the
+same error.
 """
 
 from __future__ import annotations
@@ -18,28 +18,37 @@ import torch.distributed as dist
 
 from ..errors import bad_argument
 
-#: Calls so far of each group.
+#: Number of calls so far of each group.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
-#: A rank's words: what has to be the same everywhere, and what need not.
-Words = tuple[dict[str, Any], Any]
+#: A rank's arguments: those that must be the same on all ranks, by name, and others, which all ranks receive.
+RankArguments = tuple[dict[str, Any], Any]
 
 
-def check_same_arguments(groups: Sequence[dist.ProcessGroup], op: str, words: Callable[[], Words], device: torch.device) -> list[Any]:
-    """What each rank's `words` says besides what has to be the same on all of them; in the order of the last group's ranks, and
-    within each of the one before it.
+def check_same_arguments(
+    groups: Sequence[dist.ProcessGroup], op: str, local_arguments: Callable[[], RankArguments], device: torch.device
+) -> list[Any]:
+    """Compares the arguments of all ranks, and returns the second part of each rank's arguments.
 
-    Raises on all ranks the same: what `words` raised on any of them (ValueError, NotImplementedError), or ValueError for
-    what is not the same; RuntimeError where a rank does not come within the group's timeout.
+    The result is in the order of the last group's ranks, and within each in the order of the group before it.
+
+    Args:
+        groups: the groups that together contain all ranks.
+        op: the public function, for messages.
+        local_arguments: checks this rank's arguments, and returns them.
+        device: whose backend has the timeout.
+
+    Raises the same on all ranks: the ValueError or NotImplementedError of `local_arguments` on any rank, or ValueError for arguments that
+    differ. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
     try:
-        same, own = words()
+        same, own = local_arguments()
         mine: dict[str, Any] = {"op": op, "same": same, "own": own}
     except (ValueError, NotImplementedError) as error:
         mine = {"op": op, "error": [type(error).__name__, str(error)]}
     everyone = [mine]
     for group in groups:
-        everyone = [words for texts in _exchange(group, op, everyone, device) for words in texts]
+        everyone = [arguments for texts in _exchange(group, op, everyone, device) for arguments in texts]
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
             kind = NotImplementedError if theirs["error"][0] == "NotImplementedError" else ValueError
@@ -61,7 +70,7 @@ def _compare(op: str, everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device) -> list[Any]:
-    """All ranks' texts. Rank 0 gathers and hands out, so that a group of many ranks makes few requests."""
+    """Returns all ranks' arguments. Rank 0 gathers and distributes them, so that a large group makes few requests."""
     size, rank = group.size(), group.rank()
     if size == 1:
         return [json.loads(json.dumps(mine))]
@@ -77,7 +86,7 @@ def _exchange(group: dist.ProcessGroup, op: str, mine: Any, device: torch.device
             store.wait(keys, timeout)
             texts = [json.loads(text) for text in store.multi_get(keys)]
             store.set(everyone, json.dumps(texts))
-            # all have begun this call, so all have read what the one before it said
+            # every rank has begun this call, so every rank has read the last one's
             store.delete_key(f"volta_fa/{number - 1}/all")
         else:
             store.wait([everyone], timeout)
@@ -103,7 +112,7 @@ def _missing(store: Any, keys: Sequence[str], timeout: timedelta) -> str:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """That of `init_process_group` or `new_group`; None where the backend does not tell."""
+    """Returns the timeout of `init_process_group` or `new_group`; None if the backend does not tell."""
     try:
         options = group._get_backend(torch.device(device.type)).options
         return getattr(options, "_timeout", None)

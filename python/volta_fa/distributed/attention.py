@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded over ranks: the functions."""
+"""The public functions: attention over a sequence that is sharded over ranks, and sharding."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from .ulysses import to_heads, to_sequence
 
 
 def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """This rank's part of a whole tensor along the dimension of its sequence: of q, k, v, tokens, labels, position ids.
+    """Returns this rank's shard of a whole tensor along its sequence dimension: of q, k, v, tokens, labels or position ids.
 
-    Nothing is sent: every rank has the whole tensor and takes its own positions of it, in the order in which the attention
-    functions want them. Lengths that do not divide are fine; shards then differ in length. Differentiable.
+    Every rank has the whole tensor and takes its own positions, in the order that the attention functions expect. Nothing is sent.
+    Shards differ in length where the length is not divisible. Differentiable.
 
     Args:
         tensor: the same on all ranks.
         group: a process group, a mesh of one dimension, or of two (ring, Ulysses); all processes unless given.
-        dim: the dimension of the sequence, or, packed, of all tokens.
+        dim: the dimension of the sequence; of packed sequences, that of all tokens.
         layout: "zigzag" balances the work under a causal mask: each rank holds a chunk from the front and one from the back.
             "contiguous" gives each rank one chunk.
+
+    Raises ValueError for a wrong group or layout, RuntimeError without a process group.
     """
     grid = grid_of("shard_sequence", group)
     check_layout("shard_sequence", layout)
@@ -42,16 +44,16 @@ def shard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: st
 
 
 def unshard_sequence(tensor: Tensor, group: Group = None, dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """The whole tensor on every rank, from what `shard_sequence` made of it. No gradient."""
+    """Returns the whole tensor on every rank, from the shards of `shard_sequence`. The arguments are the same. No gradient."""
     grid = grid_of("unshard_sequence", group)
     groups = _groups(grid)
     check_layout("unshard_sequence", layout)
 
-    def words() -> tuple[dict[str, Any], Any]:
+    def local_arguments() -> tuple[dict[str, Any], Any]:
         others = [n for i, n in enumerate(tensor.shape) if i != dim % tensor.dim()]
         return {"tensor": f"{tensor.dtype}, {others} besides dim {dim}", "layout": layout}, tensor.shape[dim]
 
-    lengths = check_same_arguments(groups, "unshard_sequence", words, tensor.device)
+    lengths = check_same_arguments(groups, "unshard_sequence", local_arguments, tensor.device)
     _check_lengths("unshard_sequence", "tensor", grid, lengths, layout)
     prepare(groups[-1], tensor.device)
     t = tensor.detach().movedim(dim, 0).contiguous()
@@ -89,31 +91,32 @@ def ring_attention(
     deterministic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Attention over a whole sequence of which each rank holds a shard: every rank passes its own and gets its own.
+    """Computes attention over a sequence that is sharded over ranks, as a ring. Each rank passes and gets its shard.
 
-    Queries stay; keys and values are sent to the ranks whose queries see them, and nowhere else, while the kernels run. Memory and
-    computation of a rank are those of its share. Differentiable in q, k, v and sinks, with gradients as exact as on one device.
+    Queries stay. Keys and values are sent to the ranks whose queries see them, while the kernels run. Memory and computation of a rank
+    are those of its shard. Differentiable in q, k, v and sinks, with gradients as exact as on one device.
 
-    All options mean what they mean to `volta_fa::fwd` (the package's docstring) for the whole sequence: is_causal and windows are
-    aligned to its end, distances are between positions in it.
+    The options are those of `volta_fa::fwd` (help(volta_fa)), for the whole sequence: is_causal and windows are aligned to its end, and
+    distances are between positions in it.
 
     Args:
-        q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), of
-            which `shard_sequence` made the shards; packed, as (total, nheads, headdim), with cu_seqlens.
+        q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), sharded
+            by `shard_sequence`; packed sequences are (total, nheads, headdim) with cu_seqlens.
         group: a process group or mesh of one dimension; all processes unless given.
         alibi_slopes: float32, (nheads) or (batch, nheads); the same on all ranks.
-        sinks: (nheads), the same on all ranks. Its gradient is that of this rank's rows: sum it over the group, as those of
+        sinks: (nheads), the same on all ranks. Its gradient is that of this rank's rows: sum it over the group, as the gradients of
             all weights.
-        dropout_p, generator: ranks draw from generators in the same state, PyTorch's default one (torch.manual_seed) unless given, and
-            derive different numbers from it.
+        dropout_p, generator: all ranks pass generators in the same state, PyTorch's default one (torch.manual_seed) unless given. Ranks
+            derive different random numbers from it.
         cu_seqlens: int32, (sequences + 1), or a sequence of ints: where each packed sequence begins in the whole batch, from 0, and
-            at the end the number of all tokens; for queries and keys alike. The same on all ranks. Read on the host: one on a GPU is
-            waited for.
-        layout: that of the shards.
+            at the end the number of all tokens; for queries and keys alike. The same on all ranks. Read on the host, so a tensor on
+            a GPU synchronizes.
+        layout: the layout of the shards.
 
-    Raises, before any tensor is sent and on all ranks alike, ValueError for wrong arguments on any of them and for arguments
-    that have to be the same and are not, NotImplementedError for what is lacking, RuntimeError where a rank does not come within the
-    group's timeout.
+    Returns this rank's shard of the output, (batch, seqlen_q of the shard, nheads, headdim_v) or packed.
+
+    Raises the same on all ranks, before any tensor is sent: ValueError if arguments of any rank are wrong or differ, NotImplementedError
+    for unsupported ones. Raises RuntimeError if a rank does not make the call within the group's timeout.
     """
     ring = group_of("ring_attention", group)
     grid = Grid(ring, None, dist.get_rank(ring), ring.size(), 0, 1)
@@ -139,11 +142,13 @@ def ulysses_attention(
     deterministic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The same as `ring_attention` by exchanging heads for positions: one all-to-all gives each rank the whole sequence of its share
-    of the heads, and another brings the result back.
+    """Computes what `ring_attention` does by exchanging heads for positions.
 
-    nheads must be a multiple of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many
-    ranks, but waits for what it sends, and a rank's memory is that of the whole sequence with its share of the heads.
+    One all-to-all gives each rank the whole sequence of some heads, and another returns the output's positions. nheads must be a multiple
+    of the group's size, and nheads_k a multiple or a divisor of it. It sends less than a ring of as many ranks, but kernels wait for the
+    exchange, and a rank's memory is that of the whole sequence for its heads.
+
+    Arguments, result and errors are those of `ring_attention`.
     """
     ulysses = group_of("ulysses_attention", group)
     grid = Grid(None, ulysses, 0, 1, dist.get_rank(ulysses), ulysses.size())
@@ -169,8 +174,11 @@ def context_parallel_attention(
     deterministic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The same over a mesh of two dimensions: a ring along the first, and in each of its places Ulysses along the second, which best
-    lies inside a machine. A group or a mesh of one dimension is a ring."""
+    """Computes what `ring_attention` does over a mesh of two dimensions: rings along the first, Ulysses along the second.
+
+    The second dimension should lie inside a machine, because kernels wait for its exchanges. A group or a mesh of one dimension is a
+    ring. Arguments, result and errors are those of `ring_attention`.
+    """
     grid = grid_of("context_parallel_attention", mesh)
     return _attention("context_parallel_attention", grid, **_all(locals(), ("mesh", "grid")))
 
@@ -218,7 +226,7 @@ def _attention(
     }
     starts: list[int] | None = None
 
-    def words() -> tuple[dict[str, Any], Any]:
+    def local_arguments() -> tuple[dict[str, Any], Any]:
         nonlocal starts
         check_layout(op, layout)
         if cu_seqlens is not None:
@@ -243,7 +251,7 @@ def _attention(
         return same, [q.shape[-3], k.shape[-3]]
 
     groups = _groups(grid)
-    lengths = check_same_arguments(groups, op, words, q.device)
+    lengths = check_same_arguments(groups, op, local_arguments, q.device)
     q_lengths, k_lengths = ([n[i] for n in lengths] for i in (0, 1))
     seqlen_q = _check_lengths(op, "q", grid, q_lengths, layout)
     seqlen_k = _check_lengths(op, "k", grid, k_lengths, layout)
@@ -255,7 +263,7 @@ def _attention(
     seed: tuple[int, ...] = ()
     if dropout_p:
         seed = (_state(generator, q.device), grid.ulysses_rank)
-        torch.empty(1, device=q.device).uniform_(generator=generator)  # the next call has other numbers
+        torch.empty(1, device=q.device).uniform_(generator=generator)  # so that the next call draws other numbers
 
     packed = starts is not None
     if packed:
@@ -300,13 +308,13 @@ def _attention(
 
 
 class _Share:
-    """The heads of a rank that shares them by Ulysses."""
+    """The heads of each rank of a Ulysses group."""
 
     def __init__(self, nheads: int, nheads_k: int, grid: Grid):
         size = grid.ulysses_size
         each = nheads // size
         self.queries = slice(grid.ulysses_rank * each, (grid.ulysses_rank + 1) * each)
-        #: for each rank, the heads of keys that its query heads look at
+        #: for each rank, the KV heads of its query heads
         self.of_keys = [(u * each * nheads_k // nheads, -(-(u + 1) * each * nheads_k // nheads)) for u in range(size)]
 
 
@@ -329,7 +337,7 @@ def _digest(numbers: Sequence[int]) -> str:
 
 
 def _state(generator: torch.Generator | None, device: torch.device) -> int:
-    """A number for the state of a generator, known without waiting for a GPU."""
+    """Returns a number that identifies the state of a generator, without synchronizing."""
     if generator is None:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -344,7 +352,7 @@ def _state(generator: torch.Generator | None, device: torch.device) -> int:
 
 
 def generator_for(given: torch.Generator | None, device: torch.device, part: tuple[int, ...]) -> torch.Generator:
-    """Whose numbers follow from the state of a generator, which moves on, and from the part that a rank computes."""
+    """Returns a generator whose numbers follow from a generator's state and the part that a rank computes. Advances that state."""
     found = derived_generator(device, (_state(given, device), *part))
     torch.empty(1, device=device).uniform_(generator=given)
     return found
@@ -360,7 +368,7 @@ def _check_locally(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """What the op itself refuses, by its own checks on tensors without data."""
+    """Raises the op's own errors, by a call with meta tensors, under the name of this function."""
     rank, what = (3, "(total, nheads, headdim), since cu_seqlens is given") if starts else (4, "(batch, seqlen, nheads, headdim)")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != rank:
@@ -376,7 +384,7 @@ def _check_locally(
         if option is not None:
             meta[name] = torch.empty_strided(option.shape, option.stride(), dtype=option.dtype, device="meta")
     if starts is not None:
-        # one row of each sequence is enough to check all but lengths, of which a shard knows nothing
+        # checks all but lengths, which a shard does not have
         count = len(starts) - 1
         cu = torch.empty(count + 1, dtype=torch.int32, device="meta")
         meta |= dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(1, q.shape[0]), max_seqlen_k=max(1, k.shape[0]))
@@ -397,7 +405,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor, grid: Grid) -> None:
 
 
 def _check_lengths(op: str, name: str, grid: Grid, lengths: Sequence[int], layout: str) -> int:
-    """The length of the whole sequence."""
+    """Returns the length of the whole sequence. Raises ValueError if the shards are not those of `shard_sequence`."""
     total = sum(lengths)
     size = grid.ulysses_size
     expected = [length(grid.ranges(total, layout, r, u)) for r in range(grid.ring_size) for u in range(size)]

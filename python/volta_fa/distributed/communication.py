@@ -1,4 +1,4 @@
-"""Tensors that travel from rank to rank while something else is computed."""
+"""Sends tensors from rank to rank while kernels run."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ _ready: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before a group's first messages: NCCL makes its communicator with the first operation, which all ranks have to take part in,
-    and of messages that some ranks skip not all would."""
+    """Initializes a group's communicator before its first messages.
+
+    NCCL creates it in the first operation, in which all ranks must take part, and some ranks may skip the first message.
+    """
     if group not in _ready and device.type == "cuda" and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     _ready.add(group)
 
 
 class Transfer:
-    """Messages on their way: to at most one, and from at most one other rank.
+    """Messages in flight, to at most one and from at most one other rank.
 
-    The backend sends and receives beside what the current stream does (NCCL on a stream of its own, gloo in threads of its
-    own), once what has been asked of that stream so far is done.
+    The backend sends and receives while the current stream computes: NCCL on a stream of its own, gloo in threads of its own. It starts
+    when the earlier work on the current stream is done.
     """
 
     def __init__(self, op: str, group: dist.ProcessGroup, *, send: Sequence[Tensor], to: int, receive: Sequence[Tensor], source: int):
         self._op, self._source, self._to = op, source, to
-        # the messages of a pair of ranks are taken in the order in which they were sent
+        # messages between two ranks arrive in the order in which they were sent
         work = [dist.P2POp(dist.isend, t, dist.get_global_rank(group, to), group) for t in send if t.numel()]
         work += [dist.P2POp(dist.irecv, t, dist.get_global_rank(group, source), group) for t in receive if t.numel()]
         self._alive = (send, receive)
         self._work = dist.batch_isend_irecv(work) if work else []
 
     def wait(self) -> None:
-        """Until it has arrived: the current stream, or on the CPU this thread."""
+        """Makes the current stream, or on the CPU this thread, wait for the messages."""
         try:
             for work in self._work:
                 work.wait()
@@ -51,17 +53,17 @@ class Transfer:
 
 
 def select(t: Tensor, rows: Sequence[Range]) -> Tensor:
-    """These rows of a (batch, seqlen, ...) tensor; of one range a view."""
+    """Returns rows of a (batch, seqlen, ...) tensor; a view if they are one range."""
     parts = [t[:, begin:end] for begin, end in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else t[:, :0]
 
 
 def messages(t: Tensor, rows: Sequence[Range]) -> list[Tensor]:
-    """What a rank sends of a (batch, seqlen, ...) tensor. Without a batch each range is one piece of memory, and sent from there."""
+    """Returns the messages for rows of a (batch, seqlen, ...) tensor. With batch 1 each range is contiguous and sent without a copy."""
     return [t[:, begin:end].contiguous() for begin, end in rows] if t.shape[0] == 1 else [select(t, rows).contiguous()]
 
 
 def room(like: Tensor, rows: Sequence[Range]) -> tuple[Tensor, list[Tensor]]:
-    """A tensor for these rows, one after the other, and the parts of it that `messages` are received into."""
+    """Returns a new tensor for rows, and the views of it that receive the `messages`."""
     whole = like.new_empty((like.shape[0], length(rows), *like.shape[2:]))
     return whole, list(whole.split([end - begin for begin, end in rows], 1)) if like.shape[0] == 1 else [whole]

@@ -1,13 +1,13 @@
 """DTensor's rules for `volta_fa::fwd` and `volta_fa::bwd`.
 
-On each dimension of the mesh one of three things: the batch is sharded, the heads are (those of k and v too, or, if there is but one,
-replicated), or nothing is. What a tensor's placements are decides which, and the others are redistributed to it. Options that have a
-batch or heads follow; plain tensors are taken as replicated.
+Each dimension of the mesh shards the batch, the heads or nothing. The placements of the first sharded tensor decide, and the other
+tensors are redistributed. A single KV head is replicated where query heads are sharded. Options with a batch or heads are sharded alike;
+plain tensors count as replicated.
 
-Inside PyTorch's `context_parallel` the sequence is sharded, and the same ops run as a ring.
+Inside PyTorch's `context_parallel` the sequence is sharded, and the ops run as a ring.
 
-They are handlers, as PyTorch's own context parallelism has them, and not strategies of the sharding propagator: that looks neither at
-tensors among keyword arguments nor at which of them are there.
+The rules are handlers, as those of PyTorch's context parallelism, because strategies of the sharding propagator do not see tensors among
+keyword arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layout import shard_ranges
 from .plan import Mask
 
 _BATCH, _HEADS, _NOTHING = "batch", "heads", "nothing"
-#: Dimensions of batch and heads in a dense tensor and in a packed one; None: it has none.
+#: The dimensions of batch and heads in dense and in packed tensors; None: packed tensors have no batch.
 _DIMENSIONS = {
     "operand": ({_BATCH: 0, _HEADS: 2}, {_BATCH: None, _HEADS: 1}),
     "softmax_lse": ({_BATCH: 0, _HEADS: 1}, {_BATCH: None, _HEADS: 0}),
@@ -41,7 +41,7 @@ _DIMENSIONS = {
 
 
 def register() -> None:
-    """From now on; and while `context_parallel` is open, which has a table of handlers of its own."""
+    """Adds the handlers. Call it again inside `context_parallel`, which has a table of its own."""
     table: Any = DTensor._op_dispatcher._custom_op_handlers
     table.setdefault(torch.ops.volta_fa.fwd.default, _fwd)
     table.setdefault(torch.ops.volta_fa.bwd.default, _bwd)
@@ -90,7 +90,7 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 class _Sharding:
-    """What one call shards on each dimension of its mesh."""
+    """What one call shards on each dimension of its mesh, and the placements of its tensors."""
 
     def __init__(self, q: Any, others: Sequence[Any]):
         self.mesh: DeviceMesh = next(t.device_mesh for t in (q, *others) if isinstance(t, DTensor))
@@ -125,7 +125,7 @@ class _Sharding:
 
     @property
     def keys(self) -> list[Placement]:
-        """Of k and v; where queries' heads are sharded and there is one head of keys, that is everywhere."""
+        """The placements of k and v. A single KV head is replicated."""
         dims = _DIMENSIONS["operand"][self._packed]
         return self._placements(dims[_BATCH], None if self._one_head else dims[_HEADS])
 
@@ -143,14 +143,14 @@ class _Sharding:
         return self._placements(None, 0)
 
     def bias(self, t: Tensor) -> list[Placement]:
-        """Broadcast dimensions stay whole."""
+        """Returns the placements of attn_bias. Broadcast dimensions are not sharded."""
         return self._placements(0 if t.shape[0] > 1 else None, 1 if t.shape[1] > 1 else None)
 
     def slopes(self, t: Tensor) -> list[Placement]:
         return self._placements(0 if t.dim() == 2 and not self._packed else None, t.dim() - 1)
 
     def summed(self, placements: list[Placement]) -> list[Placement]:
-        """Of the gradient of what has these: sums over what is sharded where it is not."""
+        """Returns the placements of a gradient: partial sums where the call is sharded and the tensor is not."""
         parts: list[Placement] = [
             Partial() if what != _NOTHING and isinstance(placement, Replicate) else placement
             for what, placement in zip(self._sharded, placements)
@@ -170,7 +170,7 @@ class _Sharding:
         return [self.local(q, self.operand), self.local(k, self.keys), self.local(v, self.keys)]
 
     def options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """With the local part of each tensor."""
+        """Returns the options with the local part of each tensor."""
         placements: dict[str, Callable[[Tensor], list[Placement]]] = {
             "alibi_slopes": self.slopes,
             "attn_bias": self.bias,
@@ -185,7 +185,7 @@ class _Sharding:
         }
 
     def generator(self, q: Tensor, dropout_p: float, given: torch.Generator | None) -> torch.Generator | None:
-        """Ranks that hold different parts draw different numbers, others the same; their generators are in one state."""
+        """Returns the generator for dropout: ranks with different shards draw different numbers, replicas the same."""
         if not dropout_p:
             return given
         coordinate = self.mesh.get_coordinate()
@@ -198,13 +198,13 @@ class _Sharding:
 
 
 def _spec(mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, shape: Sequence[int]) -> DTensorSpec:
-    """Of a whole tensor of this shape, contiguous."""
+    """Returns the spec of a whole, contiguous tensor of this shape."""
     strides = torch.empty(tuple(shape), device="meta").stride()
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, like.dtype))
 
 
 def _wrap(t: Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
-    """A DTensor of local parts. Below autograd: the functions for users would record themselves."""
+    """Returns a DTensor of local parts. The public functions would record themselves in autograd."""
     wrap: Any = DTensor._op_dispatcher.wrap
     return wrap(t, _spec(mesh, placements, t, shape))
 
@@ -213,7 +213,7 @@ def _wrap(t: Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: Sequenc
 
 
 def _is_context_parallel(q: Any) -> bool:
-    """`context_parallel` has its handlers in the table, and q is sharded as it shards: (batch, seqlen, nheads, headdim) along seqlen."""
+    """Returns whether `context_parallel` is open and q is sharded by it: (batch, seqlen, nheads, headdim) along seqlen."""
     table = DTensor._op_dispatcher._custom_op_handlers
     return (
         isinstance(q, DTensor)

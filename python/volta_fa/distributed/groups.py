@@ -1,4 +1,4 @@
-"""Process groups and meshes, as arguments."""
+"""Checks process groups and meshes that are arguments, and gathers over them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import bad_argument
 from .layout import LAYOUTS, Range, shard_ranges
 
-#: What a sequence is sharded over: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
+#: The ranks of a sharded sequence: a process group, a mesh of one dimension, or one of two, ring and Ulysses. None: all processes.
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in a ring of places, in each of which Ulysses' ranks share the heads."""
+    """A ring of places, each of which is a Ulysses group. None for a dimension without a group."""
 
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
-    #: who they all are, for agreements and for gathering
+    #: this rank's place in the ring and its rank in the Ulysses group, and their sizes
     ring_rank: int
     ring_size: int
     ulysses_rank: int
     ulysses_size: int
 
     def ranges(self, seqlen: int, layout: str, ring_rank: int | None = None, ulysses_rank: int | None = None) -> tuple[Range, ...]:
-        """What a rank holds: this one by default."""
+        """Returns the positions that a rank holds: this rank by default."""
         r = self.ring_rank if ring_rank is None else ring_rank
         u = self.ulysses_rank if ulysses_rank is None else ulysses_rank
         return shard_ranges(seqlen, self.ring_size, r, layout, self.ulysses_size, u)
 
 
 def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup:
-    """The process group that an argument names. Raises where this rank is not in it."""
+    """Returns the process group of an argument. Raises ValueError if this rank is not in it, RuntimeError without process groups."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"volta_fa.distributed.{op}: no process group: call torch.distributed.init_process_group first")
     if isinstance(group, DeviceMesh):
@@ -56,7 +56,7 @@ def group_of(op: str, group: Group, *, name: str = "group") -> dist.ProcessGroup
 
 
 def grid_of(op: str, group: Group) -> Grid:
-    """A group or a mesh of one dimension is a ring; of two dimensions the first is the ring and the second Ulysses."""
+    """Returns the grid of an argument. A group or a mesh of one dimension is a ring; a mesh of two is (ring, Ulysses)."""
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         if group.get_coordinate() is None:
             raise bad_argument("mesh", f"one without rank {dist.get_rank()}", "one with it", op=f"distributed.{op}")
@@ -69,13 +69,13 @@ def grid_of(op: str, group: Group) -> Grid:
 
 
 def check_layout(op: str, layout: str) -> None:
-    """Raises for a name that is none."""
+    """Raises ValueError for an unknown layout."""
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), " or ".join(map(repr, LAYOUTS)), op=f"distributed.{op}")
 
 
 def gather(t: Tensor, group: dist.ProcessGroup, lengths: list[int]) -> list[Tensor]:
-    """All ranks' tensors, which differ in the length of their first dimension."""
+    """Returns the tensors of all ranks, which may differ in the length of their first dimension."""
     longest = max(lengths)
     padded = t.new_zeros((longest, *t.shape[1:]))
     padded[: t.shape[0]] = t

@@ -1,23 +1,26 @@
-"""Which positions of a sequence each rank holds. Pure: sizes go in, ranges of positions come out."""
+"""Computes which positions of a sequence each rank holds, from sizes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-#: First position, and the one after the last.
+#: The first position, and the one after the last.
 Range = tuple[int, int]
 
-#: zigzag: of 2 * size chunks, rank i holds i and 2 * size - 1 - i, so that each rank has as much to do under a causal mask as any
-#: other: a query at position p sees p + 1 keys, and the positions of each pair of chunks have the same sum.
+#: zigzag: of 2 * size chunks, rank i holds i and 2 * size - 1 - i, which balances the work under a causal mask: a query at position p
+#: sees p + 1 keys, and the positions of each such pair of chunks have the same sum.
 #: contiguous: of size chunks, rank i holds chunk i.
 LAYOUTS = ("zigzag", "contiguous")
 
 
 def shard_ranges(seqlen: int, size: int, rank: int, layout: str, parts: int = 1, part: int = 0) -> tuple[Range, ...]:
-    """The positions of a sequence that a rank holds, in the order of its shard; adjacent ranges are one.
+    """Returns the positions of a sequence that a rank holds, in the order of its shard. Adjacent ranges are joined.
 
-    Lengths that do not divide make chunks that differ by at most one position, empty ones among them. With `parts`, what rank has is
-    cut into so many pieces, of which this is `part`: a mesh of a ring and, inside each of its places, Ulysses.
+    Chunks differ by at most one position where the length is not divisible, and may be empty.
+
+    Args:
+        size, rank: of the ring.
+        parts, part: size and rank of the Ulysses group, which divides the positions of a ring's place.
     """
     chunks = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
     count = 2 * size if layout == "zigzag" else size
@@ -27,12 +30,12 @@ def shard_ranges(seqlen: int, size: int, rank: int, layout: str, parts: int = 1,
 
 
 def length(ranges: Sequence[Range]) -> int:
-    """Of all of them together."""
+    """Returns the number of positions in all ranges."""
     return sum(end - begin for begin, end in ranges)
 
 
 def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Without empty ranges; each that begins where the one before it ends becomes part of that."""
+    """Returns the ranges without empty ones, and joins those that follow each other without a gap."""
     joined: list[Range] = []
     for begin, end in ranges:
         if begin == end:
@@ -45,7 +48,7 @@ def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def select(ranges: Sequence[Range], first: int, last: int) -> tuple[Range, ...]:
-    """Rows first to last (excluded) of a shard that consists of these ranges, as ranges of positions."""
+    """Returns the positions of rows first to last (excluded) of a shard that consists of these ranges."""
     found, at = [], 0
     for begin, end in ranges:
         found.append((begin + min(max(first - at, 0), end - begin), begin + min(max(last - at, 0), end - begin)))

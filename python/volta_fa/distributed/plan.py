@@ -1,18 +1,17 @@
-"""What a rank computes of the scores between its queries and another rank's keys: calls of `volta_fa::fwd`.
+"""Plans the calls of `volta_fa::fwd` between one rank's queries and another rank's keys, from positions and a mask alone.
 
-Pure: ranges of positions and a mask's rule go in, calls come out. A shard is one or two ranges of positions
-(layout.py), and a call covers a rectangle of rows and keys whose positions both run without a gap. In it the mask is again a window
-of the op, which aligns it to the last row and the last key. For row i and key j, at positions `q + i` and `k + j`, of a sequence
-whose keys end `shift` positions later than its queries,
+A shard is one or two ranges of positions (layout.py). A call covers a rectangle of rows and keys without gaps in their positions. In it
+the mask is a window of the op, which the op aligns to the last row and the last key. For row i and key j, at positions `q + i` and
+`k + j`, of a sequence whose keys end `shift` positions after its queries,
 
     q + i + shift - left <= k + j <= q + i + shift + right
 
-is the op's own rule of a rectangle of `rows` x `keys` with
+is the op's window in a rectangle of `rows` x `keys` with
 
     op_right = right + (q + rows + shift) - (k + keys)        op_left = left - (q + rows + shift) + (k + keys)
 
-Neither may be negative. Where op_right is, the last keys are seen by nobody and are cut off until it is 0; where op_left is, the last
-rows see nothing and are cut off. So the first rows and keys are, which costs no correctness.
+Neither may be negative. If op_right is, no row sees the last keys, and they are cut off until it is 0. If op_left is, the last rows see
+no key, and they are cut off. First rows and keys without a visible pair are cut off too, which saves work.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .layout import Range, length
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, by positions in the whole sequences."""
+    """The keys that a query sees, by positions in the whole sequences."""
 
     #: (first, last) positions of each sequence's queries and of its keys; a dense problem has one
     queries: tuple[Range, ...]
@@ -41,9 +40,9 @@ class Mask:
 
 
 class Distance(enum.Enum):
-    """How a call adds ALiBi."""
+    """How a call computes ALiBi."""
 
-    #: not at all, or by the op: its own distances are the true ones
+    #: by the op, whose distances are correct; or there is no ALiBi
     OWN = "own"
     #: all keys lie before all rows, or at them: -slope * (i - j) is linear in j, up to a term of each row
     BEFORE = "before"
@@ -53,95 +52,95 @@ class Distance(enum.Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """A rectangle of rows of the queries' shard and rows of the keys' shard, and the op's window in it."""
+    """A rectangle of rows of the queries' shard and of the keys' shard, and the op's window in it."""
 
     q: Range
     k: Range
     left: int | None
     right: int | None
     distance: Distance = Distance.OWN
-    #: position of the first row (with the shift of its sequence) less that of the first key; what Distance.BEFORE and AFTER need
+    #: position of the first row, plus the shift of its sequence, minus that of the first key; for Distance.BEFORE and AFTER
     offset: int = 0
     #: number of the sequence
     sequence: int = 0
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of query rows."""
         return self.q[1] - self.q[0]
 
     @property
     def keys(self) -> int:
-        """How many."""
+        """Number of keys."""
         return self.k[1] - self.k[0]
 
     @property
     def sees_to_the_left(self) -> bool:
-        """No row is bounded on the left: the last one's bound is at or before the first key."""
+        """Whether the left bound hides no key: the last row's is at or before the first key."""
         return self.left is None or self.left >= self.keys - 1
 
     @property
     def sees_to_the_right(self) -> bool:
-        """No row is bounded on the right: the first one's bound is at or behind the last key."""
+        """Whether the right bound hides no key: the first row's is at or after the last key."""
         return self.right is None or self.right >= self.rows - 1
 
     @property
     def sees_all(self) -> bool:
-        """Nothing is hidden."""
+        """Whether every row sees every key."""
         return self.sees_to_the_left and self.sees_to_the_right
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of the op: a rectangle, or several, packed, that follow each other in rows and in keys."""
+    """One call of the op: a rectangle, or several packed ones that follow each other in rows and in keys."""
 
     calls: tuple[Call, ...]
 
     @property
     def q(self) -> Range:
-        """Of all its calls."""
+        """The rows of all its calls."""
         return (self.calls[0].q[0], self.calls[-1].q[1])
 
     @property
     def k(self) -> Range:
-        """Of all its calls."""
+        """The keys of all its calls."""
         return (self.calls[0].k[0], self.calls[-1].k[1])
 
     @property
     def left(self) -> int | None:
-        """The op's window_left; None where no call has one that hides anything."""
+        """The op's window_left; None if it hides no key in any call."""
         return None if all(c.sees_to_the_left for c in self.calls) else self.calls[0].left
 
     @property
     def right(self) -> int | None:
-        """The same of window_right."""
+        """The op's window_right; None if it hides no key in any call."""
         return None if all(c.sees_to_the_right for c in self.calls) else self.calls[0].right
 
 
 @dataclass(frozen=True)
 class Step:
-    """All between one rank's queries and one rank's keys."""
+    """The launches between one rank's queries and one rank's keys."""
 
-    #: rows of the keys' shard that any launch reads, in order; they travel one after the other
+    #: rows of the keys' shard that any launch reads, in order; these are sent
     rows: tuple[Range, ...]
-    #: with keys counted among those rows
+    #: their keys are counted in those rows
     launches: tuple[Launch, ...]
 
     @property
     def count(self) -> int:
-        """Rows that travel."""
+        """Number of rows that are sent."""
         return length(self.rows)
 
     @property
     def adds_up(self) -> bool:
-        """Whether a key belongs to more than one launch, whose gradients are then added."""
+        """Whether a key belongs to several launches, whose gradients are then added."""
         ranges = sorted(launch.k for launch in self.launches)
         return any(a[1] > b[0] for a, b in zip(ranges, ranges[1:]))
 
 
 @lru_cache(maxsize=4096)
 def plan(q_ranges: tuple[Range, ...], k_ranges: tuple[Range, ...], mask: Mask) -> Step:
-    """Every visible pair of a row and a key is in exactly one call."""
+    """Returns the launches between two shards. Every visible pair of a row and a key is in exactly one call."""
     calls = list(_rectangles(q_ranges, k_ranges, mask))
     if not mask.alibi:
         calls = _fewer(calls)
@@ -173,8 +172,10 @@ def _rectangles(q_ranges: Sequence[Range], k_ranges: Sequence[Range], mask: Mask
 
 
 def _by_distance(q: Range, k: Range, shift: int, mask: Mask) -> Iterable[tuple[Range, Range, Distance]]:
-    """With ALiBi, parts in which the op's distances are the true ones, or none changes its sign: the op measures from the last row
-    and the last key, so these have to be at the same position."""
+    """Splits a rectangle, with ALiBi, into parts in which the op's distances are correct, or in which no distance changes its sign.
+
+    The op's distances are correct if the last row and the last key have the same position.
+    """
     (q0, q1), (k0, k1) = q, k
     if q0 >= q1 or k0 >= k1:
         return
@@ -194,7 +195,7 @@ def _by_distance(q: Range, k: Range, shift: int, mask: Mask) -> Iterable[tuple[R
 
 
 def _cut(q: Range, k: Range, shift: int, mask: Mask) -> tuple[Range, Range, int | None, int | None] | None:
-    """Without rows that see none of the keys, and keys that none of the rows sees, and the op's window in the rest."""
+    """Cuts off rows without a visible key and keys that no row sees. Returns the rest and the op's window in it; None for nothing."""
     (q0, q1), (k0, k1) = q, k
     while True:
         before = (q0, q1, k0, k1)
@@ -213,14 +214,13 @@ def _cut(q: Range, k: Range, shift: int, mask: Mask) -> tuple[Range, Range, int 
 
 
 def _fewer(calls: list[Call]) -> list[Call]:
-    """The same pairs in fewer rectangles. Ranges that are not adjacent in the sequence are so in a shard, and where no bound lies
-    between them the op need not know."""
+    """Joins rectangles that are adjacent in their shards, though not in the sequence, if no bound lies between them."""
     open_left = [call for call in calls if call.sees_to_the_left]
     others = [call for call in calls if not call.sees_to_the_left]
     merged = True
     while merged:
         merged = False
-        # keys before the first of another call of the same rows, all of them seen: bounds are counted from the last key
+        # joins keys that are all visible to the next call of the same rows: bounds count from the last key
         by_first_key = {(call.q, call.k[0]): call for call in open_left}
         for call in open_left:
             after = by_first_key.get((call.q, call.k[1]))
@@ -238,7 +238,7 @@ def _fewer(calls: list[Call]) -> list[Call]:
                 continue
             if call.k == below.k and call.sees_all and below.sees_all:
                 both = replace(below, q=(call.q[0], below.q[1]), left=None, right=None)
-            # one bound through both: each last row sees as far as its call's last key
+            # one right bound through both: each call's last row sees its last key
             elif call.right == 0 and below.right == 0 and call.k[1] - call.q[1] == below.k[1] - below.q[1]:
                 both = replace(below, q=(call.q[0], below.q[1]), left=None)
             else:
@@ -260,9 +260,9 @@ def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def at_most_two(ranges: Iterable[Range]) -> bool:
-    """Whether no position is in more than two of them."""
+    """Returns whether no position is in more than two ranges."""
     depth = 0
-    # an end before a beginning at the same position
+    # at one position ends sort before beginnings
     for _, change in sorted((at, change) for begin, end in ranges for at, change in ((begin, 1), (end, -1))):
         depth += change
         if depth > 2:
@@ -271,7 +271,7 @@ def at_most_two(ranges: Iterable[Range]) -> bool:
 
 
 def _among(rows: Sequence[Range], part: Range) -> Range:
-    """`part`, which lies in one of `rows`, counted in all of them."""
+    """Returns `part`, which lies in one of `rows`, counted in the concatenation of `rows`."""
     at = 0
     for begin, end in rows:
         if begin <= part[0] and part[1] <= end:
@@ -281,7 +281,7 @@ def _among(rows: Sequence[Range], part: Range) -> Range:
 
 
 def _pack(calls: Sequence[Call], packed: bool) -> Iterable[Launch]:
-    """Packed: calls of one window that follow each other in rows and in keys are one launch with cu_seqlens."""
+    """Makes launches of calls. With packed sequences, calls of one window that follow each other in rows and in keys are one launch."""
     chains: list[list[Call]] = []
     ends: dict[object, list[Call]] = {}
     for call in sorted(calls, key=lambda call: (call.q, call.k)):

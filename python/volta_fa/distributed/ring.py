@@ -1,12 +1,12 @@
-"""Ring attention: queries stay where they are, keys and values come by.
+"""Ring attention (arXiv 2310.01889): queries stay on their rank, keys and values are sent.
 
-At step t a rank computes with the keys of the rank t places before it. What one step gives, `volta_fa::fwd` over those keys, is
-merged with what earlier ones gave by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). The gradient is exact for the
-same reason: a probability is exp(score - softmax_lse), and with the softmax_lse and the out of all keys `volta_fa::bwd` computes any
-part of them alone. Gradients of keys and values go back to their rank, which adds them up in fp32.
+At step t a rank computes `volta_fa::fwd` with the keys of the rank t places before it, and merges the result with those of earlier steps
+by softmax_lse, in fp32 (`volta_fa::merge_attention_states_`). A probability is exp(score - softmax_lse). So `volta_fa::bwd` with the
+softmax_lse and out of all keys computes the exact gradient of each part. Gradients of keys and values return to their rank, which sums
+them in fp32.
 
-Messages go straight from a key's rank to the one that needs it, and consist of the rows that it reads: nobody receives for others.
-The next step's are under way while this one computes, so that a rank holds its own shard, two messages and no more.
+A rank sends each key directly to the ranks that read it, and no others. The messages of the next step are in flight while this step
+computes, so a rank holds its own shard and at most two messages.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from .plan import Distance, Launch, Mask, Step, at_most_two, plan
 
 @dataclass
 class Problem:
-    """What all ranks agreed upon, as one of them sees it."""
+    """A call whose arguments all ranks have compared, on one rank."""
 
     op: str
     group: dist.ProcessGroup
     rank: int
-    #: of each rank, the positions of its queries and of its keys
+    #: the positions of the queries and of the keys of each rank
     q_ranges: Sequence[tuple[Range, ...]]
     k_ranges: Sequence[tuple[Range, ...]]
     mask: Mask
     softmax_scale: float
     softcap: float
     dropout_p: float
-    #: what the random numbers of this rank's launches derive from
+    #: the seed of the random numbers of this rank's launches
     seed: tuple[int, ...]
     deterministic: bool
     #: (nheads) or (sequences or batch, nheads), fp32
     alibi_slopes: Tensor | None
-    #: (cu_seqlens_q, cu_seqlens_k) of packed launches, made once
+    #: cache of (cu_seqlens_q, cu_seqlens_k) of packed launches
     _lengths: dict[Launch, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.q_ranges)
 
     def step(self, queries: int, keys: int) -> Step:
-        """All between one rank's queries and another's keys."""
+        """Returns the launches between one rank's queries and another's keys."""
         return plan(self.q_ranges[queries], self.k_ranges[keys], self.mask)
 
     def lengths(self, launch: Launch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seqlens_q and cu_seqlens_k of a packed launch."""
+        """Returns cu_seqlens_q and cu_seqlens_k of a packed launch."""
         if launch not in self._lengths:
             q = [launch.q[0], *(call.q[1] for call in launch.calls)]
             k = [launch.k[0], *(call.k[1] for call in launch.calls)]
@@ -69,25 +69,25 @@ class Problem:
         return self._lengths[launch]
 
     def generator(self, number: int, device: torch.device) -> torch.Generator | None:
-        """Of a launch's random numbers. All ranks draw from generators in one state; rank and number make them different."""
+        """Returns the generator of a launch, None without dropout. Rank and number of the launch make the random numbers differ."""
         if not self.dropout_p:
             return None
         return derived_generator(device, (*self.seed, self.rank, number))
 
 
 def derived_generator(device: torch.device, numbers: tuple[int, ...]) -> torch.Generator:
-    """Whose state follows from these numbers, and is another one for others."""
+    """Returns a generator seeded by a hash of these numbers."""
     text = repr(numbers).encode()
     return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
 
 @dataclass
 class _Arguments:
-    """Of `volta_fa::fwd` and `bwd` for one launch."""
+    """Arguments of `volta_fa::fwd` and `bwd` for one launch."""
 
     packed: bool
     options: dict[str, Any]
-    #: (batch, nheads, rows): what true scores are more than those that the call computes, of each row; None: nothing
+    #: (batch, nheads, rows): to be added to all scores of a row, for its softmax_lse; None: nothing
     row_scores: Tensor | None
 
     def operand(self, t: Tensor) -> Tensor:
@@ -119,8 +119,11 @@ def _arguments(p: Problem, launch: Launch, q: Tensor) -> _Arguments:
 
 
 def _far_away(rows: int, keys: int, offset: int, distance: Distance, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """ALiBi where no distance changes its sign. `-slope * (offset + i - j)` is a bias of key j, here from the nearest key on so that
-    it is small where it counts, and a score for all of row i, which changes no probability among these keys."""
+    """Returns ALiBi where no distance changes its sign, as a bias for each key and a score for each row.
+
+    `-slope * (offset + i - j)` is linear in i and j. The row's term changes no probability in this call. The key's term counts from the
+    nearest key, so that it is small for the keys with the largest probabilities.
+    """
     slopes = slopes.view(-1, slopes.shape[-1], 1)
     i, j = (torch.arange(n, device=slopes.device, dtype=torch.float32) for n in (rows, keys))
     if distance is Distance.BEFORE:
@@ -141,13 +144,13 @@ def _lse_rows(t: Tensor, rows: Range) -> Tensor:
 
 
 def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
+    """Returns out in q's dtype, softmax_lse over all keys, and the rng_state of each launch."""
     batch, rows, nheads, _ = q.shape
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(batch, rows, nheads, v.shape[-1], dtype=kind, device=q.device)
     lse = torch.full((batch, nheads, rows), math.inf, dtype=torch.float32, device=q.device)
     states: list[Tensor] = []
-    for step, keys, values in _come_by(p, k, v):
+    for step, keys, values in _steps(p, k, v):
         for launch in step.launches:
             a = _arguments(p, launch, q)
             generator = p.generator(len(states), q.device)
@@ -165,7 +168,7 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
                 part_lse = part_lse + a.row_scores
             torch.ops.volta_fa.merge_attention_states_(_rows(out, launch.q), _lse_rows(lse, launch.q), part, part_lse)
     if sinks is not None and rows:
-        # keys more, one for each head, whose value is 0
+        # a sink is a key of each head with a value of 0
         of_sinks = sinks.float().masked_fill(sinks.float() == -math.inf, math.inf).view(1, -1, 1).expand_as(lse).contiguous()
         torch.ops.volta_fa.merge_attention_states_(out, lse, torch.zeros_like(out), of_sinks)
     return out.to(q.dtype), lse, states
@@ -174,14 +177,14 @@ def forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 def backward(
     p: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, states: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and sinks; those of sinks from this rank's rows alone."""
+    """Returns the gradients of q, k, v and sinks; the last is that of this rank's rows only."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     of_rows, of_keys = _parts(p)
     dq = _Sum(q, wide if not at_most_two(of_rows) else q.dtype)
     dk, dv = (_Sum(t, wide if not at_most_two(of_keys) else t.dtype) for t in (k, v))
     back: _Returning | None = None
     number = 0
-    for t, (step, keys, values) in enumerate(_come_by(p, k, v)):
+    for t, (step, keys, values) in enumerate(_steps(p, k, v)):
         if own := t == 0 and step.rows == ((0, k.shape[1]),):
             dkeys, dvalues = dk, dv
         else:
@@ -225,21 +228,24 @@ def backward(
 
 
 def _parts(p: Problem) -> tuple[list[Range], list[Range]]:
-    """Which of this rank's rows, and of its keys, each part of their gradients is of."""
+    """Returns the ranges of this rank's rows, and of its keys, of which each launch computes a part of the gradient."""
     of_rows: list[Range] = []
     of_keys: list[Range] = []
     for rank in range(p.size):
         of_rows += [launch.q for launch in p.step(p.rank, rank).launches]
         of_keys += p.step(rank, p.rank).rows if rank != p.rank else []
     own = p.step(p.rank, p.rank)
-    # counted among the rows that the step reads, of which there are none between if it reads all
+    # launch.k counts in the rows that the step reads, which are positions in the shard only if it reads all
     of_keys += [launch.k for launch in own.launches] if own.rows == ((0, own.count),) else 3 * list(own.rows)
     return of_rows, of_keys
 
 
 class _Sum:
-    """The sum of what launches give for rows of a tensor: in fp32; or where no row gets more than two parts in their own
-    dtype, in which one addition rounds the exact sum once, as the conversion from fp32 would."""
+    """The sum of the launches' gradients for rows of a tensor, in `dtype`.
+
+    That is fp32, or the tensor's dtype if no row gets more than two parts: one addition then rounds the sum once, as the conversion from
+    fp32 would.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype):
         self._like, self._dtype = like, dtype
@@ -258,7 +264,7 @@ class _Sum:
 
 
 def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tensor) -> None:
-    """`rows` are those of the keys; the gradients are of these alone."""
+    """Adds the gradients of the rows of a step to those of all keys."""
     at = 0
     for begin, end in rows:
         for total, part in ((dk, dkeys), (dv, dvalues)):
@@ -267,7 +273,7 @@ def _add(dk: _Sum, dv: _Sum, rows: Sequence[Range], dkeys: Tensor, dvalues: Tens
 
 
 class _Returning:
-    """Gradients of other ranks' keys on their way to them, and of this rank's keys on their way here, of one step."""
+    """Gradients in flight of one step: of another rank's keys to that rank, and of this rank's keys to this rank."""
 
     def __init__(self, p: Problem, t: int, dkeys: _Sum, dvalues: _Sum, k: Tensor, v: Tensor):
         owner, reader = (p.rank - t) % p.size, (p.rank + t) % p.size
@@ -283,8 +289,8 @@ class _Returning:
         _add(dk, dv, self._rows, *self._received)
 
 
-def _come_by(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
-    """(step, keys, values) of each step, those of the next on their way."""
+def _steps(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    """Yields (step, keys, values) of each step, while those of the next are in flight."""
 
     def ask(t: int) -> tuple[Transfer, Step, list[Tensor]] | None:
         if t == p.size:
@@ -316,7 +322,7 @@ def _come_by(p: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensor, T
 
 
 class _Ring(torch.autograd.Function):
-    """`forward` and `backward` for autograd."""
+    """Makes `forward` and `backward` known to autograd."""
 
     @staticmethod
     def forward(ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -328,12 +334,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, sinks, out, lse, *states = ctx.saved_tensors
-        # a rank may have ended or gone elsewhere since the forward pass
+        # a rank may have ended, or make another call, since the forward pass
         check_same_arguments([ctx.problem.group], f"{ctx.problem.op}, backward", lambda: ({}, None), q.device)
         return None, *backward(ctx.problem, dout, q, k, v, out, lse, sinks, states)
 
 
 def attend(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    """This rank's shard of the result; differentiable."""
+    """Returns this rank's shard of the output. Differentiable in q, k, v and sinks."""
     apply: Any = _Ring.apply
     return apply(p, q, k, v, sinks)

@@ -1,4 +1,4 @@
-"""Ulysses: every rank exchanges its positions of all heads for all positions of its heads, and back."""
+"""Ulysses (arXiv 2309.14509): each rank exchanges its positions of all heads for all positions of its heads, and back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from .groups import Grid
 from .layout import shard_ranges
 
-#: How the positions of a whole sequence lie in the ranks' shards one after the other; None: as they are wanted.
+#: The layout of the positions in the concatenated shards of the ranks; None: in order.
 Order = tuple[Grid, str] | None
 
 
 def _all_to_all(op: str, group: dist.ProcessGroup, parts: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """`parts[r]` goes to rank r; `sizes[r]` is the shape of what rank r sends here. As bytes, which every backend can send."""
+    """Sends `parts[r]` to rank r, and receives a tensor of shape `sizes[r]` from it. Sends bytes, which every backend supports."""
     like = parts[0]
     width = like.element_size()
     send = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
@@ -42,7 +42,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _positions(order: Order, seqlen: int, device: torch.device) -> Tensor | None:
-    """Where each row of the shards, one after the other, belongs."""
+    """Returns the position of each row of the concatenated shards; None if they are in order."""
     return None if order is None else _places(order[0].ulysses_size, order[1], seqlen, device)
 
 
@@ -78,7 +78,7 @@ class _ToHeads(torch.autograd.Function):
         parts = _all_to_all(op, group, gradient.split(lengths, 1), sizes)
         if sum(last - first for first, last in heads) == nheads:
             return None, None, torch.cat(parts, 2), None, None, None
-        # heads of keys that several ranks look at
+        # several ranks read the same KV heads
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         total = torch.zeros(gradient.shape[0], rows, nheads, gradient.shape[3], dtype=wide, device=gradient.device)
         for (first, last), part in zip(heads, parts):
@@ -113,8 +113,12 @@ class _ToSequence(torch.autograd.Function):
 def to_heads(
     op: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], lengths: Sequence[list[int]], heads: list[tuple[int, int]], order: Order
 ) -> list[Tensor]:
-    """q, k and v of all positions in `group`, in order, with this rank's heads. `lengths`: of the ranks' queries, and of their
-    keys. `heads`: of each rank's keys."""
+    """Returns q, k and v with all positions in `group`, in order, and this rank's heads. Differentiable.
+
+    Args:
+        lengths: the ranks' numbers of queries, and of keys.
+        heads: the range of KV heads of each rank.
+    """
     q, k, v = tensors
     each = q.shape[2] // group.size()
     of_queries = [(u * each, (u + 1) * each) for u in range(group.size())]
@@ -123,6 +127,6 @@ def to_heads(
 
 
 def to_sequence(op: str, group: dist.ProcessGroup, out: Tensor, lengths: list[int], order: Order) -> Tensor:
-    """This rank's positions of all heads."""
+    """Returns this rank's positions of all heads, from all positions of its heads. Differentiable."""
     apply: Any = _ToSequence.apply
     return apply(op, group, out, lengths, order)

@@ -13,9 +13,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use step::Step;
 
-const USAGE: &str = "usage: volta-fa-shims --core LIBRARY --headers FOLDER --out FOLDER [--linker PROGRAM] RELEASE=FOLDER...
+const USAGE: &str = "usage: volta-fa-shims --root FOLDER --core LIBRARY --headers FOLDER --out FOLDER [--linker PROGRAM] RELEASE=FOLDER...
 
-LIBRARY is the core library, headers has volta_fa_abi.h and volta_fa_options.h,
+root is the repository, LIBRARY is the core library, headers has volta_fa_abi.h and volta_fa_options.h,
 each RELEASE=FOLDER names a torch package, as 2.11=/path/to/torch; the linker replaces the compiler for links.";
 
 const SHIM: &str = "libvolta_fa.so";
@@ -24,6 +24,8 @@ const SHIM: &str = "libvolta_fa.so";
 const CXX20_SINCE: (u32, u32) = (2, 14);
 
 struct Arguments {
+    /// the repository, at run time: a checkout may move, or share its target folder with another
+    root: PathBuf,
     core: PathBuf,
     headers: PathBuf,
     out: PathBuf,
@@ -42,9 +44,10 @@ struct Release {
 
 impl Arguments {
     fn parse(mut given: impl Iterator<Item = OsString>) -> Result<Self> {
-        let (mut core, mut headers, mut out, mut linker, mut releases) = (None, None, None, None, vec![]);
+        let (mut root, mut core, mut headers, mut out, mut linker, mut releases) = (None, None, None, None, None, vec![]);
         while let Some(argument) = given.next() {
             let option = match argument.to_str() {
+                Some("--root") => &mut root,
                 Some("--core") => &mut core,
                 Some("--headers") => &mut headers,
                 Some("--out") => &mut out,
@@ -56,8 +59,8 @@ impl Arguments {
             };
             *option = Some(PathBuf::from(given.next().context(USAGE)?));
         }
-        let (Some(core), Some(headers), Some(out)) = (core, headers, out) else { bail!(USAGE) };
-        Ok(Arguments { core, headers, out, linker, releases })
+        let (Some(root), Some(core), Some(headers), Some(out)) = (root, core, headers, out) else { bail!(USAGE) };
+        Ok(Arguments { root, core, headers, out, linker, releases })
     }
 }
 
@@ -147,7 +150,7 @@ fn in_parallel<T: Sync>(items: &[T], run: impl Fn(&T) -> Result<()> + Sync) -> R
 
 fn run() -> Result<()> {
     let arguments = Arguments::parse(std::env::args_os().skip(1))?;
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize()?;
+    let root = &arguments.root;
     let mut sources = sources_in(&root.join("torch_ops"))?;
     if arguments.linker.is_some() {
         sources.push(root.join("tools/portable_symbols.cpp"));

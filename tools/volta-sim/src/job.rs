@@ -1,7 +1,6 @@
 //! Jobs: launches described in JSON, with their memory contents, as the command line takes them.
 
 use crate::error::{Error, Result};
-use crate::half::f2h;
 use crate::launch::{Schedule, TimingOptions};
 use crate::mem::GlobalMem;
 use crate::module::Module;
@@ -216,7 +215,7 @@ impl BufferDesc {
                 d.resize(n, 0xff);
                 d
             }
-            Init::NormalF16 { seed, scale } => normals(*seed, n / 2).flat_map(|x| f2h(x * scale).to_le_bytes()).collect(),
+            Init::NormalF16 { seed, scale } => normals(*seed, n / 2).flat_map(|x| half::f16::from_f32(x * scale).to_le_bytes()).collect(),
             Init::NormalF32 { seed, scale } => normals(*seed, n / 4).flat_map(|x| (x * scale).to_le_bytes()).collect(),
         })
     }
