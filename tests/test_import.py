@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import json
 from pathlib import Path
 
@@ -79,3 +80,25 @@ def test_modules_import_each_other_without_cycles():
     graph = {name: _imported(path, set(paths)) for name, path in paths.items()}
     assert {"volta_fa.inspection", "volta_fa.integrations.torch_flash_impl"} <= graph["volta_fa"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "bert_padding.unpad_input",
+        "cascade.cascade_attention",
+        "distributed.ring_attention",
+        "flash_attn_interface.flash_attn_func",
+        "flash_attn_shim.install_flash_attn_shim",
+        "flash_mla.flash_mla_with_kvcache",
+        "inspection.info",
+        "kv_formats.quantize_kv",
+        "rotary.RotaryEmbedding",
+        "sdpa.enable_sdpa",
+        "vllm.register",
+    ],
+)
+def test_public_import_paths(path):
+    """Users import these names from here, wherever the code lies."""
+    module, name = path.split(".")
+    assert callable(getattr(importlib.import_module(f"volta_fa.{module}"), name))
