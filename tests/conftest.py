@@ -249,6 +249,16 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor):
     assert different == 0, f"{name}: {different} of {a.numel()} elements differ between two runs: a race"
 
 
+def ops_called(profiler) -> set[str]:
+    """Names of the ops in a profile, without those that an op of volta_fa calls: its CPU backend runs ATen's attention."""
+
+    def is_inside(event) -> bool:
+        parent = event.cpu_parent
+        return parent is not None and (parent.name.startswith("volta_fa::") or is_inside(parent))
+
+    return {event.name for event in profiler.events() if not is_inside(event)}
+
+
 def seed_of(name: str) -> int:
     return zlib.crc32(f"{name}:{os.environ.get('VOLTA_FA_TEST_SEED', '0')}".encode())
 

@@ -312,9 +312,9 @@ def test_selective_checkpoint(backend, layer_on, keep_attention, dropout_p):
     assert_same_gradients(found, expected)
     if backend.kernels:
         return
-    # An op has an event for each layer of the dispatcher that sees it; the matrix product inside tells a run apart from
+    # An op has an event for each layer of the dispatcher that sees it; the ATen op inside tells a run apart from
     # a recomputation that finds the result in the cache.
-    products = [e.time_range for e in profiler.events() if e.name == "aten::bmm"]
+    products = [e.time_range for e in profiler.events() if e.name in ("aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu")]
     calls = [e.time_range for e in profiler.events() if e.name == "volta_fa::fwd"]
 
     def inside(a, b):

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, on, run_process, run_python
+from conftest import LIBRARY, NEEDS_COMPILER, NEEDS_FORK, on, ops_called, run_process, run_python
 from test_routes import AOTI, need_aot_inductor
 
 if "VOLTA_FA_TEST_LIBRARY" in os.environ:
@@ -49,7 +49,7 @@ def ops_of(f) -> set[str]:
         warnings.simplefilter("ignore")  # the profiler's own advice
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             f()
-    return {event.key for event in profiler.key_averages()}
+    return ops_called(profiler)
 
 
 OURS = {"volta_fa::fwd", "volta_fa::bwd"}

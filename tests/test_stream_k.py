@@ -81,4 +81,4 @@ def test_where_a_plan_takes_them(shape, pays):
     assert plan(*shape, is_causal=True)["pass"] == "Forward"
     assert plan(*shape, needs="dropout")["pass"] == "Forward" and plan(*shape, needs="lengths")["pass"] == "Forward"
     if pays:
-        assert found["reason"].startswith("equal shares") and found["grid"][1:] == [1, 1]
+        assert found["reason"].startswith("stream-K") and found["grid"][1:] == [1, 1]

@@ -216,11 +216,14 @@ class Calls:
 def profile(f) -> tuple[object, Calls]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         result = f()
-    calls, end = Calls(), 0
+    calls, end = Calls(), {}
     # profiler.events() takes seconds for a training step
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() in ("volta_fa::fwd", "volta_fa::fwd_kvcache") and event.start_ns() >= end:
-            end = event.end_ns()  # within it, autograd's kernel calls the device's: that is no second one
+        if event.start_ns() < end.get(event.start_thread_id(), 0):
+            continue  # inside an op of volta_fa: autograd's kernel calls the device's, and the CPU backend ATen's attention
+        if event.name().startswith("volta_fa::"):
+            end[event.start_thread_id()] = event.end_ns()
+        if event.name() in ("volta_fa::fwd", "volta_fa::fwd_kvcache"):
             q, *rest = event.shapes()
             calls.count += 1
             calls.cached += event.name() == "volta_fa::fwd_kvcache"
@@ -237,14 +240,29 @@ def run(model, **inputs):
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
+def assert_right(found, expected, exact, factor=2, **tolerance):
+    """Eager attention's result in fp32; or one that is at most `factor` times as far from fp64's, which `exact` computes, as eager's is.
+
+    (Scores of some models, such as T5's, which it does not scale, are so large that any other order of fp32 operations differs.)"""
+    if not torch.allclose(found, expected, **tolerance):
+        values = exact()
+        error, allowed = ((t.double() - values).abs().max().item() for t in (found, expected))
+        assert error <= factor * allowed, f"{error:.3g} from the result in fp64, eager attention {allowed:.3g}"
+
+
+def in_fp64(model, **inputs):
+    """What `run` returns of a copy of the model in fp64."""
+    inputs = {name: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for name, t in inputs.items()}
+    return run(copy.deepcopy(model).double(), **inputs)
+
+
 def compare(name: str, keep=None, **inputs) -> Calls:
     """Runs both models and compares what they return where `keep`; what ran in ours."""
     eager, ours = models(name)
     expected = run(eager, **inputs)
     found, calls = profile(lambda: run(ours, **inputs))
-    if keep is not None:
-        expected, found = expected[keep.bool()], found[keep.bool()]
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+    kept = (slice(None),) if keep is None else (keep.bool(),)
+    assert_right(found[kept], expected[kept], lambda: in_fp64(eager, **inputs)[kept], **TOLERANCE)
     # a router, compression, and pooling have a softmax
     assert not calls.theirs or name in ("gpt_oss", "deepseek_v4", "phi4"), calls.theirs
     return calls
@@ -603,15 +621,19 @@ def test_gradients_of_sinks_and_position_bias():
     ):
         if not V5 and name in WITHOUT_INTERFACE_IN_4_57:
             continue
-        gradients = []
-        for model in models(name):
+
+        def gradient(model, inputs=inputs, parameter=parameter):
             model.zero_grad()
             out = model(**inputs)
             keep = inputs.get("attention_mask", torch.ones(out.logits.shape[:2])).bool()
             out.logits[keep].square().mean().backward()
-            gradients.append(model.get_parameter(parameter).grad)
-        assert gradients[0].abs().max() > 0
-        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+            return model.get_parameter(parameter).grad
+
+        eager, ours = models(name)
+        expected = gradient(eager)
+        assert expected.abs().max() > 0
+        exact = lambda eager=eager, gradient=gradient: gradient(copy.deepcopy(eager).double())  # noqa: E731
+        assert_right(gradient(ours), expected, exact, factor=3, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout():
