@@ -73,7 +73,10 @@ class Setup:
         return operations / ((self.backward if backward else self.forward) * 1e12)
 
     def message(self, first_half: bool) -> float:
-        """Returns the bytes of fp16 keys and values that a place reads in a step: one chunk of an earlier place, both chunks of a later one."""
+        """Returns the bytes of fp16 keys and values that a place reads in a step.
+
+        It reads the first chunk of an earlier place, and both chunks of a later one.
+        """
         heads = max(self.nheads_k / self.shared, 1)
         return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2
 
