@@ -193,7 +193,7 @@ def copy_rate() -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.decode", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")

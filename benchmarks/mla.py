@@ -100,7 +100,7 @@ def simulate(case: Case, settings: str) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.mla", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mla", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)

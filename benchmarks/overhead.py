@@ -73,7 +73,7 @@ def measure() -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
