@@ -50,7 +50,7 @@ class Case:
 
 
 def cases(heads: dict[int, int]) -> Iterator[Case]:
-    """Of each headdim the dense one first."""
+    """Yields the cases of each headdim, the contiguous cache first."""
     for headdim, nheads in heads.items():
         yield from (Case(headdim, nheads, page) for page in (0, 16, 64, 256))
 
