@@ -57,7 +57,7 @@ def tensors(seqlen: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def exchange(k: torch.Tensor, v: torch.Tensor, seqlen: int) -> Callable[[], None]:
-    """What a causal ring sends in its forward pass, without its kernels."""
+    """Returns a function that sends a causal ring's messages of the forward pass, without its kernels."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranges = [shard_ranges(seqlen, size, r, "zigzag") for r in range(size)]
     mask = Mask(((0, seqlen),), ((0, seqlen),), None, 0)
@@ -117,7 +117,7 @@ def measure(seqlen: int, device: torch.device) -> dict[str, Any]:
 
 
 def overlap(trace: Path) -> dict[str, float]:
-    """From a profile: of NCCL's kernels, the time during which kernels of ours run."""
+    """Returns from a profile how long NCCL's kernels run beside volta_fa's, in microseconds and as a share of NCCL's time."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]

@@ -1,11 +1,13 @@
 """Measures decoding over a paged KV cache, in bytes of the cache per second, on a simulated V100 or a real GPU.
 
-    python -m benchmarks.decode [--all] [--json FILE]        simulated
-    python -m benchmarks.decode --device cuda [--json FILE]  measured, beside a copy kernel and PyTorch's attention
+    python -m benchmarks.decode [--all]        simulated
+    python -m benchmarks.decode --device cuda  measured, beside a copy kernel and PyTorch's attention
+
+Both take --quantized, --bfloat, --only TEXT and --json FILE.
 
 The simulation times one SM's share of the launch (tools/volta-sim) at the model's DRAM latency and at 3000 cycles,
-which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times leave out the launch and the
-combination of partial results from other SMs' blocks.
+which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
+kernel of the call. They leave out launch overhead and the combination of partial results between SMs.
 
 Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), with pages in random order. Some cases have a target:
 the share that they must reach. Measured shares are of the copy kernel's rate. PyTorch's attention reads the same keys
@@ -31,9 +33,9 @@ from volta_fa.kv_formats import KV_DTYPES
 
 from .measure import aligned, ended, median_ms, simulated
 
-#: Bytes per cycle and SM, SMs, cycles per microsecond: the V100 of volta-sim.
+#: DRAM rate of the V100 of volta-sim: bytes per cycle and SM, SMs, GHz.
 DRAM_GB_S = 6.6 * 80 * 1.53
-#: Settings of the simulator: its own latency of DRAM, and that of a loaded memory.
+#: Simulator settings for each DRAM latency, in cycles: the model's default, and that of a loaded memory.
 LATENCIES = {"430": "", "3000": "dram_latency=3000"}
 
 
@@ -46,21 +48,21 @@ class Case:
     page: int = 16
     kv_dtype: str = ""  # of a quantized cache
     bfloat: bool = False  # bf16 instead of fp16
-    target: float = 0.0  # with the model's latency
-    slow_target: float = 0.0
+    target: float = 0.0  # share to reach: simulated at the default DRAM latency, or measured
+    slow_target: float = 0.0  # share to reach at a DRAM latency of 3000 cycles
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of q, and of a cache that is not quantized."""
+        """Dtype of q, and of an unquantized cache."""
         return torch.bfloat16 if self.bfloat else torch.float16
 
     @property
     def nheads_k(self) -> int:
-        return 1024 // self.headdim  # 2 KB of keys a token, so that an SM's share is the same
+        return 1024 // self.headdim  # 2 KB of fp16 keys per token, so that an SM's share is the same
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, and of what belongs to a quantized cache."""
+        """Bytes of keys and values that a call reads, including scales and zero points."""
         per_token = {"": 4.0, "int8": 2.0, "int4": 1.0}.get(self.kv_dtype, 2.0) * self.headdim
         per_token += {"int8": 8, "int4": 16}.get(self.kv_dtype, 0)
         return int(sum(self.lengths) * self.nheads_k * per_token)
@@ -75,41 +77,41 @@ class Case:
 
 
 def cases(everything: bool) -> Iterator[Case]:
-    # as many tokens in all, so that starting and merging weigh the same
+    # most cases have 65,536 tokens in total, so that launch and combination weigh the same
     targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
     for headdim in (64, 128, 256):
         for seqlen, (target, slow_target) in targets.items():
-            base = Case(headdim, (seqlen,) * max(65536 // seqlen, 1), target=target, slow_target=slow_target)
+            base = Case(headdim, (seqlen,) * (65536 // seqlen), target=target, slow_target=slow_target)
             groups = (1, 4, 6, 8) if everything or seqlen == 16384 else (8,)
             pages = (16, 64, 256) if everything or seqlen == 16384 else (16,)
             yield from (replace(base, group=g, page=p) for g in groups for p in pages if everything or p == 16 or g == 8)
         yield from (Case(headdim, (16384,) * 4, group=4, seqlen_q=n) for n in (2, 4, 8))
         yield from (Case(headdim, (16384,) * 4, group=8, seqlen_q=n) for n in (2, 4, 8))
     yield Case(128, (65536, *[512] * 63))
-    yield Case(128, (1528,) * 64)  # as many tokens
+    yield Case(128, (1528,) * 64)  # total of the case before, evenly
 
 
 def measured_cases() -> Iterator[Case]:
-    """Enough for a GPU that moves terabytes a second."""
+    """Returns cases that are large enough for a GPU with terabytes per second."""
     for headdim in (64, 128, 256):
         yield Case(headdim, (65536,) * 16, target=0.85)
         yield from (Case(headdim, (16384,) * 16, seqlen_q=n) for n in (1, 2, 4, 8))
         yield from (Case(headdim, (seqlen,) * 16) for seqlen in (4096, 1024))
     yield Case(128, (65536, *[512] * 63))
-    yield Case(128, (1528,) * 64)  # as many tokens
+    yield Case(128, (1528,) * 64)  # total of the case before, evenly
 
 
 def quantized_cases() -> Iterator[Case]:
-    """As many bytes in all as the others, so that starting weighs the same: of int4 four times as many sequences, else twice."""
+    """Returns cases with as many bytes as the fp16 cases: four times the batch for int4, twice for 8-bit formats."""
     for kv_dtype in KV_DTYPES:
-        more = 4 if kv_dtype == "int4" else 2
-        most = 0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80
+        batch_factor = 4 if kv_dtype == "int4" else 2
+        long_target = 0.88 if kv_dtype in ("int8", "fp8_e5m2") else 0.80
         for headdim in (64, 128, 256):
-            for seqlen, target, slow_target in ((65536, most, most), (16384, most, most), (4096, 0.78, 0.0)):
+            for seqlen, target, slow_target in ((65536, long_target, long_target), (16384, long_target, long_target), (4096, 0.78, 0.0)):
                 for group in (8, 1) if seqlen == 16384 else (8,):
                     yield Case(
                         headdim,
-                        (seqlen,) * (more * 65536 // seqlen),
+                        (seqlen,) * (batch_factor * 65536 // seqlen),
                         group=group,
                         kv_dtype=kv_dtype,
                         target=target,
@@ -118,7 +120,7 @@ def quantized_cases() -> Iterator[Case]:
 
 
 def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
-    batch, most = len(case.lengths), max(case.lengths)
+    batch, max_seqlen = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
     # no time depends on the values
@@ -131,15 +133,15 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
         for t in (k, v):
             t.view(torch.uint8).fill_(1)
         if case.kv_dtype.startswith("int"):
-            # those of a head together
+            # stored as (page, head, token): the scales of one head are contiguous
             scale = aligned((shape[0], shape[2], shape[1]), torch.float32, device).fill_(0.01).transpose(1, 2)
             options |= {"k_scale": scale, "v_scale": scale.transpose(1, 2).clone().transpose(1, 2)}
         if case.kv_dtype == "int4":
             options |= {f"{x}_zero_point": options[f"{x}_scale"].transpose(1, 2).clone().transpose(1, 2) for x in "kv"}
     numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
-    table = torch.full((batch, -(-most // case.page)), -1, dtype=torch.int32)
-    for row, n, own in zip(table, pages, numbers.split(pages)):
-        row[:n] = own
+    table = torch.full((batch, -(-max_seqlen // case.page)), -1, dtype=torch.int32)
+    for row, n, of_sequence in zip(table, pages, numbers.split(pages)):
+        row[:n] = of_sequence
     q = aligned((batch, case.seqlen_q, case.nheads_k * case.group, case.headdim), dtype, device).fill_(0.01)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     return q, k, v, options | {"block_table": table.to(device), "cache_seqlens": lengths, "is_causal": True}
@@ -163,7 +165,10 @@ def measure(case: Case, copy_gb_s: float) -> dict:
 
 
 def measure_pytorch(case: Case) -> dict[str, float]:
-    """GB/s of PyTorch's own attention by name of the backend, where it can; nothing of cases that no dense tensor holds."""
+    """Returns GB/s of PyTorch's attention by backend.
+
+    Returns {} for different lengths and quantized caches, and for several queries, where PyTorch aligns the causal mask top-left.
+    """
     if len(set(case.lengths)) > 1 or case.seqlen_q > 1 or case.kv_dtype:
         return {}
     shape = (len(case.lengths), case.nheads_k, case.lengths[0], case.headdim)
@@ -181,19 +186,19 @@ def measure_pytorch(case: Case) -> dict[str, float]:
 
 
 def copy_rate() -> float:
-    """Bytes read and written a nanosecond by PyTorch's copy kernel."""
+    """Returns GB/s that PyTorch's copy kernel reads and writes together."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / median_ms(lambda: target.copy_(source), source.device, budget=0.5) / 1e6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.decode", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--all", action="store_true", help="every group and page with every length")
     parser.add_argument("--quantized", action="store_true", help="int8, int4 and fp8 caches")
     parser.add_argument("--bfloat", action="store_true", help="bf16 instead of fp16")
-    parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -5,8 +5,9 @@
     python -m benchmarks.docs DIR                                                       put DIR/decode_sweep.md into the figures
 
 Each sweep changes one size. The base case has 16 sequences of 4096 tokens, one query each, eight query heads per KV head
-and pages of 16 tokens. Shares are of the simulated DRAM's rate, or of a copy kernel's. benchmarks/decode.py lists what a
-simulation leaves out. The tables also list published rates of other V100 kernels.
+and pages of 16 tokens. Query rows are seqlen_q times the query heads per KV head. Shares are of the simulated DRAM's
+rate, or of a copy kernel's. benchmarks/decode.py lists what a simulation leaves out. The tables also list published rates
+of other V100 kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .decode import DRAM_GB_S, Case
 from .report import Grid
 
 BASE = Case(128, (4096,) * 16)
-#: What is changed, and how.
+#: Values of each sweep, and how a value changes the case.
 SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[Case, int], Case]]] = {
     "tokens": ((512, 1024, 2048, 4096, 8192, 16384), lambda case, n: replace(case, lengths=(n,) * len(case.lengths))),
     "sequences": ((1, 2, 4, 8, 16, 32), lambda case, n: replace(case, lengths=case.lengths[:1] * n)),
     "page": ((16, 32, 64, 256), lambda case, n: replace(case, page=n)),
     "rows": ((8, 16, 32, 64), lambda case, n: replace(case, seqlen_q=n // case.group)),
 }
-#: GB/s of the cache, derived from published times. This project measured none of them.
+#: GB/s of memory that the kernel reads (attention: the cache), derived from published times. This project measured none of them.
 PUBLISHED = [
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, fp16", "255 to 445", "35 to 39% of its card's 1130 at best"),
     ("1CatAI/1Cat-vLLM: headdim 256, 6 rows, e5m2, 65536 tokens", "131", ""),
@@ -46,7 +47,7 @@ PUBLISHED = [
 
 @dataclass
 class Point:
-    """One case of a sweep."""
+    """One case of a sweep, and its timing."""
 
     sweep: str
     value: int
@@ -60,7 +61,7 @@ class Point:
 
 
 def points(
-    base: Case, headdims: Sequence[int], sweeps: Sequence[str], time: Callable[[Case], dict], advance: Callable[[str], None]
+    base: Case, headdims: Sequence[int], sweeps: Sequence[str], run_case: Callable[[Case], dict], advance: Callable[[str], None]
 ) -> list[Point]:
     found = []
     for headdim in headdims:
@@ -69,7 +70,7 @@ def points(
             for value in values:
                 case = change(replace(base, headdim=headdim), value)
                 advance(case.name)
-                timed = time(case)
+                timed = run_case(case)
                 found.append(Point(sweep, value, case, timed["us"], timed["gb_s"], timed["share"]))
     return found
 
@@ -83,7 +84,7 @@ def grids(found: Sequence[Point]) -> list[Grid]:
     made = []
     for sweep in _sweeps(found):
         values, _ = SWEEPS[sweep]
-        grid = Grid(f"By {sweep}: us, GB/s of the cache and their share", [sweep, *(f"headdim {d}" for d in headdims)])
+        grid = Grid(f"By {sweep}: us, GB/s of the cache, share of the DRAM or copy rate", [sweep, *(f"headdim {d}" for d in headdims)])
         for value in values:
             cells = {p.case.headdim: f"{p.us:.1f}, {p.gb_s:.0f}, {p.share:.0%}" for p in found if (p.sweep, p.value) == (sweep, value)}
             grid.rows.append([str(value), *(cells[d] for d in headdims)])
@@ -117,8 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     report.add_output_options(parser)
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--headdims", type=int, nargs="+", choices=(64, 128, 256), default=[64, 128, 256])
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of each sequence, where that is not what is changed")
-    parser.add_argument("--sweeps", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS), help="what is changed (default: each)")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="length of each sequence, except in the sweep of tokens")
+    parser.add_argument("--sweeps", nargs="+", choices=tuple(SWEEPS), default=list(SWEEPS), help="sweeps to run (default: all)")
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         raise CommandError(f"--tokens {options.tokens}: expected a positive number")
@@ -129,11 +130,11 @@ def main(arguments: Sequence[str]) -> int:
         copy = decode.copy_rate()
         facts = {"device": report.device_name(torch.device("cuda", 0)), "shares are of": f"a copy kernel's {copy:.0f} GB/s"}
         facts["kind of figures"] = "measured"
-        time = lambda case: decode.measure(case, copy)  # noqa: E731
+        run_case = lambda case: decode.measure(case, copy)  # noqa: E731
     else:
         facts = {"device": "simulated V100 (one SM's share)", "shares are of": f"the simulated DRAM's {DRAM_GB_S:.0f} GB/s"}
-        facts["kind of figures"] = "simulated: no launch, no merge between blocks"
-        time = lambda case: decode.simulate(case, "")  # noqa: E731
+        facts["kind of figures"] = "simulated, without launch overhead and the combination between blocks"
+        run_case = lambda case: decode.simulate(case, "")  # noqa: E731
     header = report.facts("decode_sweep", arguments, **facts)
     with report.progress() as bar:
         task = bar.add_task("decode", total=len(options.headdims) * sum(len(SWEEPS[sweep][0]) for sweep in options.sweeps))
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         def advance(name: str) -> None:
             bar.update(task, advance=1, description=name)
 
-        found = points(base, options.headdims, options.sweeps, time, advance)
+        found = points(base, options.headdims, options.sweeps, run_case, advance)
     tables = grids(found)
     report.show(header, tables)
     if options.json:

@@ -2,7 +2,7 @@
 
 For each NAME.md in DIR, as the other commands' --markdown writes them, replaces the text between
 `<!-- begin NAME -->` and `<!-- end NAME -->`, and copies NAME.png to images/ beside the page. Sections without a new
-result stay.
+result stay. If a NAME.md has no section, the command changes nothing and fails.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "figures.
 
 
 def fill(page: str, name: str, section: str) -> str:
-    """The page with one section replaced."""
+    """Returns the page with one section replaced."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     changed, count = re.subn(f"{begin}\n.*?{end}", lambda _: f"{begin}\n{section.rstrip()}\n{end}", page, flags=re.DOTALL)
     if count != 1:
-        raise CommandError(f"the page has no section `{begin}` ... `{end}`")
+        raise CommandError(f"the page has {count} sections `{begin}` ... `{end}`, expected 1")
     return changed
 
 
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     for section in sections:
         page = fill(page, section.stem, section.read_text())
     for section in sections:
-        picture = section.with_suffix(".png")
-        if picture.exists():
+        plot = section.with_suffix(".png")
+        if plot.exists():
             images = options.page.parent / "images"
             images.mkdir(exist_ok=True)
-            shutil.copyfile(picture, images / picture.name)
+            shutil.copyfile(plot, images / plot.name)
     options.page.write_text(page)
     report.console.print(f"{options.page}: {', '.join(s.stem for s in sections)}", soft_wrap=True)
     return 0

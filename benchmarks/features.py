@@ -102,7 +102,7 @@ def pytorchs(tensors: list[Tensor], name: str, is_causal: bool) -> dict[str, flo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.features", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,H,M,N,D")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     chosen = parser.parse_args(arguments)

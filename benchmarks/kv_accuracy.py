@@ -53,7 +53,7 @@ def errors(seqlen: int, outliers: float, seed: int = 0) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.kv_accuracy", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("--outliers", type=float, default=8.0)
     options = parser.parse_args(arguments)
     for seqlen in (1024, 4096, 16384, 65536):

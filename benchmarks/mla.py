@@ -1,6 +1,6 @@
 """Measures MLA decoding over a paged cache of latents, in bytes of the cache per second and TFLOP/s, on a simulated V100.
 
-    python -m benchmarks.mla [--only WORDS] [--json FILE]
+    python -m benchmarks.mla [--only TEXT] [--json FILE]
 
 As in `benchmarks.decode`, the simulation times one SM's share of a launch without the launch itself, at the model's DRAM
 latency and at 3000 cycles. Data that other SMs would bring into L2 counts as present. Latents are fp16 or quantized, in
@@ -34,8 +34,8 @@ class Case:
     seqlen: int
     seqlen_q: int = 1
     kv_dtype: str = ""  # of a quantized cache
-    target: float = 0.0  # share of DRAM
-    slow_target: float = 0.0
+    target: float = 0.0  # share of the DRAM rate to reach at the default latency
+    slow_target: float = 0.0  # the same at 3000 cycles
     tflops_target: float = 0.0
 
     @property
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of latents, and their scales."""
+        """Bytes of latents that a call reads, including scales."""
         of_token = HEADDIM if self.kv_dtype else 2 * HEADDIM
         return self.batch * self.seqlen * (of_token + (4 if self.kv_dtype == "int8" else 0))
 
@@ -100,8 +100,8 @@ def simulate(case: Case, settings: str) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.mla", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mla", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     rows, failed = [], 0

@@ -1,9 +1,9 @@
-"""Measures the CPU time of a call against PyTorch's op: what the host spends before the GPU starts.
+"""Measures the host time (wall clock) of a call against PyTorch's op.
 
     python -m benchmarks.overhead [--json FILE]
 
-Needs a CUDA device. The benchmark drains the queue after every few calls, outside the timed region. A full queue would
-make the host wait for kernels, and the benchmark would measure them instead.
+Needs a CUDA device. The benchmark drains the GPU's queue before each round of calls, outside the timed region. A full
+queue would make the host wait for kernels, and the benchmark would measure them instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 import volta_fa
 
-CALLS = 64  # between two drains: far fewer than the launches that a queue holds
+CALLS = 64  # of a round: far fewer launches than the queue holds
 ROUNDS = 60
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Median over the rounds of the mean time of a call."""
+    """Returns the mean time of a call in a round: the median over the rounds after warm-up."""
     rounds = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -32,11 +32,14 @@ def microseconds(call: Callable[[], object]) -> float:
         for _ in range(CALLS):
             call()
         rounds.append((time.perf_counter() - start) / CALLS)
-    return 1e6 * median(rounds[ROUNDS // 4 :])  # the first load code and fill the allocator's cache
+    return 1e6 * median(rounds[ROUNDS // 4 :])  # warm-up loads modules and fills the allocator's cache
 
 
 def measure() -> dict[str, float]:
-    """Steps of the path, each with what comes before it, at (batch, heads, seqlen, headdim) = (1, 1, 64, 64)."""
+    """Times the stages of a call one by one, from the cheapest op to all of SDPA.
+
+    q, k and v are (batch, heads, seqlen, headdim) = (1, 1, 64, 64); fwd_kvcache has one query and pages of 16 tokens.
+    """
     half = {"device": "cuda", "dtype": torch.float16}
     t = torch.randn(1, 64, 1, 64, **half)  # ours: (batch, seqlen, nheads, headdim)
     by_head = t.transpose(1, 2)  # PyTorch's
@@ -51,26 +54,26 @@ def measure() -> dict[str, float]:
     empty = torch.ops.aten.empty.memory_format
     sdpa = torch.nn.functional.scaled_dot_product_attention
     calls: dict[str, Callable[[], object]] = {
-        "an op from Python that does nothing": lambda: torch.ops.aten.alias.default(t),
+        "aten::alias, the cheapest op: dispatch and a view": lambda: torch.ops.aten.alias.default(t),
         "torch.empty": lambda: torch.empty(64, **half),
         "aten::empty as an op": lambda: empty([64], **half),
         "volta_fa::fwd without a launch (seqlen_q 0)": lambda: fwd(none, t, t),
         "volta_fa::fwd": lambda: fwd(t, t, t),
-        "volta_fa::fwd_kvcache of dense entries": lambda: kvcache.default(new, t, t),
-        "volta_fa::fwd_kvcache of pages, with lengths": lambda: kvcache.default(new, pages, pages, **cached),
-        "volta_fa::fwd_kvcache.append to these": lambda: kvcache.append(new, pages, pages, new, new, **cached),
+        "volta_fa::fwd_kvcache, contiguous cache": lambda: kvcache.default(new, t, t),
+        "volta_fa::fwd_kvcache, paged cache": lambda: kvcache.default(new, pages, pages, **cached),
+        "volta_fa::fwd_kvcache.append, same paged cache": lambda: kvcache.append(new, pages, pages, new, new, **cached),
         "aten::_scaled_dot_product_flash_attention": lambda: flash(by_head, by_head, by_head),
         "scaled_dot_product_attention, PyTorch's": lambda: sdpa(by_head, by_head, by_head),
     }
     with torch.no_grad():
         found = {name: microseconds(call) for name, call in calls.items()}
-        with volta_fa.sdpa_enabled(force=True):
+        with volta_fa.sdpa_enabled(force=True):  # also on GPUs newer than Turing
             found["scaled_dot_product_attention, ours"] = microseconds(lambda: sdpa(by_head, by_head, by_head))
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -79,9 +82,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, us in found.items():
         print(f"{us:8.1f} us  {name}")
     flash = found["aten::_scaled_dot_product_flash_attention"]
-    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd over PyTorch's op (at most 15 is the target)")
-    share = found["volta_fa::fwd_kvcache of pages, with lengths"] / flash
-    print(f"{share:8.2f}     volta_fa::fwd_kvcache of pages beside PyTorch's op (at most 1 is the target)")
+    print(f"{found['volta_fa::fwd'] - flash:8.1f} us  volta_fa::fwd minus PyTorch's op (target: at most 15 us)")
+    share = found["volta_fa::fwd_kvcache, paged cache"] / flash
+    print(f"{share:8.2f}     volta_fa::fwd_kvcache, paged cache, over PyTorch's op (target: at most 1)")
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "microseconds": found}, file, indent=1)

@@ -4,9 +4,12 @@ Shapes are B,H,M,N,D or B,H,M,N,D,causal. Without any, the command lists those o
 --headdim-v apply to all of them. The device is a V100 unless options say otherwise; --device cuda uses this machine's GPU.
 
     kernel         name, as in `python -m volta_fa info`
-    tile           rows of a block x keys or queries of one step of its main loop; queries forward, keys backward
-    grid           row tiles, heads, batches
-    waves          blocks over those that the device holds at once: below 1, some SMs are idle
+    tile           forward: query rows per block x keys per step; backward: keys per block x queries per step
+    grid           row tiles, heads, batches; under a causal mask the planner may put heads first; stream-K: blocks, 1, 1
+    waves          blocks of the grid / resident blocks (SMs x blocks per SM); below 1, the grid does not fill the device
+
+Of a backward pass whose main kernel runs in several launches (`rounds` and `tail` in `volta_fa::_plan`), the command
+prints the first launch.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from . import report
 from .report import Grid, significant
 from .shapes import TABLE, Shape
 
-#: Tesla V100, as in src/plan.rs.
+#: Tesla V100, as DeviceLimits::V100 in src/plan/device.rs.
 V100 = {"sms": 80, "major": 7, "minor": 0, "shared_bytes": 96 * 1024}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the plan: what for, its row of the variant table, and its grid."""
+    """A kernel of the plan: its role, and its entry of the variant table with the grid."""
 
     role: str
     variant: dict
@@ -41,7 +44,7 @@ class Kernel:
 
 
 def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
-    """Forward's kernel and backward's, in the order of their launches."""
+    """Returns the forward and the backward kernels, in launch order, without backward's tail."""
     try:
         op = torch.ops.volta_fa._plan
     except AttributeError:
@@ -59,8 +62,8 @@ def plan(shape: Shape, limits: dict[str, int]) -> list[Kernel]:
 
 
 def grid(plans: dict[Shape, list[Kernel]], sms: int) -> Grid:
-    columns = ["B,H,M,N,D", "pass", "kernel", "tile", "threads", "registers", "shared, KB", "blocks an SM", "grid", "waves"]
-    found = Grid("What the plan picks", columns)
+    columns = ["B,H,M,N,D", "pass", "kernel", "tile", "threads", "registers", "shared, KB", "blocks per SM", "grid", "waves"]
+    found = Grid("Kernels of the plan", columns)
     for shape, kernels in plans.items():
         for i, kernel in enumerate(kernels):
             v = kernel.variant
@@ -91,7 +94,7 @@ def _label(shape: Shape) -> str:
 
 
 def device_limits() -> dict[str, int]:
-    """Of this machine's first GPU."""
+    """Returns the limits of this machine's first GPU."""
     report.choose_device("cuda")
     properties = torch.cuda.get_device_properties(0)
     shared = properties.shared_memory_per_block_optin
@@ -105,10 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="B,H,M,N,D[,causal]")
     parser.add_argument("--nheads-k", type=int, default=0, metavar="N", help="KV heads (default: as many as query heads)")
     parser.add_argument("--headdim-v", type=int, default=0, metavar="N", help="headdim of v and out (default: that of q and k)")
-    parser.add_argument("--device", choices=("v100", "cuda"), default="v100", help="whose limits hold (default: v100)")
+    parser.add_argument("--device", choices=("v100", "cuda"), default="v100", help="device to plan for (default: v100)")
     parser.add_argument("--sms", type=int, metavar="N", help="number of SMs instead of the device's")
     parser.add_argument("--capability", metavar="MAJOR.MINOR", help="compute capability instead of the device's")
-    parser.add_argument("--shared-bytes", type=int, metavar="N", help="shared memory a block instead of the device's")
+    parser.add_argument("--shared-bytes", type=int, metavar="N", help="shared memory per block, bytes, instead of the device's")
     parser.add_argument("--json", action="store_true", help="print JSON: for each shape the kernels with all their fields")
     return parser
 
@@ -131,14 +134,14 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     limits = _limits(options)
     shapes = [Shape.parse(text) for text in options.shapes] or TABLE
-    # 0 stands for "the same as of q"; a number is the user's, which the plan itself checks.
+    # 0: as q; plan() and volta_fa::_plan validate other numbers
     changes = {name: n for name in ("nheads_k", "headdim_v") if (n := getattr(options, name)) != 0}
     plans = {shape: plan(shape, limits) for shape in (replace(s, **changes) for s in shapes)}
     if options.json:
         kernels = {shape: [{"role": k.role, **k.variant} for k in found] for shape, found in plans.items()}
         print(json.dumps([{**asdict(shape), "kernels": found} for shape, found in kernels.items()], indent=1))
         return 0
-    header = {"device": "sm_{major}{minor}, {sms} SMs, {shared_bytes} bytes of shared memory a block".format(**limits)}
+    header = {"device": "sm_{major}{minor}, {sms} SMs, {shared_bytes} bytes of shared memory per block".format(**limits)}
     report.show(header, [grid(plans, limits["sms"])])
     return 0
 

@@ -50,7 +50,7 @@ class Case:
 
 
 def cases(heads: dict[int, int]) -> Iterator[Case]:
-    """Of each headdim the dense one first."""
+    """Yields the cases of each headdim, the contiguous cache first."""
     for headdim, nheads in heads.items():
         yield from (Case(headdim, nheads, page) for page in (0, 16, 64, 256))
 
@@ -81,7 +81,7 @@ def microseconds(case: Case, gpu: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.prefill", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefill", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
     parser.add_argument("--gpu", choices=("v100", "t4"), default="v100", help="that is simulated")
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name has these words")

@@ -99,7 +99,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def dtype_for(device: torch.device) -> torch.dtype:
-    """What is measured there: the kernels' dtype, or the one that CPUs are good at."""
+    """Returns the dtype to measure on the device: the kernels' fp16 on GPUs, fp32 on the CPU."""
     return torch.float16 if device.type == "cuda" else torch.float32
 
 

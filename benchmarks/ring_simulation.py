@@ -5,11 +5,12 @@
 The inputs are simulated kernel rates and published link rates; nothing is measured on a V100. Each rank computes its
 steps in order and requests the keys and values of step t + 1 as step t begins. A message travels once both ranks have
 requested it and both links are free. In the backward pass the gradients of step t's keys leave when the step ends.
-volta_fa.distributed plans what a step computes and sends (causal, zigzag). All kernels run at one rate, and nothing else
-takes time.
+volta_fa.distributed plans what a step computes and sends (causal, zigzag). All kernels of a pass run at one rate, and
+nothing else takes time.
 
 It compares two layouts over nodes of eight GPUs: one ring of all GPUs, and Ulysses inside a node with a ring of nodes.
-Both send directly from a key's rank to the rank that reads it.
+Both send directly from a key's rank to the rank that reads it, without hops along the ring. A "place" is a rank of the
+ring: one GPU, or with Ulysses one node.
 """
 
 from __future__ import annotations
@@ -49,32 +50,39 @@ class Setup:
 
     @property
     def shared(self) -> int:
-        """GPUs that share the heads of one place of the ring."""
+        """GPUs that share the heads of one place."""
         return min(self.node, self.gpus) if self.mesh else 1
 
     @property
     def places(self) -> int:
+        """Size of the ring."""
         return self.gpus // self.shared
 
     @property
     def rows(self) -> float:
-        """Positions of one place."""
+        """Tokens of one place."""
         return self.seqlen / self.places
 
-    def seconds(self, step: int, backward: bool) -> float:
-        """Of a GPU's kernels: half of rows times rows in every step, by the causal mask's zigzag order. Grouped heads that a node has
-        fewer of than GPUs change nothing here."""
+    def seconds(self, backward: bool) -> float:
+        """Returns the time of a GPU's kernels in one step.
+
+        A step computes half of rows times rows. Zigzag gives each place two chunks, so that the causal mask hides as much in each step.
+        With fewer KV heads than GPUs in a node, GPUs share KV heads, which changes messages but not operations.
+        """
         operations = (10 if backward else 4) * self.rows**2 / 2 * self.headdim * self.nheads / self.shared
         return operations / ((self.backward if backward else self.forward) * 1e12)
 
     def message(self, first_half: bool) -> float:
-        """Bytes of keys and values of a step: later places read the first chunk of an earlier one, earlier ones both of a later one."""
+        """Returns the bytes of fp16 keys and values that a place reads in a step.
+
+        It reads the first chunk of an earlier place, and both chunks of a later one.
+        """
         heads = max(self.nheads_k / self.shared, 1)
         return (0.5 if first_half else 1.0) * self.rows * heads * self.headdim * 2 * 2
 
 
 def rates(setup: Setup, step: int) -> numpy.ndarray:
-    """Bytes a second of the message that each place receives in a step, its sender being `step` places before it."""
+    """Returns the link rate, in bytes per second, of the message that each place receives from `step` places before it."""
     place = numpy.arange(setup.places)
     source = (place - step) % setup.places
     if setup.mesh:
@@ -93,9 +101,9 @@ def simulate(setup: Setup, backward: bool = False) -> float:
         begin = numpy.maximum(done, arrived)
         if step + 1 < n:
             arrived = _transfer(setup, step + 1, begin, way_out, way_in)
-        done = begin + setup.seconds(step, backward)
+        done = begin + setup.seconds(backward)
         if backward and step > 0:
-            # gradients of the keys that came from `step` places before go back there, as many as came
+            # dK and dV return to the place of their keys, in fp16: as many bytes as came
             target = (place - step) % n
             reader = (place + step) % n
             seconds = _bytes(setup, step) / rates(setup, step)
@@ -113,7 +121,7 @@ def _bytes(setup: Setup, step: int) -> numpy.ndarray:
 
 
 def _transfer(setup: Setup, step: int, asked: numpy.ndarray, way_out: numpy.ndarray, way_in: numpy.ndarray) -> numpy.ndarray:
-    """When each place has the keys from `step` places before it."""
+    """Returns when each place has the keys from `step` places before it."""
     place = numpy.arange(setup.places)
     source, reader = (place - step) % setup.places, (place + step) % setup.places
     start = numpy.maximum.reduce([asked, asked[source], way_out[source], way_in])
@@ -124,14 +132,16 @@ def _transfer(setup: Setup, step: int, asked: numpy.ndarray, way_out: numpy.ndar
 
 
 def efficiency(setup: Setup, backward: bool = False) -> float:
-    """The kernels' share of the time: 1 where all that is sent is hidden."""
-    return setup.places * setup.seconds(0, backward) / simulate(setup, backward)
+    """Returns kernel time / total time of one pass: 1 if kernels hide all messages."""
+    return setup.places * setup.seconds(backward) / simulate(setup, backward)
 
 
 def hides_from(setup: Setup, rate: float, backward: bool = False) -> float:
-    """Positions of a place from which a step's kernels take longer than its messages at `rate` GB/s: a step computes
-    2 * rows^2 * headdim * nheads operations (backward 5) and receives 4 * rows * headdim * nheads_k bytes (backward twice as many, of
-    which half leave); Ulysses divides both by the same."""
+    """Returns the tokens of a place from which a step's kernels take longer than its messages at `rate` GB/s.
+
+    A step computes 2 * rows^2 * headdim * nheads operations (backward: 5). It moves 4 * rows * headdim * nheads_k bytes each way (backward:
+    8, K and V and their gradients). Ulysses divides both by the same number.
+    """
     if backward:
         return 8 * setup.nheads_k * setup.backward * 1e12 / (5 * setup.nheads * rate * 1e9)
     return 4 * setup.nheads_k * setup.forward * 1e12 / (2 * setup.nheads * rate * 1e9)
@@ -141,17 +151,17 @@ SEQLENS = [2**n for n in range(15, 23)]  # 32K to 4M
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def share(setup: Setup) -> float:
-    """Of the kernels, of the time of both passes."""
-    kernels = setup.places * (setup.seconds(0, False) + setup.seconds(0, True))
+def efficiency_of_both(setup: Setup) -> float:
+    """Returns kernel time / total time over forward and backward."""
+    kernels = setup.places * (setup.seconds(False) + setup.seconds(True))
     return kernels / (simulate(setup, False) + simulate(setup, True))
 
 
 def table() -> str:
-    """Shares of the ring and of the mesh, as Markdown."""
+    """Returns the efficiencies of the ring and of the mesh, as Markdown."""
     lines = ["| tokens | " + " | ".join(f"{n} GPUs" for n in GPUS) + " |", "| ---: |" + " ---: |" * len(GPUS)]
     for seqlen in SEQLENS:
-        cells = [", ".join(f"{share(Setup(seqlen, gpus, mesh)):.0%}" for mesh in (False, True)) for gpus in GPUS]
+        cells = [", ".join(f"{efficiency_of_both(Setup(seqlen, gpus, mesh)):.0%}" for mesh in (False, True)) for gpus in GPUS]
         size = f"{seqlen // 1024}K" if seqlen < 2**20 else f"{seqlen // 2**20}M"
         lines.append(f"| {size} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -163,7 +173,7 @@ def draw(path: Path) -> None:
     figure, axes = panels(1, 2, "Ring attention on simulated V100s: the kernels' share of both passes' time", (11, 4.5))
     for axis, mesh in zip(axes.flat, (False, True)):
         for gpus in GPUS:
-            shares = [share(Setup(seqlen, gpus, mesh)) for seqlen in SEQLENS]
+            shares = [efficiency_of_both(Setup(seqlen, gpus, mesh)) for seqlen in SEQLENS]
             axis.plot([n / 1024 for n in SEQLENS], shares, marker="o", markersize=3, label=f"{gpus} GPUs")
         axis.set_title("Ulysses inside nodes of 8, a ring of nodes" if mesh else "a ring of all GPUs", fontsize=10)
         axis.set_xscale("log", base=2)

@@ -49,7 +49,7 @@ from .shapes import Shape
 
 @dataclass(frozen=True)
 class Gpu:
-    """What volta-sim describes, as its users call it."""
+    """A GPU that volta-sim models."""
 
     title: str
     device: str
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the simulator says about one pass: the fields of --json after the shape's."""
+    """The simulator's figures of one pass: the fields of --json after the shape's."""
 
     tflops: float
     tflops_no_icache: float
@@ -204,12 +204,12 @@ def in_short(listed: Sequence[Case], gpu: str) -> list[Case]:
 
 
 def _is_share(case: Case, gpu: str) -> bool:
-    """Of the table of shares."""
+    """Returns whether the case is in the table of shares."""
     return gpu in AIMS and _is_plain(case, gpu) and not case.shape.causal and case.shape.seqlen_q == SHARES_AT
 
 
 def _is_plain(case: Case, gpu: str) -> bool:
-    """The usual number of heads, of one headdim, and nothing else."""
+    """Returns whether the case has the usual number of heads, one headdim and no feature."""
     s = case.shape
     usual = s.nheads == s.nheads_k == usual_heads(case.direction, gpu) and s.headdim_v == s.headdim
     return usual and not case.heads_first and not case.feature

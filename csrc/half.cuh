@@ -1,7 +1,7 @@
 // Conversions between fp32 and pairs of fp16 or bf16 in a 32-bit word.
 #pragma once
 
-// Two floats to packed fp16, rounded to nearest. Uses the slow XU pipe: not for inner loops.
+// Two floats to packed fp16, rounded to nearest even. Uses the slow XU pipe: not for inner loops.
 __device__ __forceinline__ unsigned to_half2(float lo, float hi) {
     unsigned packed;
     asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(packed) : "f"(lo), "f"(hi));
@@ -15,8 +15,8 @@ __device__ __forceinline__ float2 to_float2(unsigned packed) {
     return r;
 }
 
-// Two floats to packed bf16, rounded to nearest even by integer operations: sm_70 has no instruction for it. Rounding up
-// carries into the exponent, and from the largest number to infinity. It would turn some NaN into numbers, so every NaN becomes
+// Two floats to packed bf16, rounded to nearest even by integer operations: there is no instruction before sm_80. Rounding up
+// carries into the exponent, and overflows to infinity as it should. It would turn some NaN into numbers, so every NaN becomes
 // the canonical one.
 __device__ __forceinline__ unsigned to_bf16x2(float lo, float hi) {
     const auto rounded = [](float x) {  // returns bf16 in the upper half

@@ -13,8 +13,8 @@
 template <bool Varlen, bool Paged = false>
 class SeqlenInfo;
 
-template <>
 // One length for all sequences.
+template <>
 class SeqlenInfo<false> {
     const Problem& problem_;
 
@@ -34,8 +34,8 @@ public:
     }
 };
 
-template <>
 // Lengths from memory: packed tensors (cu_seqlens_*), or seqused_k.
+template <>
 class SeqlenInfo<true> {
     const Problem& problem_;
     const Lengths& lengths_;

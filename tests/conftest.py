@@ -1,18 +1,18 @@
 """One suite, several ways to run it: the `backend` fixture.
 
 - `cpu-fp32`, `cpu-fp64`, `cpu-bf16`, `cpu-fp16`: the CPU backend;
-- `sim`: the kernels' machine code in the simulator, on fp16 CPU tensors, in both warp orders; a V100's, unless VOLTA_FA_SIM_GPU
-  names another GPU;
-- `cuda`: the kernels on the GPU of this machine (newer than Volta: their PTX), fp16;
+- `sim`: the sm_70 machine code in the simulator (VOLTA_FA_SIM_GPU selects another GPU's), on fp16 CPU tensors, in both warp
+  orders;
+- `cuda`: the kernels on the GPU of this machine, fp16 (on GPUs without matching machine code: PTX);
 - `sim-bf16`, `cuda-bf16`: the same, on bf16 tensors.
 
 Environment:
 - VOLTA_FA_TEST_LIBRARY: the library to test, instead of the one in python/volta_fa or the installed package's
 - VOLTA_FA_TEST_SEED: changes all random inputs (default 0)
-- VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: their absence fails instead of skipping
+- VOLTA_FA_TEST_REQUIRE: backends, as `sim,cuda`, that must run: tests fail instead of skip where one cannot
 
 `make test` runs the tests that are not marked `slow`, `make test-all` runs all. Both use several processes (pytest-xdist's
-`-n auto`), and one process if there is a GPU to share. A test marked `alone` runs while no other test does.
+`-n auto`), or one if there is a GPU. A test marked `alone` runs while no other test does.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ import reference
 from cases import Case
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Whatever `python -m volta_fa check --tune` wrote for this machine's cards: the tests expect the plan's own choices.
+# Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
 os.environ["VOLTA_FA_TUNING"] = "0"
 
 
 def _load_library() -> Path:
-    """In a checkout, its own build and never an installed one: only the former has the simulator."""
+    """Loads VOLTA_FA_TEST_LIBRARY, else the checkout's build, which has the simulator, else the installed package."""
     package = REPOSITORY / "python" / "volta_fa"
     named = os.environ.get("VOLTA_FA_TEST_LIBRARY")
     if named:
@@ -57,7 +57,7 @@ def _load_library() -> Path:
 
 
 LIBRARY = _load_library()
-#: What has the kernels.
+#: The core library, which contains the kernels.
 CORE = LIBRARY.parents[1] / "libvolta_fa_core.so"
 INFO = json.loads(torch.ops.volta_fa._info())
 HAS_CUDA = torch.cuda.is_available()
@@ -75,8 +75,8 @@ CPU = list(CPU_DTYPES)
 KERNELS = ["sim", "cuda"]
 BF16_KERNELS = ["sim-bf16", "cuda-bf16"]
 ALL = CPU + KERNELS
-# Warp instructions before the next warp runs: one warp far ahead, and all in step. A result that depends on it
-# is a race.
+# Instructions that a warp executes before the next warp runs: one warp far ahead, and all in step. A result that
+# depends on it is a race.
 WARP_ORDERS = (20000, 1)
 
 hypothesis.settings.register_profile("default", derandomize="CI" in os.environ, deadline=None, print_blob=True)
@@ -84,7 +84,7 @@ hypothesis.settings.load_profile("default")
 
 
 def run_process(code: str, *arguments, **environment) -> subprocess.CompletedProcess:
-    """A program in a process of its own, which can import the package under test."""
+    """Runs a program in its own process, which can import the package under test."""
     path = os.pathsep.join(filter(None, [str(LIBRARY.parents[2]), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
@@ -98,7 +98,7 @@ def run_process(code: str, *arguments, **environment) -> subprocess.CompletedPro
 
 
 def run_python(code: str, *arguments, **environment) -> str:
-    """What such a program prints."""
+    """Runs a program as run_process does and returns its stdout."""
     return run_process(code, *arguments, **environment).stdout.strip()
 
 
@@ -165,7 +165,7 @@ class Backend:
 
     @property
     def machine(self) -> str:
-        """`sim`, `cuda`, or one of the CPU backend."""
+        """`sim`, `cuda`, or the name of a CPU backend."""
         return self.name.removesuffix("-bf16") if self.name in BF16_KERNELS else self.name
 
     @property
@@ -180,11 +180,11 @@ class Backend:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def forward(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
-        """out and softmax_lse."""
+        """Returns out and softmax_lse."""
         return self.forward_and_state(q, k, v, **options)[:2]
 
     def forward_and_state(self, q, k, v, **options) -> tuple[Tensor, Tensor, Tensor]:
-        """What fwd returns. Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+        """Returns fwd's results. Kernels run twice (simulator: in both warp orders); results must be bitwise identical."""
 
         def run():
             # runs of one problem draw the same numbers
@@ -198,10 +198,11 @@ class Backend:
         return runs[0]
 
     def backward(self, dout, q, k, v, out, softmax_lse, **options) -> list[tuple[Tensor, ...]]:
-        """`reference.gradient_names` of each run. Kernels sum dq and that of a bias by atomics, in any order, unless
-        asked to be deterministic; all else must agree to the bit."""
+        """Returns the gradients of each run, as `reference.gradient_names` lists them.
+
+        Kernels accumulate dq and dattn_bias with atomics unless `deterministic`. All else must be bitwise identical."""
         names = reference.gradient_names(**options)
-        ordered = set() if options.get("deterministic") else {"dq", "dattn_bias"}
+        unordered = set() if options.get("deterministic") else {"dq", "dattn_bias"}
 
         def run():
             found = torch.ops.volta_fa.bwd(dout, q, k, v, out, softmax_lse, attn_bias_requires_grad="dattn_bias" in names, **options)
@@ -212,7 +213,7 @@ class Backend:
         runs = [run() for _ in self._runs(q, k, v)]
         for other in runs[1:]:
             for name, a, b in zip(names, runs[0], other):
-                if name not in ordered:
+                if name not in unordered:
                     assert_same_bits(name, a, b)
         return runs
 
@@ -232,8 +233,9 @@ class Backend:
 
 
 def poison_cuda(*like: Tensor):
-    """Leave NaN in the memory that the caching allocator hands out next: outputs, statistics, fp32 scratch. Of integers -1, whose bytes are
-    NaN to other types."""
+    """Leaves NaN in the memory that the caching allocator hands out next: outputs, statistics, fp32 scratch.
+
+    Integers get -1, whose bytes are NaN in other types."""
     held = []
     for t in like:
         poison = float("nan") if t.is_floating_point() else -1
@@ -272,12 +274,12 @@ def backend(request, monkeypatch) -> Backend:
 
 @pytest.fixture
 def force():
-    """Makes plans take these failed kernels and choices, until the test ends."""
+    """Makes the planner avoid the `failed` kernels and take `choices`, until the test ends."""
 
-    def force(failed=(), choices=()):
+    def set_tuning(failed=(), choices=()):
         torch.ops.volta_fa._set_tuning(json.dumps({"format": 1, "failed": list(failed), "choices": list(choices)}))
 
-    yield force
+    yield set_tuning
     torch.ops.volta_fa._set_tuning("")
 
 
@@ -302,14 +304,14 @@ def within(backend: Backend, what: str, found: Tensor, expected: Tensor, budget:
         _worst[backend.name, what, kind] = max(_worst[backend.name, what, kind], (share, test))
         assert error <= allowed, (
             f"{what}: {kind} error {error:.3g}, allowed {allowed:.3g} "
-            f"({budget.factor:g} x {eager:.3g}, the error of PyTorch's eager attention in {budget.dtype})"
+            f"(at least {budget.factor:g} x {eager:.3g}, the error of PyTorch's eager attention in {budget.dtype})"
         )
 
 
 def check(backend: Backend, q, k, v, dout=None, deterministic=False, **options):
-    """Forward, and with `dout` backward, against the fp64 reference. Returns what the ops gave.
+    """Checks forward, and with `dout` backward, against the fp64 reference.
 
-    Entries of different lengths are compared apart, each with a budget of its own."""
+    Returns out and softmax_lse, and the gradients of the last run. Groups batch entries by length; each group has its own budget."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
     assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.dtype == q.dtype and out.is_contiguous()
     rows, nheads = q.shape[:-2], q.shape[-2]
@@ -334,14 +336,14 @@ def check(backend: Backend, q, k, v, dout=None, deterministic=False, **options):
             assert g.shape == t.shape and g.dtype == t.dtype, name
         unused = reference.unused_keys(groups, k)
         for name, g in zip(("dk", "dv"), gradients[1:]):
-            assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys that no entry has"
+            assert (g.reshape(-1, *g.shape[-2:])[unused] == 0).all(), f"{name} of keys beyond every sequence"
     check_gradients(backend, groups, refs, runs, dout, q, k, v, options)
     return out, lse, *runs[-1]
 
 
 def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options):
     names = reference.gradient_names(**options)
-    # what all entries add to: (reference, eager, sums)
+    # gradients summed over all groups: [fp64 reference, eager, rounding error of sums]
     total = {}
     for name in names[3:]:
         like = options[name[1:]]
@@ -372,7 +374,7 @@ def check_gradients(backend: Backend, groups, refs, runs, dout, q, k, v, options
 
 
 def repeat(name: str, case: Case, deterministic: bool = False):
-    """Run one problem; a failure is followed by the line that repeats it."""
+    """Runs one problem. If it fails, prints the line that repeats it."""
     need(name)
     with pytest.MonkeyPatch.context() as monkeypatch:
         backend = Backend(name, seed_of(repr(case)), monkeypatch)
@@ -410,20 +412,20 @@ def pytest_xdist_auto_num_workers(config) -> int | None:
 
 
 def pytest_collection_modifyitems(items):
-    """First those that other processes wait for, then long ones: none is left for the end, with one process at work."""
+    """Runs `alone` tests first, then slow ones, so that no long test runs by itself at the end."""
     items.sort(key=lambda item: 0 if item.get_closest_marker("alone") else 1 if item.get_closest_marker("slow") else 2)
 
 
 @pytest.fixture(autouse=True)
 def _among_processes(request, tmp_path_factory):
-    """Tests of several processes share a lock; one that runs alone holds it for itself."""
+    """Holds a lock that processes share, and that an `alone` test takes exclusively."""
     if not hasattr(request.config, "workerinput"):
         yield
         return
     folder = tmp_path_factory.getbasetemp().parent  # of all processes
     how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
     with open(folder / "tests.lock", "w") as lock:
-        # whoever waits keeps the others from starting: else one of them always runs
+        # a waiting test blocks new ones; else some test always runs, and an `alone` test waits forever
         with open(folder / "next.lock", "w") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             fcntl.flock(lock, how)
@@ -431,7 +433,7 @@ def _among_processes(request, tmp_path_factory):
 
 
 def pytest_sessionfinish(session):
-    """Under pytest-xdist, the process that prints the summary gets the errors found in this one."""
+    """Sends the errors found in this pytest-xdist process to the one that prints the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["worst"] = [(*key, *found) for key, found in _worst.items()]
 

@@ -112,7 +112,7 @@ def test_lse_and_rng_state_are_not_differentiable(backend):
 
 @on("cpu-fp64", "cuda")
 def test_second_derivative_is_refused(backend):
-    """Of every gradient."""
+    """The second derivative of every gradient raises an error."""
     inputs = leaves([*Case(5, 6, 8).inputs(backend)[:3], backend.randn(1, 2, 5, 6), backend.randn(2)])
     out = fwd(*inputs[:3], attn_bias=inputs[3], sinks=inputs[4])
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)

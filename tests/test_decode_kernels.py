@@ -1,4 +1,4 @@
-"""What the decode kernels have beside what every route of fwd_kvcache has (test_kvcache.py): tiles of rows, shares, merges."""
+"""Tests of the decode kernels: tiles of rows, splits, combination. test_kvcache.py has what all paths of fwd_kvcache share."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bfloat_tiles(backend, case):
 @pytest.mark.parametrize("queries, headdim", [(1, 64), (1, 128), (1, 256), (8, 64), (8, 128), (3, 256), (8, 256)])
 @pytest.mark.parametrize("exponent", [-110, -40, 40, 110])
 def test_bfloat_values_of_any_magnitude(backend, queries, headdim, exponent):
-    """By a power of two larger or smaller, they give results that are as much larger or smaller, to the bit."""
+    """Values scaled by a power of two give results scaled by it, bitwise."""
     lengths = ((queries, 600, 0), (queries, 30, 0), (queries, queries, 0))
     problem = Cached(lengths, headdim=headdim, nheads=8).problem(backend)
     out, lse, *_ = run(backend, problem)
@@ -151,7 +151,7 @@ SHARED = [
 
 @on_cases((("sim", "cuda"), SHARED))
 def test_shared_row_sets(backend, case):
-    """run() compares two runs to the bit: whoever comes last merges in the same order."""
+    """run() compares two runs bitwise: the last block combines partial results in a fixed order."""
     check(backend, case)
 
 
@@ -243,7 +243,7 @@ def test_plans_show_a_caches_kernels():
 
 @on("cuda")
 def test_semaphores_are_clean_after_many_calls(backend):
-    """Of calls that share row sets, on two streams, every one finds its scratch memory in whatever state."""
+    """Calls on two streams split row tiles, and do not depend on the state of their scratch memory."""
     problem = Cached(((1, 4000, 0), (1, 100, 0), (1, 0, 0)), nheads=8, nheads_k=2).problem(backend)
     expected = fwd_kvcache(problem.q, problem.k_cache, problem.v_cache, **problem.options)
     side = torch.cuda.Stream()

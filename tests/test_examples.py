@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from conftest import REPOSITORY
 EXAMPLES = REPOSITORY / "examples"
 
 
-def run(name: str, *arguments: object) -> str:
+def run(name: str, *arguments: object, launcher: Sequence[str] = (), **variables: str) -> str:
+    """Returns what the example prints."""
     path = [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
+    command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -53,7 +55,7 @@ def test_chat():
     pytest.importorskip("transformers", reason="transformers is not installed")
     first, said, second, again = run("chat.py", "--say", "hello", "--say", "and again", "--tokens", 8).splitlines()
     assert first == "[23 tokens, 0 of them in the cache, 0 pages]"
-    # all but the last token of the answer, which nothing came after
+    # 23 + 8 - 1: the cache lacks the last generated token, which was never fed back
     assert second.startswith("[59 tokens, 30 of them in the cache, 2 pages]")
     assert said == again == "8 tokens of a model with random weights"
 
@@ -62,6 +64,7 @@ def test_chat():
 def test_speculative():
     pytest.importorskip("transformers", reason="transformers is not installed")
     steps, same = run("speculative.py").splitlines()
+    # the numbers of steps; the number of guesses is 4
     plain, guessed = (int(word) for word in steps.replace(":", " ").split() if word.isdigit() and int(word) > 4)
     assert guessed < plain
     if not torch.cuda.is_available():
@@ -70,7 +73,7 @@ def test_speculative():
 
 @pytest.mark.slow
 def test_mla():
-    """It compares the two forms itself."""
+    """The example itself compares absorbed and expanded MLA."""
     pytest.importorskip("transformers.models.deepseek_v2", reason="no transformers with DeepSeek-V2")
     differ, sizes = run("mla.py").splitlines()
     assert "absorbed and expanded differ by" in differ and sizes.startswith("the cache holds ")
@@ -79,7 +82,7 @@ def test_mla():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path):
-    """Also that the module is one that examples/cpp/attention.cpp takes: (2, 9, 32), with gradients."""
+    """The saved module takes the input of examples/cpp/attention.cpp, (2, 9, 32), and has gradients."""
     assert "agree with PyTorch's attention" in run("torchscript.py", tmp_path / "module.pt")
     module = torch.jit.load(str(tmp_path / "module.pt"))
     module(torch.randn(2, 9, 32)).sum().backward()
@@ -97,7 +100,7 @@ def test_cuda_graph():
         ]
 
 
-#: They check themselves; this is the last line that they print.
+#: Text in the last line of examples that check themselves.
 LAST_LINES = {
     "autocast_training.py": "one step skipped",
     "checkpointing.py": "selective: gradients equal to the bit",
@@ -120,26 +123,15 @@ def test_ddp():
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_context_parallel():
-    """By itself, and as torchrun starts it, on a mesh of 1 x 2."""
+    """Runs in a single process, and under torchrun on a mesh of 1 x 2."""
     assert "1 processes as 1 x 1" in run("context_parallel.py").splitlines()[-1]
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH", "")]))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(EXAMPLES / "context_parallel.py"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert "2 processes as 1 x 2" in result.stdout and "agree with those of one process" in result.stdout
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run("context_parallel.py", launcher=torchrun, OMP_NUM_THREADS="1")
+    assert "2 processes as 1 x 2" in output and "agree with those of one process" in output
 
 
 def test_every_example_is_here_and_in_the_documentation():
-    """None is forgotten: each is run by this file, itself or as a module of one that is, and named where the ways in are listed."""
+    """This file names each example, or one that imports it, and a page of docs/ names each too."""
     tests = (REPOSITORY / "tests" / "test_examples.py").read_text()
     documentation = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
     programs = [path for path in EXAMPLES.glob("*.py") if f'"{path.name}"' in tests]

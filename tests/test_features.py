@@ -381,7 +381,7 @@ DETERMINISTIC = [
 
 @on_cases((KERNELS, DETERMINISTIC))
 def test_deterministic(backend, case):
-    """All gradients agree to the bit, run to run and in both warp orders (`Backend.backward` compares)."""
+    """All gradients are bitwise identical, run to run and in both warp orders (`Backend.backward` compares)."""
     tensors, options = case.problem(backend)
     check(backend, *tensors, deterministic=True, **options)
 
@@ -390,7 +390,7 @@ def test_deterministic(backend, case):
 
 
 def results(backend, q, k, v, dout, **options):
-    """out, softmax_lse and the gradients, which repeat to the bit."""
+    """Returns out, softmax_lse and the gradients, which are bitwise repeatable."""
     out, lse, rng_state = backend.forward_and_state(q, k, v, **options)
     if rng_state.numel():
         options["rng_state"] = rng_state

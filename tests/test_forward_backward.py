@@ -411,7 +411,7 @@ def set_tuning():
 @on_cases((KERNELS, DETERMINISTIC))
 @pytest.mark.parametrize("dq", ["in rounds", "by a kernel of its own"])
 def test_deterministic(backend, case, dq, set_tuning):
-    """dq too agrees to the bit, run to run and in both warp orders; dk and dv are those of the default mode."""
+    """dq too is bitwise identical, run to run and in both warp orders. dk and dv are those of the default mode."""
     q, k, v, dout = case.inputs(backend)
     # a tuning tells the two ways apart; without one it is the faster
     own, plain = (json.dumps({"format": 1, "choices": choices}) for choices in ([{"pass": "Backward", "deterministic": True}], []))

@@ -18,7 +18,7 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def run(backend, problem):
-    """out, softmax_lse and the caches afterwards. Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+    """Returns out, softmax_lse and the caches after the call. Kernels run twice (simulator: in both warp orders), bitwise identically."""
     results = []
     for _ in backend._runs(problem.q, problem.v_cache):
         k_cache, v_cache = problem.copy_of_cache()
@@ -242,7 +242,7 @@ def steps(backend):
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on("cpu-fp32", "sim", "cuda")
 def test_compile(backend, compiler):
-    """What the graph writes into the cache, the next step sees, and so does the caller."""
+    """The next step and the caller see what the graph writes into the cache."""
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     arguments = steps(backend)
@@ -334,7 +334,7 @@ def test_cuda_graph(backend, rotary):
 
 @on("sim", "cuda")
 def test_many_calls_in_a_row(backend):
-    """What calls leave in scratch memory, other calls of other shapes do not trip over."""
+    """What a call leaves in scratch memory does not affect calls of other shapes."""
     if backend.machine == "sim":
         backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     problems = [

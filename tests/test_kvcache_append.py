@@ -1,4 +1,4 @@
-"""What the kernels that append and prefill have beside what every route of fwd_kvcache has (test_kvcache.py)."""
+"""Tests of the append and prefill kernels. test_kvcache.py has what all paths of fwd_kvcache share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from test_variants import GPUS
 
 fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
-#: Decode takes fewer rows a key head.
+#: (queries, cached tokens, appended tokens) of each sequence: too many query rows per KV head for decode, so prefill is chosen.
 MANY = ((141, 14, 141), (1, 40, 1), (0, 30, 0), (70, 85, 0), (65, 0, 65))
-ASKED = {"softcap": {"softcap": 3.0}, "alibi": {"alibi": "bh"}}
+#: Options of a case that request a feature.
+OPTIONS_OF_FEATURE = {"softcap": {"softcap": 3.0}, "alibi": {"alibi": "bh"}}
 VARIANTS = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] in ("Prefill", "Append") and v["cache"] == "float"]
-QUANTISING = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] == "Append" and v["cache"] != "float"]
+QUANTIZING = [v for v in INFO["variants"] if v["sm"] in GPUS and v["pass"] == "Append" and v["cache"] != "float"]
 
 
 def launched(backend, problem) -> list[str]:
-    """Names of the kernels of a call: a timed simulation tells."""
+    """Returns the names of the kernels of a call, from the simulator's timing report."""
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
-    torch.ops.volta_fa._sim_report()
+    torch.ops.volta_fa._sim_report()  # forgets earlier launches
     fwd_kvcache(problem.q, *problem.copy_of_cache(), *problem.new, **problem.options)
     backend.monkeypatch.delenv("VOLTA_FA_SIMULATE")
     return [launch["kernel"] for launch in json.loads(torch.ops.volta_fa._sim_report())]
@@ -35,13 +36,13 @@ def launched(backend, problem) -> list[str]:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v["name"])
 @on("sim")
 def test_variant_runs(backend, variant):
-    """Every kernel, in pages and dense, and with a headdim that it pads."""
+    """Runs each kernel with a paged and a contiguous cache, and with a headdim below the kernel's."""
     gpu, _ = GPUS[variant["sm"]]
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", gpu)
-    own = {name: value for need in variant["needs"] for name, value in ASKED.get(need, {}).items()}
+    feature_options = {name: value for feature in variant["needs"] for name, value in OPTIONS_OF_FEATURE.get(feature, {}).items()}
     headdim = variant["headdim"] if variant["pass"] == "Prefill" else 64
-    case = Cached(MANY, headdim=headdim, packed=True, own_new=True, sinks="own", **own)
-    # larger blocks are for more heads
+    case = Cached(MANY, headdim=headdim, packed=True, own_new=True, sinks="own", **feature_options)
+    # the planner chooses larger row blocks for more query heads per KV head
     cases = (dataclasses.replace(case, nheads=nheads) for nheads in (2, 4, 6, 8, 16))
     case = next(c for c in cases if variant["name"] in launched(backend, c.problem(backend)))
     check(backend, case)
@@ -52,10 +53,10 @@ def test_variant_runs(backend, variant):
         check(backend, other)
 
 
-@pytest.mark.parametrize("variant", QUANTISING, ids=lambda v: v["name"])
+@pytest.mark.parametrize("variant", QUANTIZING, ids=lambda v: v["name"])
 @on("sim")
 def test_quantizing_variant_runs(backend, variant):
-    """(What it writes, tests/test_kvcache_quantized.py looks at.)"""
+    """Launches each quantizing append kernel. test_kvcache_quantized.py checks what it writes."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", GPUS[variant["sm"]][0])
     case = Cached(((3, 40, 5), (1, 9, 2), (0, 20, 0)), packed=True, own_new=True, kv_dtype=variant["cache"])
     assert variant["name"] in launched(backend, case.problem(backend))
@@ -63,7 +64,7 @@ def test_quantizing_variant_runs(backend, variant):
 
 @on("sim")
 def test_two_launches(backend):
-    """A decode step with all that append does is one launch before the attention's."""
+    """A decode step that appends with rotary launches two kernels: append and decode."""
     problem = Cached(((1, 9, 1), (1, 40, 1)), nheads=4, nheads_k=2, rotary="half").problem(backend)
     append, attention = launched(backend, problem)
     assert "append" in append and "decode" in attention
@@ -73,7 +74,7 @@ def test_two_launches(backend):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @on("cpu-fp32", "sim", "cuda")
 def test_rotation_is_rounded_once(backend, interleaved, rotary_dtype):
-    """Products and sums in fp32, as PyTorch's: to the bit. What is not rotated is copied."""
+    """Rotary is computed in fp32 and rounded once: bitwise identical to PyTorch. Other columns are copied."""
     rotary = "interleaved" if interleaved else "half"
     lengths = ((3, 9, 3), (3, 0, 3), (3, 61, 3))
     case = Cached(lengths, headdim=96, headdim_v=40, rotary=rotary, rotary_dim=32, rotary_dtype=rotary_dtype, layout="hnd")
@@ -94,8 +95,9 @@ def test_rotation_is_rounded_once(backend, interleaved, rotary_dtype):
 @pytest.mark.parametrize("page", [16, 0], ids=["pages", "dense"])
 @on("sim", "cuda")
 def test_what_does_not_fit_is_not_written(backend, page):
-    """Lengths and pages that nobody has checked: whatever is wrong, the caches stay as they are but for the right sequences' tokens."""
+    """With unchecked invalid lengths or pages, the call writes only the tokens of valid sequences."""
     lengths = ((2, 9, 2), (2, 30, 2), (2, 17, 2))
+    # 63 or 36: one more than the capacity (64 or 37 tokens) minus the two new tokens
     wrong = [("cache_seqlens", 1, value) for value in (-1, -(2**31), 2**31 - 1, 63 if page else 36)]
     wrong += [("block_table", (1, 1), value) for value in (-1, 99, 2**31 - 1)] if page else []
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
@@ -111,13 +113,13 @@ def test_what_does_not_fit_is_not_written(backend, page):
                 tokens = tuple(t[lengths[b][1] :].to(before.device) for t in problem.places[b])
                 expected[tokens] = after[tokens]
                 assert not after[tokens].isnan().any()
-            # token 31 is in page 1, of which there is none
+            # sequence 1 has an invalid length, or both new tokens (30 and 31) are in its invalid page
             assert_same_bits(f"{name} {value}", after, expected)
 
 
 @on("sim", "cuda")
 def test_tensors_of_any_stride(backend):
-    """k, v and q that begin anywhere and have odd strides between heads and tokens."""
+    """q, k and v may begin anywhere and have odd strides between heads and tokens."""
     problem = Cached(((3, 9, 3), (3, 16, 3)), nheads=4, nheads_k=2, headdim=48, rotary="interleaved").problem(backend)
     expected = run(backend, problem)
 
@@ -132,7 +134,7 @@ def test_tensors_of_any_stride(backend):
 
 @on("cuda")
 def test_graph_of_decode_steps(backend):
-    """Append and attention, captured once: lengths, tokens and pages change between replays."""
+    """A graph of append and attention stays valid when lengths, tokens and pages change between replays."""
     lengths = tuple((1, n, 1) for n in (0, 15, 16, 300, 77))
     problem = Cached(lengths, nheads=8, nheads_k=2, headdim=128, rotary="half").problem(backend)
     options, caches = problem.options, [t.nan_to_num(0.0) for t in (problem.k_cache, problem.v_cache)]

@@ -24,7 +24,7 @@ fwd_kvcache = torch.ops.volta_fa.fwd_kvcache
 
 
 def test_every_code():
-    """What each byte means, written out."""
+    """Dequantizes every byte of each format as the formats define."""
     codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1)
     one = torch.ones(256, 1)
     found = volta_fa.dequantize_kv(codes.view(torch.int8), "int8", one * 0.5)
@@ -148,14 +148,14 @@ def check(backend, case):
 
 
 def gathers(backend, case) -> bool:
-    """Whether kernels get the tokens in q's type: of many queries, of rows off 16 bytes, for bf16."""
+    """Returns whether the call dequantizes tokens to q's dtype: for many query rows, rows not aligned to 16 bytes, and bf16."""
     rows = max(n for n, _, _ in case.lengths) * case.nheads // case.nheads_k
     bytes_of_rows = [d // (2 if case.kv_dtype == "int4" else 1) for d in (case.headdim, case.headdim_v or case.headdim)]
     return backend.kernels and (rows > 64 or any(n % 16 for n in bytes_of_rows) or backend.dtype == torch.bfloat16)
 
 
 def check_cache(problem, k_cache, v_cache, options):
-    """Appended tokens are quantize_kv's of what is appended, to the bit but for a rotation's rounding; all else is what it was."""
+    """Checks that appended tokens are bitwise quantize_kv's, except for the rounding of rotary, and that all else is unchanged."""
     c = problem.case
     for which, before, after, i in (("k", problem.k_cache, k_cache, 0), ("v", problem.v_cache, v_cache, 1)):
         expected = before.view(torch.uint8).clone()
@@ -372,7 +372,7 @@ def test_many_queries(backend, case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @on("sim", "cuda")
 def test_converted_to_the_bit(backend, kv_dtype, dtype):
-    """What the kernel makes of the cache are dequantize_kv's numbers: attention to those, of the same shape, is the same."""
+    """The kernel dequantizes as dequantize_kv does: attention over its numbers is bitwise the same."""
     backend.monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")
     lengths = ((70, 100, 0), (70, 71, 0), (70, 300, 0))
     case = Cached(lengths, nheads=2, nheads_k=2, kv_dtype=kv_dtype, descale="" if has_scales(kv_dtype) else "bh", window_left=40)

@@ -38,7 +38,7 @@ def draw(backend, case):
 
 
 def run(backend, problem, options):
-    """Kernels run twice (simulator: in both warp orders) and must agree to the bit."""
+    """Returns out and softmax_lse. Kernels run twice (simulator: in both warp orders), bitwise identically."""
     results = [fwd_mla(problem.q, problem.k_cache, **options) for _ in backend._runs(problem.q, problem.k_cache)]
     for other in results[1:]:
         for name, a, b in zip(("out", "softmax_lse"), results[0], other):

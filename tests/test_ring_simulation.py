@@ -13,7 +13,7 @@ def test_a_node_by_itself_sends_nothing():
     """One place: only kernels."""
     for setup in (Setup(4096, 1), Setup(4096, 8, mesh=True)):
         assert setup.places == 1
-        assert simulate(setup) == pytest.approx(setup.seconds(0, False))
+        assert simulate(setup) == pytest.approx(setup.seconds(False))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -32,10 +32,10 @@ def test_with_slow_links_only_messages_count():
 def test_two_places_by_hand():
     """Place 0 reads both chunks of place 1, which reads the first of place 0. Messages begin at 0 with step 0's kernels."""
     setup = Setup(8192, 2, nvlink=2.0)
-    kernel, both = setup.seconds(0, False), setup.message(False) / 2e9
+    kernel, both = setup.seconds(False), setup.message(False) / 2e9
     assert simulate(setup) == pytest.approx(max(kernel, both) + kernel)
     # backward: and the gradients of both chunks go back after step 1
-    kernel = setup.seconds(0, True)
+    kernel = setup.seconds(True)
     assert simulate(setup, True) == pytest.approx(max(kernel, both) + kernel + both)
 
 

@@ -15,7 +15,7 @@ needs_simulator = pytest.mark.skipif(not INFO["simulator"], reason="this library
 
 
 def plan(device, seqlen=141, headdim=64, nheads=2, batch=1, **options):
-    """What the plan has for a shape on the device that a backend runs on."""
+    """Returns the plan of a shape on the device that a backend runs on."""
     return json.loads(torch.ops.volta_fa._plan(batch, seqlen, seqlen, nheads, nheads, headdim, headdim, False, device=device, **options))
 
 
@@ -71,7 +71,7 @@ def gradients(backend, problem, **options):
 @pytest.mark.parametrize("bias", ["", "qk:fp32"])
 @on("sim", "sim-bf16", "cuda")
 def test_a_tuning_may_take_atomics_away(backend, force, bias):
-    """The gradients of the deterministic mode then, to the bit; but for those of a broadcast bias, which entries still share."""
+    """The gradients are then bitwise those of the deterministic mode, except of a broadcast bias, which entries still share."""
     problem = tensors, options = Case(70, 90, bias=bias).problem(backend)
     force(choices=[{"pass": "Backward", "deterministic": True}])
     expected = gradients(backend, problem, deterministic=True)

@@ -90,7 +90,7 @@ def simulate(backend, variant, forced=False):
 
 
 def is_deterministic(variant) -> bool:
-    """Whether it is of the backward pass whose dq has a kernel of its own."""
+    """Returns whether the variant belongs to the backward pass with a separate dq kernel."""
     return variant["pass"] in ("BackwardDkDv", "BackwardDq")
 
 

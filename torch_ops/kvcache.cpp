@@ -1,5 +1,5 @@
-// volta_fa::fwd_kvcache: all registrations of its two overloads. The one only reads the caches; .append writes k and v into them
-// first, which its schema says, so that functionalization and torch.compile order what else reads them.
+// volta_fa::fwd_kvcache: all registrations of its two overloads. The default one only reads the caches. .append first writes k
+// and v into them. Its schema marks the caches as mutated, so functionalization and torch.compile order it against other reads.
 
 #include "ops.h"
 #include "rust.h"
@@ -32,6 +32,7 @@ Result run(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
     return {take_tensor(outputs[0]), take_tensor(outputs[1])};
 }
 
+// Checks the arguments and returns outputs without data, for fake tensors.
 Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const KvCacheArgs args{handle(t.q),       handle(t.k_cache),
                            handle(t.v_cache), handle(t.k),
@@ -78,8 +79,8 @@ const c10::TypedOperatorHandle<AppendOp>& append_op() {
     return op;
 }
 
-// Autograd: there are no gradients, and whoever asks for one is told. PyTorch's own fallback says the same, but it looks at the
-// schema in each call, an eighth of what a decode step's call is on the host.
+// Autograd: the op is not differentiable, and backward raises NotImplementedError. PyTorch's own fallback does the same, but
+// walks the schema on every call, which is an eighth of a decode call's host time.
 constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {
@@ -92,6 +93,7 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
     }
 };
 
+// Returns whether an input requires a gradient. Raises for forward-mode gradients.
 template <class Other>
 bool wants_gradient(const Other&) {
     return false;
@@ -109,6 +111,7 @@ Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&...
         const at::AutoDispatchBelowAutograd guard;
         return op.redispatch(keys & c10::after_autograd_keyset, inputs...);
     };
+    // | instead of ||, so that every input is checked for forward-mode gradients
     const bool wants = (wants_gradient(inputs) | ...);
     if (!wants || !at::GradMode::is_enabled()) return call();
     const auto outputs = NoGradient::apply(call(), inputs...);

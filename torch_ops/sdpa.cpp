@@ -1,16 +1,16 @@
 // PyTorch's own scaled_dot_product_attention, run by volta_fa where it can.
 //
-// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. Here its
-// composite kernel is replaced by one which calls volta_fa::fwd or, where that is off or cannot serve the call, the
-// composite as PyTorch has it. One level above the fused implementations there is no metadata to imitate, grouped heads
-// and any headdim are possible, and torch.compile sees volta_fa::fwd in its graph.
+// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. This file replaces
+// its composite kernel by one that calls volta_fa::fwd, or PyTorch's own if volta_fa is off or cannot serve the call.
+// Overriding the composite instead of the fused ops avoids imitating their auxiliary outputs, allows grouped heads and
+// headdims up to 256, and shows volta_fa::fwd in torch.compile's graphs.
 //
-// The replacement is as composite as the original. A kernel at a backend or autograd key would be another kind of op to
-// torch.export, which then keeps it in graphs that have to be taken apart, and torch.compile would not notice one that
-// comes after its first trace: it remembers which key a call resolved to.
+// The replacement is registered at CompositeImplicitAutograd, like the original. With a kernel at a backend or autograd
+// key, torch.export would no longer decompose the op. torch.compile would miss a kernel registered after its first
+// trace, because it caches the key to which a call resolved.
 //
-// It is made when the library is loaded, and stays: dispatch tables may not change while other threads call the op.
-// Switching on and off is a matter of a few atomics.
+// It is registered when the library is loaded, and stays: dispatch tables may not change while other threads call the
+// op. A few atomics switch it on and off.
 
 #include "ops.h"
 #include "rust.h"
@@ -33,7 +33,7 @@
 namespace volta_fa {
 namespace {
 
-// ---- what is switched on ---------------------------------------------------------------------------------------------
+// ---- enabled devices -------------------------------------------------------------------------------------------------
 
 constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";
 constexpr int64_t max_devices = 64;
@@ -41,13 +41,13 @@ constexpr int64_t max_devices = 64;
 std::atomic<bool> cpu_enabled{false};
 // a bit for each CUDA device
 std::atomic<uint64_t> cuda_enabled{0};
-std::atomic<uint64_t> cuda_undecided{0};  // on or off with their first call: before that, CUDA may not be started
+std::atomic<uint64_t> cuda_undecided{0};  // decided by their first call: loading may not initialize CUDA
 
-std::mutex configuring;         // held by whoever changes the above
-bool newer_devices_too{false};  // what the undecided devices are measured by
-uint64_t warned_of{0};          // devices
+std::mutex configuring;         // guards all writes to this state
+bool newer_devices_too{false};  // "force": undecided devices may be newer than Turing
+uint64_t warned_of{0};          // a bit for each device that caused a warning
 
-// The environment variable cannot know the devices, so each is looked at when a call comes with a tensor of it.
+// Enables or disables an undecided device. The environment variable is read before devices are known, so the first call decides.
 void decide(int64_t device) {
     std::string refused;
     {
@@ -150,8 +150,8 @@ struct Call {
     }
 };
 
-// Is a graph being recorded, or only shapes computed? The modes that do so have places of their own, apart from those of
-// users (FlopCounterMode, selective checkpointing), under which a call is as eager as any.
+// Returns whether a graph is being recorded, or only shapes computed. These modes have their own slots, apart from users'
+// modes (FlopCounterMode, selective checkpointing), under which a call is eager.
 bool traced() {
     using c10::impl::TorchDispatchModeKey;
     using c10::impl::TorchDispatchModeTLS;
@@ -160,7 +160,7 @@ bool traced() {
            TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
 }
 
-// Has the user left us any of the fused implementations that we stand in for? The CPU has but one.
+// Returns whether any fused backend that volta_fa replaces is enabled (sdpa_kernel). The CPU has only flash.
 bool fused_allowed(const Call& c) {
     const auto& context = at::globalContext();
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
@@ -175,7 +175,7 @@ bool dtype_supported(const Call& c) {
     return c.q.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-// (batch, heads, seqlen, headdim), batches and heads that belong together, no broadcast.
+// Expects (batch, heads, seqlen, headdim), matching batches and heads, and no broadcast.
 bool shape_supported(const Call& c) {
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
@@ -183,8 +183,8 @@ bool shape_supported(const Call& c) {
     return c.enable_gqa ? k[1] > 0 && q[1] % k[1] == 0 : q[1] == k[1];
 }
 
-// What PyTorch takes: a mask of rank 2 to 4 that broadcasts to (batch, heads, seqlen_q, seqlen_k), and no causal mask
-// beside it.
+// Expects a mask that PyTorch takes: bool, fp32 or q's dtype, rank 2 to 4, broadcast to (batch, heads, seqlen_q,
+// seqlen_k), and no causal mask beside it.
 bool mask_supported(const Call& c) {
     if (!c.has_mask()) return true;
     const Tensor& mask = *c.attn_mask;
@@ -201,7 +201,7 @@ bool mask_supported(const Call& c) {
 
 bool headdim_supported(const Tensor& t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
 
-// Why PyTorch's implementation must run; nothing if ours can. Wrong arguments (a mask of another dtype, tensors of
+// Returns why PyTorch's implementation must run; nothing if volta_fa can. Wrong arguments (a mask of another dtype, tensors of
 // several devices) count as a reason too: PyTorch then raises the error its users know.
 std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!fused_allowed(c)) return Decision::sdpa_kernel;
@@ -212,8 +212,8 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
     if (c.any([&](const Tensor& t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
-    // A subclass other than DTensor has rules for PyTorch's ops and none for ours. A tracer has subclasses of its own, which
-    // cannot be told apart from others.
+    // A subclass other than DTensor implements PyTorch's ops and not volta_fa's. A tracer has its own subclasses, which look
+    // like any other.
     if (!traced() && c.any([](const Tensor& t) { return is_subclass(t) && !has_rules(t); })) return Decision::subclass;
     if (!shape_supported(c) || c.any([&](const Tensor& t) { return t.device() != c.q.device(); })) return Decision::shape;
     if (!mask_supported(c)) return Decision::attn_mask;

@@ -1,11 +1,11 @@
-// Inline PTX of the backward kernels: values that must stay in registers, and loads and atomics on global memory (see also
-// tile.cuh).
+// Inline PTX of the backward kernels: values that must stay in registers (see also remat.cuh), and loads and atomics on global
+// memory (see also tile.cuh).
 #pragma once
 
 #include "tile.cuh"
 
-// Two shared addresses in one register, opaque to the compiler, which would otherwise recompute each from threadIdx when
-// registers are short. Addresses are even and below 2^17.
+// Two shared addresses in one register, opaque to ptxas, which would otherwise recompute each from threadIdx under register
+// pressure. Addresses are even and below 2^17, so that half of each fits 16 bits.
 class AddressPair {
     unsigned packed_;
 
@@ -17,14 +17,15 @@ public:
     __device__ __forceinline__ unsigned second() const { return (packed_ >> 16) * 2; }
 };
 
-// Keeps a pointer in registers; see keep_in_register(int) in tile.cuh.
+// Keeps a pointer in registers; see keep_in_register(int) in remat.cuh.
 __device__ __forceinline__ float* keep_in_register(float* x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
     return x;
 }
 
 // Loads and atomics that name the global address space, which the compiler cannot infer after keep_in_register(). load_global4
-// uses L1, _constant the read-only path, _l2 only L2.
+// caches in L1 (PTX's default), _constant takes the read-only path (.nc), _l2 caches in L2 only (.cg). add_global is an atomic
+// addition without a return value.
 __device__ __forceinline__ float4 load_global4(const float* p) {
     float4 r;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "l"(p));

@@ -1,9 +1,10 @@
 // Softcap, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used by the
-// generic kernels of both families: from S = Q K^T to the exponent of P, and from dP to dS.
+// generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. Turing's kernels of one
+// feature use parts of it.
 //
-// Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed,
-// so the loop works on the first tile, and next_tile moves the others down by one. Parameters of features are loaded again in
-// every step, so that they hold no registers in between.
+// Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
+// dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
+// parameters of features, so that they hold no registers in between.
 #pragma once
 
 #include "backward/memory.cuh"
@@ -22,9 +23,9 @@ __device__ __forceinline__ void next_tile(float (&s)[M][N][E]) {
 // ---- scores ---------------------------------------------------------------------------------------
 
 // Returns the capped score minus lse, in log2 units, of s = q.k - lse / scale. `statistic` is the -lse / scale that the
-// accumulator started with. Sets `slope` to softcap's derivative there.
+// accumulator started with (row_statistics.cuh). Sets `slope` to softcap's derivative there.
 __device__ __forceinline__ float capped_score(float s, float statistic, const BwdParams& p, const Softcap& softcap, float& slope) {
-    // Rows without probabilities have a statistic of -inf, and so is s.
+    // In rows without probabilities the statistic is -inf, and s with it.
     const float logistic = softcap.logistic(s - fmaxf(statistic, kLowest));
     slope = Softcap::derivative(logistic);
     return fmaf(-2.f * softcap.cap, logistic, fmaf(statistic, p.problem.scale_log2, softcap.cap));
@@ -60,8 +61,8 @@ __device__ __forceinline__ void add_bias(typename Layout::Tile& s, const BwdPara
         }
     }
 }
-template <class Layout>
 // Adds ALiBi and bias, each only if the problem has it.
+template <class Layout>
 __device__ __forceinline__ void add_position_terms(typename Layout::Tile& s, const BwdParams& p, int head, int query_end,
                                                    const ScoreCoord<Layout>& coord) {
     const ScoreOptions& options = p.score_options;
@@ -95,13 +96,14 @@ __device__ __forceinline__ void add_bias_gradient(const typename Layout::Tile& d
 
 // ---- dropout --------------------------------------------------------------------------------------
 
-// Returns dP - delta after dropout. For a dropped probability that is -delta alone.
+// Returns dP - delta after dropout, or -delta alone for a dropped probability. `dp` already includes neg_delta, with which its
+// accumulator started.
 __device__ __forceinline__ float dropped_gradient(float dp, float neg_delta, bool is_dropped, float dropout_scale) {
     return is_dropped ? neg_delta : fmaf(dp - neg_delta, dropout_scale, neg_delta);
 }
 
-// Returns 0xffff in each half whose sign bit is set in `signs`. prmt copies signs for selectors of 8 and more; __byte_perm does
-// not.
+// Returns 0xffff in each half whose sign bit is set in `signs`. PTX prmt replicates the sign of a byte if bit 3 of its selector
+// is set; __byte_perm ignores that bit.
 __device__ __forceinline__ unsigned sign_masks(unsigned signs) {
     unsigned halves;
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(signs));
@@ -113,9 +115,9 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Combines the bits of two Philox calls for rows that differ by 4: this lane's call and its partner's. From both it keeps those
-// of this lane's rows, with or without bit 2 of the row (`has_bit_of_4`). The lane's call was for its row number mine_is, 0 or
-// 1. The result has the bits of these two rows, numbered by kept_bit.
+// Combines the bits of two Philox calls, this lane's and its partner's. A call serves rows r and r + 4. From each call this
+// keeps the row with or without bit 2 (`has_bit_of_4`), as this lane's rows are. `mine_is`, 0 or 1, is the index of this lane's
+// row that its own call served. The result has the bits of the lane's two rows, numbered by kept_bit.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
@@ -124,8 +126,8 @@ __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, 
 
 // Returns which probabilities of a tile dropout keeps, for layouts where a lane has four keys of two queries: bit
 // kept_bit(row_of(v), key_slot(v)) for element v. The partner lane (XOR kQueryPartnerMask) has the queries that share Philox
-// calls with these, so each lane draws for one of its two. All lanes of the warp call it together. (Families have their own
-// function for layouts with two keys of four.)
+// calls with these, so each lane draws for one of its two. All lanes of the warp call it together. (For layouts with two keys
+// of four: turing/backward/dropout.cuh, volta/backward/dropout.cuh.)
 template <class Layout>
 __device__ __forceinline__ unsigned draw_kept_rows(const Philox& philox, const DropoutRule& rule, const ScoreCoord<Layout>& coord) {
     static_assert(Layout::kKeys == 4 && Layout::kRows == 2, "see above");

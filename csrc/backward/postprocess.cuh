@@ -1,11 +1,13 @@
-// Last kernel of the backward pass with atomics: dq = scale * dq_accum, from fp32 to fp16 or bf16, into the caller's strides.
-// Several accumulators (dq_accum_splits) are summed in a fixed order, so the result is deterministic.
+// Last kernel of a backward pass that accumulates dq: dq = scale * dq_accum, from fp32 to fp16 or bf16, into the caller's
+// strides. A single accumulator is a sum by atomics, in any order. In deterministic mode each block of a launch has its own
+// accumulator (dq_accum_splits), and this kernel sums these in a fixed order.
 //
-// The factor is the positive scale: where softmax_scale is negative, the keys of the accumulator carry the sign
+// The factor is |softmax_scale|. For a negative softmax_scale, the K that was multiplied into dq_accum had its signs flipped
 // (Problem::sign_flip).
 //
-// A family passes RowStats (scratch.cuh) and DqAccumulator, the order of its accumulator: offsets of rows and columns, the load
-// of eight neighboring columns, and which row and columns each thread begins with, so that loads are coalesced.
+// Each family passes RowStats (scratch.cuh: the rounding of rows) and DqAccumulator, the layout of dq_accum: offsets of rows
+// and columns, the load of eight neighboring columns, and which row and columns each thread begins with, so that loads are
+// coalesced. headdim has to be a multiple of eight, and rows of dq aligned to 16 bytes.
 #pragma once
 
 #include "backward/gradient_type.cuh"

@@ -1,10 +1,11 @@
-// First kernel of the backward pass: writes the row statistics (row_statistics.cuh) and clears the dq accumulator. Bound by
-// memory: reads dout and out once, writes the accumulator.
+// First kernel of the backward pass, except before fused kernels: writes the row statistics (row_statistics.cuh) and clears the
+// dq accumulators, of which there are dq_accum_splits. Bound by memory: reads dout and out once, writes the accumulators.
 #pragma once
 
 #include "backward/row_statistics.cuh"
 
-// The kernel. A block has BlockRows rows of one head.
+// The kernel. A block has BlockRows rows of one head. RowStats is the layout of the statistics. Rows after the sequence's last
+// get delta 0 and lse +inf.
 template <class RowStats, int BlockRows, int Threads>
 struct BackwardPreprocess {
     static constexpr int kBlockRows = BlockRows, kThreads = Threads;
@@ -31,7 +32,7 @@ struct BackwardPreprocess {
             statistics.write(row, delta);
         }
 
-        // The block's rows are contiguous in each accumulator, whatever the order inside.
+        // Clears the block's rows linearly: they are contiguous in each accumulator, whatever the order of elements inside.
         const int rows = min(kBlockRows, all_rows - block_row);
         float* accum = p.dq_accum + (statistics.first_row + block_row) * p.headdim_rounded;
         for (int sum = 0; sum < p.dq_accum_splits; sum++, accum += p.dq_accum_split_stride)

@@ -1,15 +1,17 @@
-// Recomputes probabilities in the backward pass: P = 2^(score - lse), and the fixed-point unit in which P is kept as fp16. Used
-// by the main and dq kernels.
+// Recomputes probabilities in the backward pass: P = 2^(score - lse) in log2 units, and the power of two by which P is scaled
+// as fp16. Used by the main and dq kernels. S already includes -lse / scale (row_statistics.cuh), or the exponent's
+// multiply-add adds it.
 #pragma once
 
 #include "softmax.cuh"
 
-// P is kept in fp16 as P * 2^12. Integer packing flushes values below 2^-14, so probabilities count down to 2^-26. The other
-// end leaves room for P up to 15: rounding of S and lse can make P larger than 1 (at |S| of about 2^24 / scale).
+// P is kept in fp16 as P * 2^12. volta packs by integers (pack_probabilities), which flushes values below 2^-14, so P below
+// 2^-26 becomes 0. turing packs by conversions, which keep subnormals. P * 2^12 overflows fp16 only above P = 15.99: rounding
+// of S and lse can make P larger than 1, where |S * scale_log2| is about 2^24.
 constexpr float kProbabilityBits = 12.f;
 constexpr float kProbabilityUnit = 4096.f;  // 2^kProbabilityBits
 constexpr float kExponentShift = kProbabilityBits - 112.f;  // 112: see pack_probabilities (softmax.cuh)
-constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift
+constexpr float kExponentUnit = 1.2676506e30f;  // 2^-kExponentShift: restores P from 2^(score - lse + kExponentShift)
 
 // Computes 2^(s * scale_log2 + shift) in place, for M x N tiles of which a lane has E elements each. With shift =
 // kExponentShift, pack_probabilities then packs P * 2^12.

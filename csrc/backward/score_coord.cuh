@@ -1,15 +1,16 @@
 // Query and key index of each of a lane's scores in the backward pass, and the mask on them.
 //
-// A family's Layout (score_layout.cuh) has these members more for the backward pass:
+// For the backward pass a family's Layout (score_layout.cuh) additionally has:
 //
 //   query(first, v), key(first, v) first + query_slot(v), first + key_slot(v); the family chooses the order of the additions,
 //                                  because ptxas's schedule depends on it
 //   kKeyRows                       true: rows of the product are keys (S^T); scores s[m][n] then have tiles of keys in m
 //   kRows, row_of(v), row_slot(r)  element v belongs to the lane's query row_of(v) < kRows: first_query + row_slot(r)
-//   kKeys, kKeyStride              keys of each query, and their distance, in an aligned group of four: all 4,
-//                                  or 2 of which the first is 0 or 1 and the second two further
+//   kKeys, kKeyStride              number and stride of each query's keys in an aligned group of four: (0, 1, 2, 3), or (0, 2)
+//                                  or (1, 3). (In a forward Layout kKeys is the size of the aligned group.)
 //   element(r, j)                  the element of query r and key j of the lane
-//   kQueryPartnerMask              where kKeys is 4: XOR mask to the lane whose queries are 4 before or after
+//   kQueryPartnerMask              where kKeys is 4: XOR mask to the lane whose queries are 4 before or after; both share Philox
+//                                  calls (modifiers.cuh)
 #pragma once
 
 #include "score_layout.cuh"
@@ -17,7 +18,7 @@
 #include "softmax.cuh"
 #include "volta_fa_params.h"
 
-// Whether a layout's rows, keys and elements agree. For a static_assert after each layout.
+// Returns whether a layout's rows, keys and elements agree. For a static_assert after each layout.
 template <class Layout>
 __device__ constexpr bool has_rows_and_keys() {
     static_assert(Layout::kRows * Layout::kKeys == Layout::kElements && Layout::kKeys * Layout::kKeyStride == 4,
@@ -46,16 +47,17 @@ public:
     }
     __device__ __forceinline__ int query(int v) const { return Layout::query(query_, v); }
     __device__ __forceinline__ int key(int v) const { return Layout::key(key_, v); }
-    // Returns query - key of element v, minus that of element 0.
+    // Returns query - key of element v, relative to element 0.
     __device__ __forceinline__ static constexpr int query_minus_key(int v) { return Layout::query_slot(v) - Layout::key_slot(v); }
 };
 
-// Sets masked scores of a warp to -inf. Only for tiles at an edge; the caller's branch is uniform in the warp. `query` and
-// `key`: first of the warp's scores.
+// Sets masked scores of a warp to -inf. Only for tiles across a mask's edge; the caller's branch is uniform in the warp.
+// `query` and `key`: first of the warp's scores.
 template <class Layout, int M, int N>
 __device__ __forceinline__ void apply_mask(typename Layout::Tile (&s)[M][N], const BwdParams& p, const typename Layout::Lane& lane,
                                            int query, int key) {
     const Mask mask = mask_of(p.problem, BlockSeqlenInfo(p.problem, p.lengths, blockIdx.z));
+    // Slots of element 0 are 0 in all layouts, so query(0) and key(0) are the lane's first.
     const ScoreCoord<Layout> coord(lane, query, key);
 #pragma unroll
     for (int m = 0; m < M; m++)

@@ -106,8 +106,8 @@ struct Columns {
     }
 };
 
-template <int Loads>
 // A lane's part of one key: one chunk of every 32 columns.
+template <int Loads>
 using Keys = Columns<Loads, 32>;
 
 // A lane's part of its two tokens' values: one chunk of every 64 columns.

@@ -1,8 +1,8 @@
 // Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
 //
-// A load of keys covers eight tokens by 64 contiguous bytes each, one of values four tokens by 128 bytes. So each byte of the
-// cache is loaded once, by one lane, without shared memory or barriers. Used by DecodeMainloop, and by StagedLoader with other
-// coordinates.
+// A warp-wide load of 16 bytes per lane covers 64 contiguous bytes of K of eight tokens, or 128 bytes of V of four tokens. So
+// each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used by DecodeMainloop, and by
+// StagedLoader with other coordinates.
 #pragma once
 
 #include "decode/cache_registers.cuh"
@@ -25,13 +25,14 @@ struct OperandCoords {
     }
 };
 
-// Iterates over steps in token order. Coords: which token and columns of each tile the lane has.
+// Loads the steps of a split in token order; a step is kStepTokens tokens. Coords: which token and columns of each tile the
+// lane has. The constructor ignores its last three arguments, which CooperativeLoader and StagedLoader use.
 template <class Coords>
 class DirectLoader {
     PageIterator pages_;
     const CacheUnit *k_, *v_;  // the lane's columns of its token
-    const float* scale_[StepScales::kRegisters];  // the lane's scale, for each register of StepScales
-    // The same at row 0 of page 0: quantized steps enter pages often.
+    const float* scale_[StepScales::kRegisters];  // addresses of the lane's scales, if kTokenScales
+    // k_ and v_ at row 0 of page 0, kept because quantized steps enter pages often.
     const CacheUnit *k_base_, *v_base_;
     // false: the block table names a page outside the cache
     bool page_valid_;
@@ -47,7 +48,7 @@ public:
         }
         enter_page(p, s);
     }
-    // Advances by Tokens, which no page boundary divides.
+    // Advances by Tokens. No page boundary lies inside these tokens.
     template <int Tokens = kStepTokens>
     __device__ __forceinline__ void advance(const DecodeParams& p, const WorkTile& s) {
         token_ += Tokens;
@@ -59,13 +60,14 @@ public:
         }
         if (pages_.template advance<Tokens>(p, s)) enter_page(p, s);
     }
-    // Returns false after a block-table entry outside the cache. The caller then leaves its loop, and the output is NaN.
+    // Returns false if the current page number is outside the cache. The caller then leaves its loop, and the output is NaN.
     __device__ __forceinline__ bool page_valid() const { return page_valid_; }
     __device__ __forceinline__ int token() const { return token_; }
     // Addresses of the lane's columns of its token.
     __device__ __forceinline__ const CacheUnit* keys() const { return k_; }
     __device__ __forceinline__ const CacheUnit* values() const { return v_; }
-    // Loads a step's keys. Tokens and columns that do not exist are not read: their registers keep what they held.
+    // Loads a step's keys, in registers for `Loads` chunks of eight columns. Tokens and columns that do not exist are not read:
+    // their registers keep what they held.
     template <int Loads>
     __device__ __forceinline__ void load_keys(const DecodeParams& p, int seqlen_k, Keys<Loads> (&k)[kStepTiles]) const {
         const int columns = p.problem.headdim - Coords::key_column();
@@ -86,7 +88,8 @@ public:
                                       v_ + row * p.cache.v.row_stride);
             }
     }
-    // Loads a step's scales; 0 for tokens that do not exist.
+    // Loads a step's scales: lane % kStepTokens is the token. Tokens that do not exist get 0. Predicated, so that it needs no
+    // branch.
     __device__ __forceinline__ void load_scales(const DecodeParams& p, int seqlen_k, StepScales& scales) const {
         const int lane = threadIdx.x & 31;
         const bool exists = lane < StepScales::kLanes && token_ + lane % kStepTokens < seqlen_k;

@@ -1,5 +1,5 @@
-// Epilogue of the forward kernels: rescales the output, adds the attention sink, writes a row's lse, for any Layout
-// (score_layout.cuh).
+// Output of the forward kernels, for any Layout (score_layout.cuh): rescale_output in the main loop, and the epilogue, which
+// adds the attention sink and writes a row's lse.
 #pragma once
 
 #include "forward/scores.cuh"
@@ -17,14 +17,16 @@ __device__ __forceinline__ auto rescale_output(typename Layout::Tile (&o)[RowTil
     };
 }
 
-template <class Layout>
 // Sums x over the lanes of a row.
+template <class Layout>
 __device__ __forceinline__ float row_sum(float x) {
     for (int lane_mask : Layout::kRowLaneMasks) x += __shfl_xor_sync(~0u, x, lane_mask);
     return x;
 }
 
-// Adds an attention sink (a logit more in the softmax) to a finished row's sum. Returns the factor for its output.
+// Adds an attention sink (one extra logit per head in the softmax's denominator) to a finished row's sum. Returns the factor
+// for its output. The sink merges as a row of one probability of 1: its row_max includes kMaxOffset, and its sum is
+// 2^-kMaxOffset (softmax.cuh). It has no output, so other_factor is unused.
 __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head, float& row_max, float& sum) {
     float factor = 1.f;
     if (options.sinks) {
@@ -39,8 +41,8 @@ __device__ __forceinline__ float add_sink(const ScoreOptions& options, int head,
     return factor;
 }
 
-// Finishes row r of row tile mt, of a warp whose first row is `row`: writes its lse if the row exists, and returns the factor
-// for its output. All lanes of the row call it together.
+// Finishes row r of row tile mt. `row` is the warp's first row. Writes the lse if the row exists, and returns the factor for
+// its output. All lanes of the warp call it together, because row_sum shuffles.
 template <class Layout, int RowTiles>
 __device__ __forceinline__ float finish_row(const FwdParams& p, const BlockSeqlenInfo& sequence, const typename Layout::Lane& lane,
                                             int head, int row, const SoftmaxRows<Layout, RowTiles>& softmax, int mt, int r,

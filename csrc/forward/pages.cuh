@@ -1,8 +1,9 @@
 // K and V of the paged forward (prefill) kernels: tiles of a KV cache along a sequence's tokens, through the block table.
 //
-// Steps begin at multiples of 16 tokens, and so do pages. So each group of 16 tokens lies in one page. Its number is loaded one
-// step before it is needed. has_pages() checks all page numbers before the first step. KvTiles has the same interface with and
-// without pages: tiles of K and V in turn.
+// Steps begin at multiples of 16 tokens, and so do pages (leftpad_k excludes a block table). So each group of 16 tokens lies in
+// one page. The page number is loaded one step before it is needed. has_pages() checks all page numbers before the first step.
+// A contiguous cache goes through the same code: its entry is the page. KvTiles has the same interface with and without pages:
+// tiles of K and V in turn.
 #pragma once
 
 #include "seqlen_info.cuh"
@@ -10,8 +11,8 @@
 // tokens of a group: all in one page
 constexpr int kPageGroup = 16;
 
-// Whether the cache has the pages of all tokens that some row of the sequence sees. (Pages that a window has left may be gone.)
-// All threads of the block call it together.
+// Returns whether all page numbers that the sequence reads are valid. (Pages that a window has passed may be gone.) Contains a
+// barrier: all threads of the block call it together. THREADS is the kernel's macro.
 __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const CacheSeqlenInfo& sequence, const Mask& mask) {
     bool has = true;
     const int first = mask.key_first(0), end = sequence.seqlen_k();
@@ -22,7 +23,7 @@ __device__ __forceinline__ bool has_pages(const Cache& cache, int batch, const C
     return __syncthreads_and(has);
 }
 
-// Loads a page number if `has`. Without a branch, which would separate the products of a step.
+// Loads a page number if `has`. Predicated, because a branch would stop ptxas from interleaving the products of a step.
 __device__ __forceinline__ void load_page_if(bool has, int& page, const int* from) {
     asm volatile(
         "{.reg .pred has;\n"
@@ -32,8 +33,8 @@ __device__ __forceinline__ void load_page_if(bool has, int& page, const int* fro
         : "l"(from), "r"(static_cast<int>(has)));
 }
 
-// Position in a sequence's pages, of the Groups groups of tokens that a thread loads in a step of Step tokens. InBranch: loads
-// page numbers in a branch. For kernels without a free register: ptxas then interleaves less.
+// Iterates over the pages of the Groups groups of 16 tokens that a thread loads in each step of Step tokens. InBranch: loads
+// page numbers in a branch, for kernels without a free register, because ptxas then interleaves less.
 template <int Step, int Groups, bool InBranch = false>
 class PageIterator {
     static_assert(Step % kPageGroup == 0 && Groups * kPageGroup <= Step, "see above");
@@ -59,7 +60,7 @@ class PageIterator {
     }
 
 public:
-    // `token`: first of the first group, a multiple of 16. `end`: end of the sequence.
+    // `token`: first token of the first group, a multiple of 16. `end`: end of the sequence.
     __device__ __forceinline__ PageIterator(const Cache& cache, int batch, int k_offset, int token, int end) {
         index_ = (k_offset + token) / cache.rows;
         row_ = k_offset + token - index_ * cache.rows;
@@ -88,7 +89,8 @@ public:
         for (int i = 0; i < Step; i += kPageGroup) wrap_row(cache, row_, index_);
         look_up(cache, token, end);
     }
-    // Address of an element `rows` rows after the first of group g. `column`: the element's address in row 0 of page 0.
+    // Address of an element `rows` rows after `column`'s row of group g. `column`: the element's address in page 0, where the
+    // group would begin at row 0.
     __device__ __forceinline__ const unsigned short* address(const Cache& cache, const Operand& x, const unsigned short* column,
                                                              int g, int rows) const {
         int index;
@@ -99,7 +101,7 @@ public:
     }
 };
 
-// Stands in for PageIterator in kernels without pages, which never use it.
+// Stands in for PageIterator in kernels without pages: calls compile to nothing.
 struct NoPages {
     __device__ __forceinline__ NoPages(const Cache&, int, int, int, int) {}
     __device__ __forceinline__ void advance(const Cache&, int, int) {}
@@ -126,10 +128,11 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     using Stream::kChunksPerRow, Stream::kPasses, Stream::kRowsPerPass, Stream::kThreadsPerRow;
     using Pages = PageIterator<Rows, (kPasses - 1) * kRowsPerPass / kPageGroup + 1>;
 
-    // Rows of a tile before the thread's first group.
+    // Row of the tile at which the thread's first group of 16 begins. A thread's groups (Pages) go from its first pass to its
+    // last.
     __device__ __forceinline__ static int first_group(int thread) { return row_of(thread) / kPageGroup * kPageGroup; }
 
-    // Streams the tokens before `last`. `next` stays in row 0 of page 0.
+    // Streams the tokens before `last`. `next` stays in page 0, at the thread's row within its group.
     __device__ __forceinline__ PagedTileStream(int thread, const Operand& x, int head, int columns, int last)
         : Stream(thread, x.ptr + head * x.head_stride, x.row_stride, columns, -first_group(thread), last) {}
 
@@ -148,7 +151,8 @@ struct PagedTileStream : TileStream<Chunks, Rows, Threads> {
     }
 };
 
-// Tiles of K and V of a block, in turn: each tile of K before that of V.
+// Tiles of K and V of a block, in turn: each tile of K before that of V. Paged kernels have ChunksV == Chunks: only the
+// specialization below goes through pages.
 template <bool Paged, int Chunks, int ChunksV, int Rows, int Threads>
 struct KvTiles {
     TileStream<Chunks, Rows, Threads> k;

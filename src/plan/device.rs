@@ -3,7 +3,7 @@
 use crate::kernels::{self, Family};
 use crate::tuning::Tuning;
 
-/// Name of the environment variable that restricts plans to one family, for tests and comparisons.
+/// Name of the environment variable that restricts plans to one kernel family (volta or turing), for tests and comparisons.
 pub const FAMILY_VARIABLE: &str = "VOLTA_FA_FAMILY";
 
 /// Properties of a device that plans use.
@@ -26,7 +26,7 @@ impl DeviceLimits {
     pub const V100: DeviceLimits =
         DeviceLimits { capability: (7, 0), sms: 80, shared_bytes_per_block: kernels::VOLTA.shared_bytes, only: None, tuning: None };
 
-    /// Returns the architecture as families count it: 70 for 7.0.
+    /// Returns the compute capability as an SM number: 70 for 7.0.
     pub fn sm(&self) -> u32 {
         (10 * self.capability.0 + self.capability.1).max(0) as u32
     }

@@ -3,7 +3,7 @@
 use crate::kernels::{Feature, FeatureSet};
 use crate::problem::Attention;
 
-/// Mode of a backward pass.
+/// Backward options that are not part of the problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackwardMode {
     /// Gradients are bitwise identical from run to run: no sum depends on the order of blocks.

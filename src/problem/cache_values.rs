@@ -1,17 +1,17 @@
-//! Values of the int32 tensors beside a cache, where a caller has read them: lengths, entries and pages of each sequence.
+//! Host copies of a KV-cache call's int32 tensors (lengths, entries, pages), and their validation.
 
 use super::attention::{Attention, Cache, CacheLayout, Window};
 use super::lengths::check_cu_seqlens_values;
 use crate::error::{Error, Result};
 
-/// Values of a call's int32 tensors.
+/// Values of a call's int32 tensors, as far as the caller has read them.
 #[derive(Clone, Debug, Default)]
-#[allow(missing_docs)] // the options' names
+#[allow(missing_docs)] // named as the operator's arguments
 pub struct CacheValues {
     pub cache_seqlens: Option<Vec<i32>>,
     pub cu_seqlens_q: Option<Vec<i32>>,
     pub cu_seqlens_k_new: Option<Vec<i32>>,
-    /// Row by row.
+    /// Row-major.
     pub block_table: Option<Vec<i32>>,
     pub cache_batch_idx: Option<Vec<i32>>,
     pub leftpad_k: Option<Vec<i32>>,
@@ -24,9 +24,9 @@ pub struct CachedSequence {
     pub seqlen_q: i64,
     /// Tokens that the call appends.
     pub seqlen_new: i64,
-    /// Tokens in the cache before that, leftpad included.
+    /// Tokens in the cache before the append, leftpad included.
     pub cached: i64,
-    /// Tokens at the start of the entry that do not exist.
+    /// Padding tokens at the start of the entry (`leftpad_k`).
     pub leftpad: i64,
 }
 
@@ -36,8 +36,8 @@ impl CachedSequence {
         self.cached + self.seqlen_new - self.leftpad
     }
 
-    /// Returns the range of positions that some query sees, appended tokens included. Pages outside it need not exist: servers free pages
-    /// that a sliding window has passed.
+    /// Returns the range of positions from the first that a query sees to the last token, appended ones included. A right window
+    /// does not shorten it. Pages outside it need not exist: servers free pages that a sliding window has passed.
     pub fn visible(&self, window: Window) -> (i64, i64) {
         let end = self.cached + self.seqlen_new;
         if self.seqlen_q == 0 {
@@ -82,6 +82,7 @@ fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequen
     let cu_new = if is_packed_as_q { &values.cu_seqlens_q } else { &values.cu_seqlens_k_new };
     let (seqlen_q, seqlen_new) = (length(&values.cu_seqlens_q, a.seqlen_q), length(cu_new, a.appended.seqlen));
     let cached = value_at(&values.cache_seqlens, b, a.seqlen_k);
+    // most tokens that can be cached before the append
     let room = a.seqlen_k - seqlen_new;
     if !(0..=room).contains(&cached) {
         let why = match seqlen_new {
@@ -100,6 +101,7 @@ fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequen
 
 fn check_rotary_positions(a: &Attention, s: &CachedSequence, b: usize) -> Result<()> {
     let rotary = a.appended.rotary;
+    // without a mask all queries rotate at the first position
     let of_queries = if a.queries_have_positions() { s.seqlen_q } else { s.seqlen_q.min(1) };
     let positions = s.cached + s.seqlen_new.max(of_queries);
     if rotary.dim > 0 && positions > rotary.rows {
@@ -118,7 +120,7 @@ fn check_entry(a: &Attention, cache: &Cache, values: &CacheValues, b: usize) -> 
     Ok(())
 }
 
-/// Checks the pages that a sequence reads and those that it writes.
+/// Checks the pages that a sequence reads and those that it writes. `cache.rows` is the page size.
 fn check_pages(a: &Attention, cache: &Cache, values: &CacheValues, s: &CachedSequence, b: usize) -> Result<()> {
     let (Some(table), CacheLayout::Pages { max_pages }) = (&values.block_table, cache.layout) else { return Ok(()) };
     for (first, end) in [s.visible(a.window), (s.cached, s.cached + s.seqlen_new)] {

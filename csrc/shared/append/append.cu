@@ -188,8 +188,8 @@ __device__ __forceinline__ void append_quantized(const AppendParams& p, const Ca
     }
 }
 
-template <ElementType Element>
 // Runs the kernel, for one element type of k, v and q. A block has BLOCK_ROWS tokens of a KV head and its query heads.
+template <ElementType Element>
 __device__ __forceinline__ void append(const AppendParams& p) {
     const Problem& problem = p.problem;
     const int head_k = blockIdx.y, batch = blockIdx.z, first = blockIdx.x * BLOCK_ROWS;

@@ -25,8 +25,8 @@ struct RowScale {
         }
         return r;
     }
-    template <CacheFormat Format>
     // Returns the code of a number of the row; 0 if the row is not finite.
+    template <CacheFormat Format>
     __device__ __forceinline__ int code(float x) const {
         if (!finite || scale == 0.f) return 0;
         const float code = rintf(__fdiv_rn(x - origin, scale));

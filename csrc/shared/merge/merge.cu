@@ -63,8 +63,8 @@ __device__ __forceinline__ float joint_log_sum(float a, float b) {
     return larger == negative_infinity() ? a + b : larger + log1pf(expf(-fabsf(a - b)));
 }
 
-template <class Tensor>
 // Offset of row 0 of one head of one batch entry.
+template <class Tensor>
 __device__ __forceinline__ long long first_element(const Tensor& x, int batch, int head) {
     return batch * x.batch_stride + head * x.head_stride;
 }

@@ -19,8 +19,8 @@ struct DecodeLayout {
     struct Lane : turing::Lane {
         __device__ __forceinline__ Lane() : turing::Lane(threadIdx.x & 31) {}
     };
-    template <int Loads>
     // A lane's output, transposed. Loads: loads of values, of 64 columns each.
+    template <int Loads>
     struct Output {
         Accumulator tile[RowTiles][Loads][4];  // of a lane's eight columns, two each
     };

@@ -85,8 +85,8 @@ struct PackedTile {
 __device__ __forceinline__ constexpr int packed_element(int i) { return 4 * (i % 2) + 2 * (i / 2); }
 __device__ __forceinline__ constexpr int packed_word(int v) { return (v & 2) + (v >> 2); }
 
-template <class Pack>
 // Packs a tile by pack(lo, hi).
+template <class Pack>
 __device__ __forceinline__ PackedTile packed(const Accumulator& s, Pack pack) {
     const auto word = [&](int i) { return pack(s[packed_element(i)], s[packed_element(i) + 1]); };
     return {{word(0), word(1), word(2), word(3)}};

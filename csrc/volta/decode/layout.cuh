@@ -16,8 +16,8 @@ namespace volta {
 template <int RowTiles>
 struct DecodeLayout {
     using Lane = volta::Lane;
-    template <int Loads>
     // A lane's output. Loads: loads of values, of 64 columns each.
+    template <int Loads>
     struct Output {
         Accumulator tile[RowTiles][Loads][2];
     };

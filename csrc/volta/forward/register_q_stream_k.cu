@@ -1,4 +1,5 @@
-// Forward kernel with Q in registers, on a stream-K grid.
+// Forward kernel with Q in registers, on a stream-K grid. The macros in capitals come from the table in
+// src/kernels/volta/forward.rs. `p.stream_k` has the grid's splits.
 #include "volta/forward/register_q.cuh"
 #include "volta/forward/stream_k.cuh"
 

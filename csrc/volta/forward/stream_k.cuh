@@ -32,8 +32,8 @@ struct TileSplit {
     }
 };
 
-template <int BlockRows>
 // Grid policy; DataParallelGrid (layout.cuh) is the default one.
+template <int BlockRows>
 class StreamKGrid {
     const StreamKParams& params_;
 
@@ -58,8 +58,8 @@ public:
     static_assert(!kVarlen && !kHasScoreMod, "code that takes head and batch from the grid");
     __device__ __forceinline__ explicit StreamKGrid(const StreamKParams& params) : params_(params) {}
 
-    template <int Rows>
     // Coordinates and keys of a block.
+    template <int Rows>
     struct Block : TileCoord {
         TileSplit split;
         int head_k;
@@ -80,8 +80,8 @@ public:
         }
     };
 
-    template <int Threads, int RowTiles, int OutputTiles>
     // Stores this split. Returns true for the last block of the row tile, after it has combined all splits.
+    template <int Threads, int RowTiles, int OutputTiles>
     __device__ __forceinline__ bool combine_splits(SoftmaxState<RowTiles>& softmax, Accumulator (&o)[RowTiles][OutputTiles]) const {
         const TileSplit split(params_, remat_block_index());
         if (split.splits == 1) return true;

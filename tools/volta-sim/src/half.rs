@@ -1,8 +1,9 @@
-//! Converts between fp16 and fp32 or fp64, for all lanes of a warp.
+//! Converts fp16 to fp32, and fp32 and fp64 to fp16, for all lanes of a warp.
 //!
 //! The crate `half` converts one value at a time behind a check of the CPU's features, which keeps the compiler from vectorizing
 //! over lanes. It also keeps NaN payloads, where the hardware writes 0x7fff. The tests compare these functions with the crate.
 
+/// f16 -> f32, exact.
 #[inline(always)]
 pub fn h2f(h: u16) -> f32 {
     let h = h as u32;
@@ -12,14 +13,17 @@ pub fn h2f(h: u16) -> f32 {
     f32::from_bits(mag.to_bits() | inf | (h & 0x8000) << 16)
 }
 
-/// Round to nearest even.
+/// f32 -> f16, rounded to nearest even.
 #[inline(always)]
 pub fn f2h(f: f32) -> u16 {
     let x = f.to_bits();
     let sign = (x >> 16) & 0x8000;
     let a = x & 0x7fff_ffff;
+    // rebias the exponent by -112 (0xc800_0000), add 0xfff and the last kept bit: rounds half to even
     let normal = (a.wrapping_add(0xc800_0fff).wrapping_add((a >> 13) & 1)) >> 13;
+    // adding 0.5 (0x3f00_0000) aligns the last bit of fp32 with that of fp16 subnormals, 2^-24
     let sub = (f32::from_bits(a) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    // below 2^-14: subnormal; from 65536 on: infinity or NaN
     let mut r = if a < 0x3880_0000 { sub } else { normal };
     if a >= 0x4780_0000 {
         r = if a > 0x7f80_0000 { 0x7fff } else { 0x7c00 };
@@ -34,7 +38,7 @@ fn round_odd(d: f64) -> f32 {
     if f as f64 == d || !f.is_finite() {
         return f;
     }
-    // step towards zero if RN moved away, then set the sticky bit
+    // step towards zero if `as f32` (round to nearest) rounded away from it, then set the sticky bit
     let mut b = f.to_bits();
     if (f as f64).abs() > d.abs() {
         b -= 1;
@@ -42,11 +46,13 @@ fn round_odd(d: f64) -> f32 {
     f32::from_bits(b | 1)
 }
 
+/// f64 -> f16, rounded to nearest even.
 #[inline(always)]
 pub fn d2h(d: f64) -> u16 {
     f2h(round_odd(d))
 }
 
+/// f32 -> f16, rounded toward zero.
 #[inline(always)]
 pub fn f2h_rz(f: f32) -> u16 {
     let r = f2h(f);
