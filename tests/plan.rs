@@ -284,7 +284,7 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
-        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.rounds), (0, 0, 1));
+        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
@@ -306,7 +306,7 @@ fn few_keys_take_one_kernel() {
     let name = |a: &Attention, d: &DeviceLimits| {
         let plan = plan::backward(a, DEFAULT, d).unwrap();
         assert_eq!((plan.prepare, plan.finish.is_none()), (None, true), "{a:?}");
-        assert_eq!((plan.deterministic, plan.rounds, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
+        assert_eq!((plan.deterministic, plan.main_launches, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
         assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
         assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
         assert_eq!(plan, plan::backward(a, DETERMINISTIC, d).unwrap(), "one block adds in one order");
@@ -368,7 +368,7 @@ fn the_deterministic_backward_goes_in_rounds() {
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
         let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
-        assert_eq!((p.rounds, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
+        assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
         let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
@@ -376,7 +376,7 @@ fn the_deterministic_backward_goes_in_rounds() {
         assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
         let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
-        assert_eq!((p.headdim_rounded, default.rounds, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
+        assert_eq!((p.headdim_rounded, default.main_launches, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
         let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
         assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
