@@ -113,7 +113,7 @@ fn is_finite(out: &[u16]) -> bool {
 }
 
 #[test]
-fn a_graph_may_replay_a_call() {
+fn graph_replays_give_identical_results() {
     let mut call = Call::new();
     let first = call.run(7, 20_000);
     assert!(is_finite(&first.0));
@@ -125,7 +125,7 @@ fn a_graph_may_replay_a_call() {
 
 /// Whatever the memory holds but counts of this very call: other calls' counts, of those that died too.
 #[test]
-fn calls_may_get_used_memory() {
+fn used_scratch_memory_does_not_change_results() {
     let mut call = Call::new();
     let first = call.run(1, 20_000);
     assert!(is_finite(&first.0));

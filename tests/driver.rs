@@ -5,7 +5,7 @@ use volta_fa::launch::driver::{self, Driver};
 use volta_fa::launch::Launcher;
 
 #[test]
-fn no_driver_is_said_plainly() {
+fn reports_missing_driver() {
     if driver::is_available() {
         return;
     }

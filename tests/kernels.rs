@@ -22,7 +22,7 @@ fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
 
 /// The parameter block has one definition: what Rust fills is what each kernel was compiled to read.
 #[test]
-fn parameter_blocks_agree() {
+fn parameter_sizes_match_cubins() {
     for v in kernels::variants() {
         let (_, bytes) = sections_of(v, "nv.constant0");
         let block = v.pass.info().params;
@@ -35,7 +35,7 @@ fn parameter_blocks_agree() {
 const REGISTERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/registers.txt");
 
 #[test]
-fn registers_are_those_of_the_golden_file() {
+fn registers_match_golden_file() {
     let mut compiled = String::new();
     for v in kernels::variants() {
         let registers = sections_of(v, "text").0 >> 24;
@@ -52,7 +52,7 @@ fn registers_are_those_of_the_golden_file() {
 }
 
 #[test]
-fn no_spills() {
+fn kernels_have_no_spills() {
     for v in kernels::variants() {
         assert_eq!(kernels::image(v).spill_bytes, 0, "{}: ptxas spilled", v.name);
     }
@@ -60,7 +60,7 @@ fn no_spills() {
 
 /// PTX is what newer GPUs run: it must name the virtual architecture of the family.
 #[test]
-fn ptx_is_for_the_family() {
+fn ptx_targets_its_family() {
     for v in kernels::variants() {
         let ptx = kernels::image(v).ptx().unwrap();
         assert_eq!(ptx.last(), Some(&0), "{}", v.name);
@@ -76,7 +76,7 @@ mod simulated {
     use volta_sim::{Machine, Module};
 
     #[test]
-    fn one_parameter_no_local_memory_and_the_declared_occupancy() {
+    fn kernels_reach_declared_occupancy_without_local_memory() {
         for v in kernels::variants().filter(|v| v.family == VOLTA) {
             let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
             let info = module.kernel_info(v.name).unwrap();

@@ -77,7 +77,7 @@ fn modules_import_each_other_without_circles() {
 }
 
 #[test]
-fn a_circle_is_found() {
+fn finds_an_import_circle() {
     let graph = |edges: &[(&str, &[&str])]| -> Imports {
         edges.iter().map(|(from, to)| (from.to_string(), to.iter().map(|s| s.to_string()).collect())).collect()
     };

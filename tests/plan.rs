@@ -72,7 +72,7 @@ fn own_device(family: &Family) -> DeviceLimits {
 }
 
 #[test]
-fn every_headdim_has_kernels_and_padding_is_least() {
+fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
         for (features, packed, asked) in wishes() {
             let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
@@ -126,7 +126,7 @@ fn every_variant_is_chosen_for_some_problem() {
 
 /// Under a causal mask all heads' long blocks start before any short one, where the kernels can; else a head's blocks stay together.
 #[test]
-fn the_order_of_a_grid() {
+fn orders_long_blocks_first_under_causal_masks() {
     let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
     let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
     let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
@@ -151,7 +151,7 @@ fn the_order_of_a_grid() {
 
 /// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
 #[test]
-fn causal_grids_that_run_at_once_get_small_blocks() {
+fn plans_small_blocks_for_resident_causal_grids() {
     let of = |nheads, seqlen_k, headdim, window| {
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
         let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
@@ -173,7 +173,7 @@ fn causal_grids_that_run_at_once_get_small_blocks() {
 
 /// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
 #[test]
-fn far_rows_with_alibi_get_general_kernels() {
+fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
@@ -193,7 +193,7 @@ fn far_rows_with_alibi_get_general_kernels() {
 
 /// The same of the backward pass' blocks of keys, which are those of key heads.
 #[test]
-fn small_backward_grids_get_small_blocks() {
+fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
@@ -218,7 +218,7 @@ fn small_backward_grids_get_small_blocks() {
 
 /// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
 #[test]
-fn blocks_of_a_family_with_three_sizes() {
+fn chooses_among_three_block_sizes_of_turing() {
     let rows = |batch, nheads, seqlen, headdim| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
         plan::forward(&a, &H200).unwrap().variant.block_rows
@@ -233,7 +233,7 @@ fn blocks_of_a_family_with_three_sizes() {
 }
 
 #[test]
-fn small_grids_get_small_blocks() {
+fn plans_small_blocks_for_small_grids() {
     let blocks = |batch, nheads, seqlen, headdim, sms| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
         let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
@@ -277,7 +277,7 @@ fn grids_cover_every_row() {
 }
 
 #[test]
-fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
+fn separate_dq_kernel_has_no_accumulator() {
     let own = tuned(&[], &[r#""pass": "Backward", "deterministic": true"#]);
     for headdim in [32, 64, 96, 128, 192, 256] {
         // enough heads for large blocks
@@ -296,7 +296,7 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
 
 /// Where all keys of a head are one block, and it pays, nothing else is launched.
 #[test]
-fn few_keys_take_one_kernel() {
+fn plans_fused_backward_for_few_keys() {
     let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
         batch: 1,
         nheads,
@@ -350,7 +350,7 @@ fn few_keys_take_one_kernel() {
 
 /// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
 #[test]
-fn the_deterministic_backward_goes_in_rounds() {
+fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
     for (nheads, seqlen, headdim, rounds, sums) in [
@@ -397,7 +397,7 @@ fn the_deterministic_backward_goes_in_rounds() {
 
 /// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
 #[test]
-fn the_tail_of_a_grid() {
+fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
     let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
     for (a, main, tail) in [
@@ -432,7 +432,7 @@ fn the_tail_of_a_grid() {
 
 /// Plain kernels write fp16 only.
 #[test]
-fn gradients_in_bf16_take_kernels_that_write_it() {
+fn bf16_gradients_get_kernels_that_write_bf16() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
             for (features, packed, asked) in wishes() {
@@ -451,7 +451,7 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
 }
 
 #[test]
-fn devices_that_cannot_run_the_kernels_are_refused() {
+fn rejects_devices_without_kernels() {
     let a = attention(10, 10, 64, 64);
     let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
@@ -467,14 +467,14 @@ fn devices_that_cannot_run_the_kernels_are_refused() {
 }
 
 #[test]
-fn huge_batches_are_cut_to_the_grid() {
+fn splits_huge_batches_into_launches() {
     let chunks: Vec<_> = plan::batch_chunks(150_000).collect();
     assert_eq!(chunks, [(0, 65535), (65535, 65535), (131_070, 18_930)]);
     assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
 }
 
 #[test]
-fn parameter_block_of_the_problem() {
+fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
     let p = plan::problem_block(&a, 2);
     assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
@@ -493,7 +493,7 @@ fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
 
 /// max_seqlen says nothing about the size of the problem: grids cover the rows that there are, and no bound leaves int32.
 #[test]
-fn max_seqlen_does_not_make_the_grid() {
+fn max_seqlen_does_not_enlarge_grids() {
     let cu = || Some(described(DType::Int32, &[4]));
     let (q, k) = (described(DType::Half, &[300, 8, 64]), described(DType::Half, &[500, 2, 64]));
     let longest = Some(1 << 30);
@@ -511,7 +511,7 @@ fn max_seqlen_does_not_make_the_grid() {
 
 /// The largest problem that validation lets through: what the mask of a row, of a key and of a tile beyond the end adds up.
 #[test]
-fn bounds_of_the_longest_sequences_stay_in_int32() {
+fn bounds_of_longest_sequences_fit_int32() {
     let longest = described(DType::Half, &[1, (1 << 29) - 1, 1, 8]);
     let o = Options { window_left: -1, window_right: -1, ..Options::default() };
     let a = problem::validate(&longest, &longest, &longest, &o, Backend::Kernels).unwrap();
@@ -525,7 +525,7 @@ fn bounds_of_the_longest_sequences_stay_in_int32() {
 }
 
 #[test]
-fn names_are_unique_and_blocks_fit_their_gpus() {
+fn kernel_names_are_unique_and_blocks_fit_gpus() {
     let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
     let count = names.len();
     names.sort();
@@ -541,7 +541,7 @@ fn names_are_unique_and_blocks_fit_their_gpus() {
 
 /// What device.rs and the kernels take from a family's scratch layout.
 #[test]
-fn scratch_layouts_make_sense() {
+fn scratch_layouts_are_consistent() {
     for table in COMPILED.0 {
         for v in *table {
             assert_eq!(v.family, table[0].family, "{}: a table is of one family", v.name);
@@ -568,7 +568,7 @@ fn scratch_layouts_make_sense() {
 
 /// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` in csrc/backward/scratch.cuh), none overlaps another.
 #[test]
-fn packed_sequences_have_room_in_the_scratch_memory() {
+fn packed_sequences_do_not_overlap_in_scratch() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
         let total_q = lengths.iter().sum();
         let longest = *lengths.iter().max().unwrap();
@@ -620,7 +620,7 @@ fn chosen(plan: plan::PlannedKernel) -> (&'static str, &'static str) {
 }
 
 #[test]
-fn the_order_of_families() {
+fn prefers_families_in_order() {
     let next = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..TURING };
     let named = |family| like("volta_fwd_64x64", family);
     let found = |kernels: Kernels, sm| kernels.families_for(sm).into_iter().map(|(f, code)| (f.name, code)).collect::<Vec<_>>();
@@ -644,7 +644,7 @@ fn the_order_of_families() {
 
 /// A family that is complete in one pass only is taken for that, and only where its kernel holds the problem.
 #[test]
-fn forward_is_chosen_alone() {
+fn chooses_forward_family_alone() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
     let a = attention(2000, 2000, 64, 64);
@@ -664,7 +664,7 @@ fn forward_is_chosen_alone() {
 
 /// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
 #[test]
-fn backward_is_chosen_as_a_set() {
+fn chooses_backward_kernels_from_one_family() {
     let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, neg_lse_offsets: &[0, 1], neg_delta_offsets: &[2, 3] };
     let turing = Family { scratch: Some(scratch), ..TURING };
     let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_postprocess"].map(|name| like(name, turing)).to_vec();
@@ -685,7 +685,7 @@ fn backward_is_chosen_as_a_set() {
 }
 
 #[test]
-fn the_environment_may_restrict_the_choice() {
+fn environment_restricts_families() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
     let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full rounds
@@ -705,7 +705,7 @@ fn the_environment_may_restrict_the_choice() {
 
 /// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
 #[test]
-fn the_kernel_with_the_fewest_needs_wins() {
+fn chooses_kernel_with_fewest_features() {
     let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
     let two = Variant { name: "two", features: needs, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
@@ -741,7 +741,7 @@ fn the_kernel_with_the_fewest_needs_wins() {
 
 /// Volta's forward kernels of one feature or two have no registers for a bias in fp32; all others that have a bias read either type.
 #[test]
-fn an_fp32_bias_gets_kernels_that_read_it() {
+fn fp32_bias_gets_kernels_that_read_it() {
     let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
     assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type of what is not there");
     let of_fp16: Vec<_> = kernels::variants().filter(|v| v.features.contains(bias) && !v.features.contains(fp32)).collect();
@@ -762,7 +762,7 @@ fn an_fp32_bias_gets_kernels_that_read_it() {
 
 /// A tuning that says `bias` is read as before there was a need for its type, and means one in fp16.
 #[test]
-fn a_choice_for_a_bias_says_its_type() {
+fn tuning_choice_for_bias_names_its_type() {
     let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_generic_96x96""#);
     let reason = |needs: &str, fp32_bias| {
         let features = RequestedFeatures { attn_bias: true, fp32_bias, ..RequestedFeatures::default() };
@@ -775,7 +775,7 @@ fn a_choice_for_a_bias_says_its_type() {
 
 /// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
 #[test]
-fn a_kernel_gets_what_it_requires() {
+fn plans_kernels_only_with_required_features() {
     let needs = FeatureSet::of(&[Feature::Alibi]);
     let alibi = Variant { name: "alibi", features: needs, required_features: needs, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
@@ -789,7 +789,7 @@ fn a_kernel_gets_what_it_requires() {
 
 /// Whose scaled_dot_product_attention is ours without being asked twice.
 #[test]
-fn a_device_is_served_by_whole_families_of_its_own() {
+fn serves_devices_with_complete_native_families() {
     let served = |kernels: Kernels, newer_too| [61, 70, 72, 75, 86, 90].map(|sm| kernels.serve(sm, newer_too));
     let volta = [false, true, true, false, false, false];
     assert_eq!(served(volta_and(&[]), false), volta);
@@ -808,7 +808,7 @@ fn a_device_is_served_by_whole_families_of_its_own() {
 }
 
 #[test]
-fn needs_are_a_set() {
+fn feature_sets_follow_set_algebra() {
     let [a, b] = [FeatureSet::of(&[Feature::Alibi, Feature::Sinks]), FeatureSet::of(&[Feature::Sinks])];
     assert!(a.contains(b) && !b.contains(a) && b.contains(FeatureSet::NONE) && a.contains(a));
     assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, FeatureSet::of(&[Feature::Alibi]), b, a));
@@ -859,7 +859,7 @@ fn problems() -> impl Iterator<Item = Attention> {
 }
 
 #[test]
-fn an_empty_tuning_changes_nothing() {
+fn empty_tuning_changes_no_plan() {
     let empty = tuned(&[], &[]);
     for a in problems() {
         assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &DeviceLimits::V100).unwrap());
@@ -870,7 +870,7 @@ fn an_empty_tuning_changes_nothing() {
 }
 
 #[test]
-fn choices_are_taken_for_their_class() {
+fn takes_tuning_choices_for_their_class() {
     let d = tuned(
         &[],
         &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
@@ -892,7 +892,7 @@ fn choices_are_taken_for_their_class() {
 
 /// As many as there are, not as many as a batch of the longest sequence would make.
 #[test]
-fn packed_rows_are_counted_as_they_lie() {
+fn counts_actual_rows_of_packed_tensors() {
     let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
     for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
         let a = stored(Some([total_q, 9]), attention(125, 5, 64, 64));
@@ -901,7 +901,7 @@ fn packed_rows_are_counted_as_they_lie() {
 }
 
 #[test]
-fn classes_may_ask_for_a_mask_and_for_needs() {
+fn tuning_classes_select_mask_and_features() {
     let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_generic_96x96""#]);
     let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_generic_96x96""#]);
     let plain = tuned(&[], &[r#""pass": "Forward", "needs": [], "variant": "volta_fwd_generic_96x96""#]);
@@ -918,7 +918,7 @@ fn classes_may_ask_for_a_mask_and_for_needs() {
 
 /// The first that is possible.
 #[test]
-fn choices_that_do_not_hold_a_problem_are_passed_over() {
+fn skips_inapplicable_tuning_choices() {
     let any = |name: &str| format!(r#""pass": "Forward", "variant": "{name}""#);
     let choices = ["volta_fwd_32x32", "volta_fwd_64x64", "volta_fwd_96x96", "volta_fwd_generic_64x64"].map(any);
     let d = tuned(&["volta_fwd_64x64"], &choices.each_ref().map(String::as_str));
@@ -934,7 +934,7 @@ fn choices_that_do_not_hold_a_problem_are_passed_over() {
 }
 
 #[test]
-fn a_tuned_kernel_brings_its_family() {
+fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
     let turing = Family { scratch: VOLTA.scratch, ..TURING };
     let rows = [
@@ -972,7 +972,7 @@ fn a_tuned_kernel_brings_its_family() {
 }
 
 #[test]
-fn a_tuning_takes_atomics_away_and_never_adds_them() {
+fn tuning_removes_atomics_but_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
     let without = ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_64"];
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
@@ -992,7 +992,7 @@ fn a_tuning_takes_atomics_away_and_never_adds_them() {
 
 /// Whichever kernel fails, and whatever a choice says of it: no plan has it, and there is one, or an error that names it.
 #[test]
-fn failed_kernels_are_never_planned() {
+fn never_plans_failed_kernels() {
     let all: Vec<_> = problems().collect();
     for failed in kernels::variants().filter(|v| v.family == VOLTA) {
         let choice = format!(r#""pass": "{:?}", "variant": "{}""#, failed.pass, failed.name);
@@ -1016,7 +1016,7 @@ fn failed_kernels_are_never_planned() {
 }
 
 #[test]
-fn what_stands_in_for_a_failed_kernel() {
+fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
     assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_small", Reason::FailedAvoided));
     let small = attention(64, 64, 64, 64);
@@ -1035,7 +1035,7 @@ fn what_stands_in_for_a_failed_kernel() {
 }
 
 #[test]
-fn what_is_not_a_tuning_is_refused_with_the_place() {
+fn rejects_invalid_tuning_with_its_location() {
     let choice = |inside: &str| format!(r#"{{"format": 1, "choices": [{{{inside}}}]}}"#);
     let long =
         format!(r#"{{"format": 1, "choices": [{}]}}"#, vec![r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1].join(","));
@@ -1073,7 +1073,7 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
 }
 
 #[test]
-fn a_tuning_belongs_to_one_card() {
+fn rejects_tuning_of_another_gpu() {
     let card = Card { device: "Tesla V100-SXM2-16GB".into(), driver: "580.159.04".into(), volta_fa: "0.1.0".into() };
     assert_eq!(card.file_name(), "Tesla_V100_SXM2_16GB-580.159.04-0.1.0.json");
     assert_eq!(Card { device: "../a b/\u{e9}".into(), ..card.clone() }.file_name(), ".._a_b__-580.159.04-0.1.0.json");
@@ -1091,7 +1091,7 @@ fn a_tuning_belongs_to_one_card() {
 }
 
 #[test]
-fn choices_that_a_device_can_never_take_are_named() {
+fn names_tuning_choices_unusable_on_a_device() {
     let text = r#"{"format": 1, "choices": [
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},

@@ -89,7 +89,7 @@ fn every_variant_is_chosen_for_some_problem() {
 
 /// Tokens before the first visible one are zeros as far as any kernel reads that attends to the copy, and its blocks cover all tokens.
 #[test]
-fn conversion_reaches_as_far_as_a_step_of_keys() {
+fn dequantize_grid_covers_padding_of_key_steps() {
     let longest = kernels::variants().filter(|v| v.pass == Pass::Forward).map(|v| v.step).max();
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
@@ -102,7 +102,7 @@ const QUANTISED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, Cache
 
 /// A kernel reads one kind of cache, whatever else it has; a family that has none for it leaves the call to the next.
 #[test]
-fn a_quantized_cache_has_kernels_of_its_own() {
+fn plans_kernels_for_each_quantized_format() {
     for format in QUANTISED {
         for d in [DeviceLimits::V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
@@ -119,7 +119,7 @@ fn a_quantized_cache_has_kernels_of_its_own() {
 
 /// A chunk of 512 queries leaves SMs idle in blocks of as many rows as a long sequence wants.
 #[test]
-fn chunks_get_smaller_blocks() {
+fn plans_smaller_blocks_for_prefill_chunks() {
     const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, ..T4 };
     for (headdim, rows) in [(64, 64), (128, 128), (256, 128)] {
         let chunk = Attention { batch: 1, nheads: 32, seqlen_k: 16384, ..cached(headdim, 16, 512) };
@@ -132,7 +132,7 @@ fn chunks_get_smaller_blocks() {
 }
 
 #[test]
-fn the_smallest_tile_that_has_room() {
+fn plans_smallest_row_tile_that_fits() {
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 16), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {
@@ -144,7 +144,7 @@ fn the_smallest_tile_that_has_room() {
 }
 
 #[test]
-fn another_kernel_has_sequences_of_many_rows() {
+fn leaves_sequences_of_many_rows_to_prefill() {
     let a = cached(128, 8, 100);
     let mixed = plan(&a, true, &DeviceLimits::V100);
     assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
@@ -152,7 +152,7 @@ fn another_kernel_has_sequences_of_many_rows() {
 }
 
 #[test]
-fn the_grid_is_as_large_as_the_gpu() {
+fn decode_grid_fills_the_gpu() {
     for d in [DeviceLimits::V100, T4] {
         let mut long = cached(64, 4, 1);
         let of_short = plan(&long, false, &d);
@@ -169,7 +169,7 @@ fn the_grid_is_as_large_as_the_gpu() {
 }
 
 #[test]
-fn latents_have_kernels_of_their_own() {
+fn plans_mla_kernels_only_for_latents() {
     for d in [DeviceLimits::V100, T4] {
         for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
             let p = plan(&latents(heads, seqlen_q), false, &d);

@@ -29,7 +29,7 @@ fn refused(kind: ErrorKind, words: &[&str], change: impl FnOnce(&mut TensorDesc,
 }
 
 #[test]
-fn accepted_problem() {
+fn accepts_valid_problem() {
     let o = Options { is_causal: true, window_left: 4, ..options() };
     let a = validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
     assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (2, 10, 12, 6, 3, 64, 32));
@@ -38,7 +38,7 @@ fn accepted_problem() {
 }
 
 #[test]
-fn wrong_tensors() {
+fn rejects_invalid_tensors() {
     use ErrorKind::Value;
     refused(Value, &["q", "torch.float32", "torch.float16"], |q, _, _, _| q.dtype = DType::Float);
     refused(Value, &["k: got dtype torch.bfloat16", "torch.float16, that of q"], |_, k, _, _| k.dtype = DType::BFloat16);
@@ -64,7 +64,7 @@ fn wrong_tensors() {
 
 /// What is symbolic is taken as it has to be; what is known beside it is checked all the same.
 #[test]
-fn unknown_sizes() {
+fn accepts_symbolic_sizes_and_checks_known_ones() {
     let unknown = |mut d: TensorDesc, dims: &[usize]| {
         d.device = Device::Meta;
         dims.iter().for_each(|&i| d.sizes[i] = UNKNOWN);
@@ -101,7 +101,7 @@ fn unknown_sizes() {
 }
 
 #[test]
-fn wrong_scalars() {
+fn rejects_invalid_scalars() {
     use ErrorKind::Value;
     refused(Value, &["dropout_p", "1.5", "[0, 1)"], |_, _, _, o| o.dropout_p = 1.5);
     refused(Value, &["dropout_p", "NaN"], |_, _, _, o| o.dropout_p = f64::NAN);
@@ -146,7 +146,7 @@ fn packed_refused(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut Tens
 }
 
 #[test]
-fn accepted_packed_problem() {
+fn accepts_valid_packed_problem() {
     let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (3, 7, 9, 6, 3, 64, 32));
     assert_eq!((a.queries, a.keys), (Queries::Packed { total: 10 }, Keys::Packed { total: 20 }));
@@ -156,7 +156,7 @@ fn accepted_packed_problem() {
 
 /// max_seqlen may be any upper limit; grids and masks are made for what there can be. The shape of a bias follows the argument.
 #[test]
-fn max_seqlen_beyond_all_rows() {
+fn accepts_max_seqlen_beyond_all_rows() {
     let check = |o: Options| validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels);
     let o = Options { max_seqlen_q: Some(1 << 30), max_seqlen_k: Some(1 << 30), ..packed_options() };
     let a = check(o.clone()).unwrap();
@@ -167,7 +167,7 @@ fn max_seqlen_beyond_all_rows() {
 
 /// ... and 0 where there are no rows.
 #[test]
-fn max_seqlen_of_nothing() {
+fn accepts_max_seqlen_0_without_rows() {
     let o = Options { max_seqlen_q: Some(0), ..packed_options() };
     assert!(validate(&packed([0, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels).unwrap().is_empty());
     let o = Options { max_seqlen_k: Some(0), ..packed_options() };
@@ -175,7 +175,7 @@ fn max_seqlen_of_nothing() {
 }
 
 #[test]
-fn wrong_packed_arguments() {
+fn rejects_invalid_packed_arguments() {
     packed_refused(&["cu_seqlens_k: got None", "cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_k = None);
     packed_refused(&["cu_seqlens_q: got None"], |_, _, _, o| o.cu_seqlens_q = None);
     packed_refused(&["cu_seqlens_q: got dtype torch.int64", "torch.int32"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int64, &[4])));
@@ -211,7 +211,7 @@ fn wrong_packed_arguments() {
 }
 
 #[test]
-fn wrong_features() {
+fn rejects_invalid_features() {
     let wrong = |words: &[&str], change: &dyn Fn(&mut Options)| refused(ErrorKind::Value, words, |_, _, _, o| change(o));
     wrong(&["seqused_k: got dtype torch.int64", "torch.int32"], &|o| o.seqused_k = Some(vector(DType::Int64, &[2])));
     wrong(&["seqused_k: got shape (3)", "(2,)"], &|o| o.seqused_k = ints(3));
@@ -233,7 +233,7 @@ fn wrong_features() {
 }
 
 #[test]
-fn accepted_features() {
+fn accepts_valid_features() {
     let accepted = |change: &dyn Fn(&mut Options)| {
         let mut o = options();
         change(&mut o);
@@ -261,7 +261,7 @@ fn accepted_features() {
 }
 
 #[test]
-fn wrong_lengths() {
+fn rejects_invalid_lengths() {
     let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     let (q, k) = ([0, 7, 7, 10], [0, 9, 11, 20]);
     let refused = |words: &[&str], q: &[i32], k: &[i32], used: Option<&[i32]>| {
@@ -288,7 +288,7 @@ fn wrong_lengths() {
 }
 
 #[test]
-fn rng_state_belongs_to_dropout() {
+fn requires_rng_state_exactly_with_dropout() {
     let q = tensor([2, 10, 6, 64]);
     let o = Options { dropout_p: 0.1, ..options() };
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
@@ -310,7 +310,7 @@ fn rng_state_belongs_to_dropout() {
 }
 
 #[test]
-fn packed_saved_tensors() {
+fn checks_saved_tensors_of_packed_problems() {
     let q = packed([10, 6, 64]);
     let a = validate(&q, &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     let check = |out: &TensorDesc, lse: &[i64]| validate_backward(out, out, &vector(DType::Float, lse), None, &q, &a, Backend::Kernels);
@@ -320,7 +320,7 @@ fn packed_saved_tensors() {
 }
 
 #[test]
-fn cpu_backend_takes_every_float() {
+fn cpu_backend_accepts_every_float_type() {
     for dtype in [DType::Half, DType::BFloat16, DType::Float, DType::Double] {
         let make = |s| TensorDesc { dtype, device: Device::Cpu, ..tensor(s) };
         validate(&make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &options(), Backend::Cpu).unwrap();
@@ -328,7 +328,7 @@ fn cpu_backend_takes_every_float() {
 }
 
 #[test]
-fn empty_problems_are_valid() {
+fn accepts_empty_problems() {
     for sizes in [[0, 10, 2, 64], [2, 0, 2, 64], [2, 10, 0, 64]] {
         let a = validate(&tensor(sizes), &tensor(sizes), &tensor(sizes), &options(), Backend::Kernels).unwrap();
         assert!(a.is_empty());
@@ -336,7 +336,7 @@ fn empty_problems_are_valid() {
 }
 
 #[test]
-fn wrong_saved_tensors() {
+fn rejects_invalid_saved_tensors() {
     let q = tensor([2, 10, 6, 64]);
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
     let out = tensor([2, 10, 6, 32]);

@@ -76,7 +76,7 @@ impl Pretended {
 
 // One test: the library and its answers are the process'.
 #[test]
-fn old_drivers() {
+fn reports_drivers_that_reject_the_code() {
     use CUresult::*;
     if driver::is_available() {
         return; // the machine's own would be found as well

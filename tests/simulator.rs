@@ -7,7 +7,7 @@ use volta_sim::{Machine, Module};
 /// An instruction that the simulator lacks would otherwise show only in a problem that runs it. (Of Volta the last kernel of each pass is
 /// enough: it has every feature.)
 #[test]
-fn every_instruction_is_known() {
+fn simulator_knows_every_instruction() {
     let volta = kernels::PASSES.iter().filter_map(|p| kernels::COMPILED.of(&kernels::VOLTA, p.pass).last());
     let others = kernels::variants().filter(|v| v.family.sm != 70 && Machine::of_sm(v.family.sm).is_some());
     for v in volta.chain(others) {
@@ -19,7 +19,7 @@ fn every_instruction_is_known() {
 
 /// A description and a family's table say the same of the hardware.
 #[test]
-fn machines_are_what_families_are_made_for() {
+fn machine_descriptions_match_families() {
     for name in Machine::names() {
         let machine = Machine::named(&name).unwrap();
         let family = kernels::COMPILED.families().find(|f| f.sm == machine.sm).unwrap();

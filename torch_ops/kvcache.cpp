@@ -1,5 +1,5 @@
-// volta_fa::fwd_kvcache: all registrations of its two overloads. The one only reads the caches; .append writes k and v into them
-// first, which its schema says, so that functionalization and torch.compile order what else reads them.
+// Registers both overloads of volta_fa::fwd_kvcache. The default overload only reads the caches; .append first writes k and v into
+// them. Its schema declares the writes, so functionalization and torch.compile keep the order of other reads.
 
 #include "ops.h"
 #include "rust.h"
@@ -16,7 +16,7 @@ namespace {
 
 using Result = std::tuple<Tensor, Tensor>;  // out, softmax_lse
 
-// The tensors of a call; k and v are undefined where nothing is appended.
+// Tensors of a call; k and v are undefined without an append.
 struct Operands {
     const Tensor &q, &k_cache, &v_cache;
     Tensor k, v;
@@ -78,8 +78,8 @@ const c10::TypedOperatorHandle<AppendOp>& append_op() {
     return op;
 }
 
-// Autograd: there are no gradients, and whoever asks for one is told. PyTorch's own fallback says the same, but it looks at the
-// schema in each call, an eighth of what a decode step's call is on the host.
+// Autograd: the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each call. That
+// takes an eighth of a decode step's host time.
 constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {
@@ -93,15 +93,15 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
 };
 
 template <class Other>
-bool wants_gradient(const Other&) {
+bool requires_gradient(const Other&) {
     return false;
 }
-bool wants_gradient(const Tensor& t) {
+bool requires_gradient(const Tensor& t) {
     if (!t.defined()) return false;
     TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), kNoGradient);
     return t.requires_grad();
 }
-bool wants_gradient(const OptionalTensor& t) { return t && wants_gradient(*t); }
+bool requires_gradient(const OptionalTensor& t) { return t && requires_gradient(*t); }
 
 template <class Op, class... Inputs>
 Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&... inputs) {
@@ -109,8 +109,8 @@ Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&...
         const at::AutoDispatchBelowAutograd guard;
         return op.redispatch(keys & c10::after_autograd_keyset, inputs...);
     };
-    const bool wants = (wants_gradient(inputs) | ...);
-    if (!wants || !at::GradMode::is_enabled()) return call();
+    const bool requires_grad = (requires_gradient(inputs) | ...);
+    if (!requires_grad || !at::GradMode::is_enabled()) return call();
     const auto outputs = NoGradient::apply(call(), inputs...);
     return {outputs[0], outputs[1]};
 }

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
-/// What a launch has beyond the parameters of an ordinary grid.
+/// Scratch memory and schedule of a stream-K launch.
 pub struct Launch {
     schedule: Rc<StreamKSchedule>,
     plan: StreamKPlan,
