@@ -229,8 +229,8 @@ fn positive(name: &str, n: i64) -> Result<i64> {
     Ok(n)
 }
 
-/// Describes plans of the same shape with its keys in a cache. A plan is null if there is no kernel for it. All are null if a feature or mode
-/// does not apply to caches.
+/// Describes plans of the same shape with its keys in a cache. A plan is null if there is no kernel for it. All are null if a feature or
+/// mode does not apply to caches.
 /// - `append` and `append_quantized`: appends as many tokens as there are queries.
 /// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format.
 /// - `convert` and `prefill`: dequantizes, and computes the sequences with more rows than decode kernels take, if any.

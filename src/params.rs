@@ -255,8 +255,8 @@ impl StreamKSplit {
     }
 }
 
-/// Work of the blocks of a stream-K grid: the first `data_parallel_tiles` compute a tile each, the others a split each. Tiles count over all
-/// heads and entries.
+/// Work of the blocks of a stream-K grid: the first `data_parallel_tiles` compute a tile each, the others a split each. Tiles count over
+/// all heads and entries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct StreamKParams {
@@ -340,8 +340,8 @@ pub struct BwdParams {
     pub softmax_lse: *const f32,
     /// Scratch: fp32 statistics of query rows, in the family's layout (`Scratch` in src/kernels/variants.rs).
     pub row_stats: *mut f32,
-    /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32. The preprocess kernel zeroes it, and the postprocess
-    /// kernel adds it up. Without elements if a separate kernel computes dq.
+    /// Scratch: (dq_accum_splits, batch, nheads, seqlen_q_rounded, headdim_rounded) fp32. The preprocess kernel zeroes it, and the
+    /// postprocess kernel adds it up. Without elements if a separate kernel computes dq.
     pub dq_accum: *mut f32,
     /// Floats between the accumulators of consecutive key blocks of a launch; 0 if all add to one.
     pub dq_accum_split_stride: i64,
@@ -366,8 +366,8 @@ pub struct BwdParams {
     pub score_options: ScoreOptions,
     /// Gradient of the bias, fp32, to which kernels add; stride 0 if broadcast; null: not requested.
     pub dbias: *mut f32,
-    /// Not 0: dbias is fp16, despite the pointer's type, and kernels store each element once. Rows are contiguous then, and seqlen_k is even.
-    /// Always 0 for families without `Family::stores_dbias`.
+    /// Not 0: dbias is fp16, despite the pointer's type, and kernels store each element once. Rows are contiguous then, and seqlen_k is
+    /// even. Always 0 for families without `Family::stores_dbias`.
     pub dbias_is_fp16: i32,
     /// From one entry to the next.
     pub dbias_batch_stride: i64,
@@ -422,8 +422,8 @@ pub struct MergeParams {
     pub part: ElementType,
 }
 
-/// Parameter block of the append kernel, which writes new keys and values into a KV cache and rotates keys and queries. Tensors other than the
-/// rotary tables have type `element`, and need no alignment.
+/// Parameter block of the append kernel, which writes new keys and values into a KV cache and rotates keys and queries. Tensors other than
+/// the rotary tables have type `element`, and need no alignment.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AppendParams {

@@ -1,4 +1,4 @@
-//! How the CPU backend cuts a problem: everything once, nothing beyond the window, memory linear in the sequence.
+//! Tests of the CPU backend's chunks: each score once, nothing outside the window, memory linear in seqlen.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
@@ -32,7 +32,7 @@ const WINDOWS: [Window; 6] = [
     Window { left: Some(i64::MAX), right: Some(i64::MAX) },
 ];
 
-/// Every pair of a row and a key that it sees is in exactly one chunk.
+/// Each pair of a row and a visible key is in exactly one chunk.
 #[test]
 fn chunks_cover_each_score_once() {
     for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {

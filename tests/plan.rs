@@ -1,4 +1,4 @@
-//! Planning is a pure function: no device, no tensors.
+//! Tests of the planner, which is a pure function: no device, no tensors.
 
 use volta_fa::error::ErrorKind;
 use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamBlock, Pass, RowKind, Scratch, Variant, COMPILED, VOLTA};
@@ -32,14 +32,14 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
-/// The same problem on packed tensors of these rows of queries and keys, if any.
+/// Returns the problem on packed tensors with these rows of queries and keys, if any.
 fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
     let Some([total_q, total_k]) = packed else { return a };
     Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
 }
 
-/// What a problem asks for, its packed rows, and which features that is.
-fn wishes() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+/// Returns requested features, packed rows, and the feature set of kernels that results.
+fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
     let packed = Some([150, 170]);
     let features = RequestedFeatures::default();
     [
@@ -60,12 +60,12 @@ fn wishes() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
     ]
 }
 
-/// The kernels of a pass in parts.
+/// Returns the separate kernels of a backward pass.
 fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
     [plan.prepare.unwrap(), plan.main, plan.finish.unwrap()]
 }
 
-/// A GPU that a family is made for.
+/// Returns a GPU of a family's own architecture.
 fn own_device(family: &Family) -> DeviceLimits {
     let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
     DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
@@ -74,16 +74,16 @@ fn own_device(family: &Family) -> DeviceLimits {
 #[test]
 fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
-        for (features, packed, asked) in wishes() {
+        for (features, packed, asked) in feature_requests() {
             let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-                let holds = |v: &Variant| fits(v) && v.features.contains(asked);
-                assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
-                let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
+                let is_applicable = |v: &Variant| fits(v) && v.features.contains(asked);
+                assert!(is_applicable(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
+                let others = || COMPILED.of(&v.family, v.pass).filter(|o| is_applicable(o));
                 let less_padded = others().any(|o| o.features == v.features && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
                 let cheaper = others().any(|o| o.features != v.features && v.features.contains(o.features));
                 assert!(!cheaper, "{} for {features:?}", v.name);
@@ -97,7 +97,7 @@ const CACHED: [Pass; 5] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::D
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    // those of KV caches: tests/plan_decode.rs
+    // tests/plan_decode.rs has the variants for KV caches
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
@@ -106,7 +106,8 @@ fn every_variant_is_chosen_for_some_problem() {
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
-                for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
+                for ((features, packed, _), family) in feature_requests().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f)))
+                {
                     let a = stored(
                         packed,
                         Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
@@ -124,7 +125,7 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
-/// Under a causal mask all heads' long blocks start before any short one, where the kernels can; else a head's blocks stay together.
+/// Under a causal mask the long blocks of all heads start before short ones, if kernels support it. Else a head's blocks stay together.
 #[test]
 fn orders_long_blocks_first_under_causal_masks() {
     let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
@@ -137,7 +138,7 @@ fn orders_long_blocks_first_under_causal_masks() {
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
-    // (not causal, the last keys are another launch's)
+    // (without a causal mask, a tail computes the last keys)
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
@@ -149,7 +150,7 @@ fn orders_long_blocks_first_under_causal_masks() {
     }
 }
 
-/// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
+/// Under a causal mask the longest block of a resident grid decides, and small blocks with more warps per row are shorter.
 #[test]
 fn plans_small_blocks_for_resident_causal_grids() {
     let of = |nheads, seqlen_k, headdim, window| {
@@ -158,40 +159,40 @@ fn plans_small_blocks_for_resident_causal_grids() {
         (plan.variant.block_rows, plan.reason)
     };
     let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
-    // four blocks of 128 rows a head, on 160 places
+    // four blocks of 128 rows per head, 160 resident blocks
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
     }
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
-    // blocks of which all take about as long
+    // all blocks take about as long
     for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
         assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
     }
     assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
 }
 
-/// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
+/// Rows far before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
 #[test]
 fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
         let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|need| need == Feature::Alibi));
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|feature| feature == Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
     assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
     assert!(!requires(4096, 3583, None, false));
-    // rows before the first key see none, or only those that are near it
+    // rows before the first key see no keys, or only near ones
     assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
     assert!(!requires(30000, 16, Some(513), false));
-    // no more than so many keys, and perhaps fewer
+    // seqused_k may leave fewer keys than seqlen_k
     assert!(!requires(4096, 4096, None, true));
 }
 
-/// The same of the backward pass' blocks of keys, which are those of key heads.
+/// Key blocks of the backward pass count per KV head.
 #[test]
 fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
@@ -216,7 +217,7 @@ fn plans_small_blocks_for_small_backward_grids() {
     assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
 }
 
-/// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
+/// Turing's blocks at headdim 64 have 192, 128 or 64 rows. The number of resident blocks decides.
 #[test]
 fn chooses_among_three_block_sizes_of_turing() {
     let rows = |batch, nheads, seqlen, headdim| {
@@ -239,20 +240,20 @@ fn plans_small_blocks_for_small_grids() {
         let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
         (s.variant.block_rows, s.blocks[0])
     };
-    // 64 blocks of 64 rows, one or two on each of 80 SMs, instead of 32 of 128
+    // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128
     assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
     assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
-    // exactly all resident, and one more: headdim 64 has two blocks an SM, 128 one
+    // exactly all resident, and one more: two blocks per SM at headdim 64, one at 128
     assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
     assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
     assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));
     assert_eq!(blocks(1, 11, 512, 128, 80), (128, 4));
-    // fewer SMs are filled by fewer blocks; the batch counts like heads
+    // fewer blocks fill fewer SMs; the batch counts like heads
     assert_eq!(blocks(1, 8, 512, 128, 40), (128, 4));
     assert_eq!(blocks(2, 8, 512, 128, 80), (128, 4));
-    // two large blocks an SM: nothing to gain
+    // two large blocks per SM: no gain
     assert_eq!(blocks(1, 16, 1024, 64, 80), (128, 8));
-    // one block of rows a head: no more small blocks than large ones
+    // one row tile per head: no more small blocks than large ones
     assert_eq!(blocks(64, 32, 64, 128, 80), (64, 1));
     assert_eq!(blocks(64, 32, 65, 128, 80), (128, 1));
 }
@@ -262,7 +263,7 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        // a tile a block; a stream-K grid has the tiles of all heads and entries on one axis
+        // one tile per block; a stream-K grid has the tiles of all heads and entries on one axis
         let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
@@ -294,7 +295,7 @@ fn separate_dq_kernel_has_no_accumulator() {
     }
 }
 
-/// Where all keys of a head are one block, and it pays, nothing else is launched.
+/// If one block has all keys of a head, and it pays, the plan launches one kernel.
 #[test]
 fn plans_fused_backward_for_few_keys() {
     let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
@@ -321,19 +322,19 @@ fn plans_fused_backward_for_few_keys() {
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_fused_64");
     let packed = Some([100, 100]);
     assert_eq!(name(&stored(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
-    // many rows for few blocks; but these are others' work for a GPU full of them
+    // many rows need enough blocks to fill the GPU
     assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
     assert!(in_parts(with(8, (4096, 64), 64), v100));
     assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
-    // a key too many; blocks of as many keys as there are, where smaller ones fill the GPU; half of the columns padding
+    // one key too many; smaller blocks that fill the GPU; half of the columns padding
     assert!(in_parts(with(4, (64, 65), 64), v100) && in_parts(with(4, (64, 129), 64), &T4));
     assert!(in_parts(with(4, (128, 128), 128), v100));
     assert!(in_parts(with(4, (64, 64), 32), v100) && in_parts(with(4, (64, 64), 96), v100));
-    // scores are modified
+    // scores with modifiers
     let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
     assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
-    // what a card's tuning says goes first, of either, and of what failed
+    // a tuning decides first: its choices and its failed kernels
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
     assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
@@ -348,21 +349,21 @@ fn plans_fused_backward_for_few_keys() {
     assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])));
 }
 
-/// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
+/// A deterministic pass launches the main kernel several times, and each block of a launch has its own accumulator.
 #[test]
 fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
     for (nheads, seqlen, headdim, rounds, sums) in [
-        // 160 places: as many heads and sums fill them
+        // 160 resident blocks: heads times accumulators fill the GPU
         (40, 2048, 64, 4, 4),
         (32, 2048, 64, 3, 5),
         (160, 2048, 64, 16, 1),
         (200, 2048, 64, 4, 4),
-        // 80 places
+        // 80 resident blocks
         (40, 2048, 128, 8, 2),
         (20, 2048, 128, 4, 4),
-        // a head's only block, and all blocks of a few heads
+        // the only block of a head, and all blocks of a few heads
         (4, 60, 32, 1, 1),
         (2, 300, 64, 1, 5),
     ] {
@@ -380,32 +381,32 @@ fn deterministic_backward_takes_several_main_launches() {
         let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
         assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
-    // Few heads and many blocks would need more memory, or leave most of the GPU idle.
+    // few heads with many blocks would need more memory, or leave most of the GPU idle
     for a in [heads(1, attention(65536, 65536, 64, 64)), heads(4, attention(8192, 8192, 128, 128))] {
         assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardDkDv);
     }
-    // Of a narrow window each block meets few rows, and sums of all rows would take most of the time.
+    // under a narrow window each block meets few rows, so zeroing and adding accumulators of all rows would take most of the time
     let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
     assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_accum_splits, 0);
-    // T4: its kernels begin with the first block
+    // T4: Turing's kernels have no key block offset
     let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..DeviceLimits::V100 };
     assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardDkDv);
-    // where a kernel for dq failed, in rounds whatever it costs
+    // after a failed dq kernel, several launches at any cost
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
 }
 
-/// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
+/// Without a causal mask, small blocks compute the last keys if large blocks would need another wave.
 #[test]
 fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
     let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
     for (a, main, tail) in [
-        (with(32, 2048, 64), 15, 2),  // 3.2 rounds of 160 blocks
+        (with(32, 2048, 64), 15, 2),  // 3.2 waves of 160 blocks
         (with(40, 1111, 64), 8, 2),   // 2.25
         (with(40, 1111, 128), 8, 2),  // 4.5 of 80
         (with(32, 2048, 128), 15, 2), // 6.4
-        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, of which 80 run at once
+        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, more than the 80 resident ones
     ] {
         let p = planned(&a);
         if tail == 0 {
@@ -419,14 +420,14 @@ fn plans_small_blocks_for_last_keys() {
         assert!(i64::from(main * large) < a.seqlen_k && i64::from(main * large + tail * small) >= a.seqlen_k);
     }
     for whole in [
-        with(40, 2048, 64),  // 4 rounds
+        with(40, 2048, 64),  // 4 waves
         with(8, 1024, 64),   // one
         with(32, 2048, 256), // has no smaller blocks
         Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
     ] {
         assert_eq!(planned(&whole).tail, None);
     }
-    // small blocks are what failed
+    // the small blocks failed
     assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
 }
 
@@ -435,7 +436,7 @@ fn plans_small_blocks_for_last_keys() {
 fn bf16_gradients_get_kernels_that_write_bf16() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
-            for (features, packed, asked) in wishes() {
+            for (features, packed, asked) in feature_requests() {
                 let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
@@ -458,7 +459,7 @@ fn rejects_devices_without_kernels() {
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
     let turing = T4;
     for headdim in [64, 128, 256] {
-        // on a device with less shared memory, a plan fits or is refused, with the reason
+        // with less shared memory a plan fits, or the error gives the reason
         match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
             Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
             Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
@@ -491,7 +492,7 @@ fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
 }
 
-/// max_seqlen says nothing about the size of the problem: grids cover the rows that there are, and no bound leaves int32.
+/// max_seqlen may exceed the problem: grids cover the actual rows, and all bounds fit int32.
 #[test]
 fn max_seqlen_does_not_enlarge_grids() {
     let cu = || Some(described(DType::Int32, &[4]));
@@ -509,7 +510,7 @@ fn max_seqlen_does_not_enlarge_grids() {
     }
 }
 
-/// The largest problem that validation lets through: what the mask of a row, of a key and of a tile beyond the end adds up.
+/// Adds what masks add for a row, a key and a tile beyond the end, in the largest problem that validation accepts.
 #[test]
 fn bounds_of_longest_sequences_fit_int32() {
     let longest = described(DType::Half, &[1, (1 << 29) - 1, 1, 8]);
@@ -539,7 +540,7 @@ fn kernel_names_are_unique_and_blocks_fit_gpus() {
     }
 }
 
-/// What device.rs and the kernels take from a family's scratch layout.
+/// Checks the assumptions of device.rs and the kernels about a family's scratch layout.
 #[test]
 fn scratch_layouts_are_consistent() {
     for table in COMPILED.0 {
@@ -550,7 +551,7 @@ fn scratch_layouts_are_consistent() {
             }
             let s = v.family.scratch.expect("backward kernels have scratch memory");
             assert_eq!(s.row_rounding % s.group_rows, 0, "{}", v.family.name);
-            // the number of rows beyond a packed sequence's own that validation counts with (MAX_SEQUENCES)
+            // validation assumes at most this many extra rows per packed sequence (MAX_SEQUENCES)
             assert!(s.row_rounding <= 32, "{}", v.family.name);
             for at in [s.neg_lse_offsets, s.neg_delta_offsets] {
                 assert_eq!(at.len(), s.group_rows as usize, "{}", v.family.name);
@@ -560,13 +561,13 @@ fn scratch_layouts_are_consistent() {
             all.dedup();
             assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
-            // keys in blocks: queries in steps
+            // kernels with key blocks step through queries
             assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
         }
     }
 }
 
-/// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` in csrc/backward/scratch.cuh), none overlaps another.
+/// Kernels place packed sequences in scratch memory (`rounded_row` in csrc/backward/scratch.cuh) without overlap.
 #[test]
 fn packed_sequences_do_not_overlap_in_scratch() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
@@ -603,14 +604,14 @@ const TURING: Family = Family {
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
-/// Volta's kernels, whatever else is compiled, and before them tables of others.
+/// Returns Volta's kernels after these tables, without other compiled families.
 fn volta_and(tables: &[&[Variant]]) -> Kernels {
     let others = tables.iter().map(|rows| &*rows.to_vec().leak());
     let volta = COMPILED.0.iter().copied().filter(|table| table[0].family == VOLTA);
     Kernels(others.chain(volta).collect::<Vec<_>>().leak())
 }
 
-/// Volta's kernel of this name as one of another family.
+/// Returns Volta's kernel of this name as a kernel of another family.
 fn like(name: &str, family: Family) -> Variant {
     Variant { family, ..*kernels::variants().find(|v| v.name == name).unwrap() }
 }
@@ -642,7 +643,7 @@ fn prefers_families_in_order() {
     }
 }
 
-/// A family that is complete in one pass only is taken for that, and only where its kernel holds the problem.
+/// A family with only a forward pass computes that, if its kernel is applicable.
 #[test]
 fn chooses_forward_family_alone() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
@@ -662,7 +663,7 @@ fn chooses_forward_family_alone() {
     assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
 }
 
-/// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
+/// The kernels of a backward pass share scratch memory, so a family that lacks one of them computes none.
 #[test]
 fn chooses_backward_kernels_from_one_family() {
     let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, neg_lse_offsets: &[0, 1], neg_delta_offsets: &[2, 3] };
@@ -688,7 +689,7 @@ fn chooses_backward_kernels_from_one_family() {
 fn environment_restricts_families() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
-    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full rounds
+    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full waves
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!(chosen(volta), ("volta", "volta_fwd_64x64"));
     assert_eq!(chosen(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap()).0, TURING.name);
@@ -703,14 +704,14 @@ fn environment_restricts_families() {
     }
 }
 
-/// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
+/// A kernel of only the requested features is preferred to one with more, at any position in the tables.
 #[test]
 fn chooses_kernel_with_fewest_features() {
-    let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
-    let two = Variant { name: "two", features: needs, ..like("volta_fwd_generic_64x64", VOLTA) };
+    let of_kernel = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
+    let two = Variant { name: "two", features: of_kernel, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
-        // full rounds
+        // full waves
         let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
     };
@@ -721,7 +722,7 @@ fn chooses_kernel_with_fewest_features() {
     assert_eq!(
         name(RequestedFeatures { sinks: true, ..RequestedFeatures::default() }),
         "two",
-        "as good as ragged, and earlier in the tables"
+        "as good as varlen, and earlier in the tables"
     );
     for both in [RequestedFeatures { dropout_p: 0.5, ..alibi }, RequestedFeatures { seqused_k: true, ..alibi }] {
         assert_eq!(name(both), "volta_fwd_generic_64x64");
@@ -739,11 +740,11 @@ fn chooses_kernel_with_fewest_features() {
     }
 }
 
-/// Volta's forward kernels of one feature or two have no registers for a bias in fp32; all others that have a bias read either type.
+/// Volta's forward kernels of one or two features have no registers for an fp32 bias. All others with a bias read both types.
 #[test]
 fn fp32_bias_gets_kernels_that_read_it() {
-    let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
-    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type of what is not there");
+    let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|feature| FeatureSet::of(&[feature]));
+    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type without a bias");
     let of_fp16: Vec<_> = kernels::variants().filter(|v| v.features.contains(bias) && !v.features.contains(fp32)).collect();
     assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.required_features.contains(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
@@ -760,24 +761,24 @@ fn fp32_bias_gets_kernels_that_read_it() {
     }
 }
 
-/// A tuning that says `bias` is read as before there was a need for its type, and means one in fp16.
+/// `bias` in a tuning means an fp16 bias. An fp32 bias needs `fp32_bias` too. Also checks the alias `needs`.
 #[test]
 fn tuning_choice_for_bias_names_its_type() {
-    let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_generic_96x96""#);
-    let reason = |needs: &str, fp32_bias| {
+    let of = |names: &str| format!(r#""pass": "Forward", "needs": [{names}], "variant": "volta_fwd_generic_96x96""#);
+    let reason = |names: &str, fp32_bias| {
         let features = RequestedFeatures { attn_bias: true, fp32_bias, ..RequestedFeatures::default() };
-        forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(needs)])).1
+        forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(names)])).1
     };
     let (half, float) = (r#""bias""#, r#""fp32_bias", "bias""#);
     assert_eq!((reason(half, false), reason(half, true)), (Reason::Tuned, Reason::Cheapest));
     assert_eq!((reason(float, false), reason(float, true)), (Reason::Cheapest, Reason::Tuned));
 }
 
-/// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
+/// A kernel with required features never computes a problem without them.
 #[test]
 fn plans_kernels_only_with_required_features() {
-    let needs = FeatureSet::of(&[Feature::Alibi]);
-    let alibi = Variant { name: "alibi", features: needs, required_features: needs, ..like("volta_fwd_64x64", VOLTA) };
+    let of_kernel = FeatureSet::of(&[Feature::Alibi]);
+    let alibi = Variant { name: "alibi", features: of_kernel, required_features: of_kernel, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
@@ -787,7 +788,7 @@ fn plans_kernels_only_with_required_features() {
     assert!(name(Kernels(alone), RequestedFeatures::default()).is_err());
 }
 
-/// Whose scaled_dot_product_attention is ours without being asked twice.
+/// VOLTA_FA_ENABLE_SDPA=1 enables devices with complete native families only; `force` enables newer ones.
 #[test]
 fn serves_devices_with_complete_native_families() {
     let served = |kernels: Kernels, newer_too| [61, 70, 72, 75, 86, 90].map(|sm| kernels.serve(sm, newer_too));
@@ -822,7 +823,7 @@ fn feature_sets_follow_set_algebra() {
 
 // ---- tunings -------------------------------------------------------------------------------------------------------------
 
-/// The tuning with these failed kernels and choices, each the inside of a JSON object, of a device.
+/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
 fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
     let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
     let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
@@ -847,12 +848,12 @@ fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'stati
     (parts(&plan).map(|k| k.variant.name), plan.deterministic)
 }
 
-/// Every problem that the tests above plan.
+/// Returns many different problems.
 fn problems() -> impl Iterator<Item = Attention> {
     let headdims = (8..=256).step_by(8).map(|d| (d, d)).chain([(192, 128), (40, 200)]);
     let shapes = headdims.flat_map(|(d, v)| [(64, 2), (1000, 16)].map(|(seqlen, nheads)| (d, v, seqlen, nheads)));
     shapes.flat_map(|(d, v, seqlen, nheads)| {
-        wishes().map(|(features, packed, _)| {
+        feature_requests().map(|(features, packed, _)| {
             stored(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
         })
     })
@@ -886,11 +887,11 @@ fn takes_tuning_choices_for_their_class() {
         own(&a);
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
-    // and a need that the kernel lacks
+    // and a feature that the kernel lacks
     own(&Attention { features: RequestedFeatures { softcap: 1.0, ..RequestedFeatures::default() }, ..attention(500, 5, 64, 64) });
 }
 
-/// As many as there are, not as many as a batch of the longest sequence would make.
+/// `rows` counts actual rows, not max_seqlen times batch.
 #[test]
 fn counts_actual_rows_of_packed_tensors() {
     let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
@@ -916,7 +917,7 @@ fn tuning_classes_select_mask_and_features() {
     }
 }
 
-/// The first that is possible.
+/// The first applicable choice wins.
 #[test]
 fn skips_inapplicable_tuning_choices() {
     let any = |name: &str| format!(r#""pass": "Forward", "variant": "{name}""#);
@@ -959,12 +960,12 @@ fn tuned_kernel_selects_its_family() {
     );
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_96", "volta_bwd_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
-    // not where the family may not be taken or is not run at all
+    // not if the family is excluded or does not run on the device
     let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
-    // one of them failed: the whole set of the other family
+    // after one failure, all kernels of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
     let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
@@ -980,7 +981,7 @@ fn tuning_removes_atomics_but_never_adds_them() {
     assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
     assert!(!backward_of(&attention(1000, 1000, 72, 72), DEFAULT, &d).1);
     assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
-    // a kernel that adds by atomics, for whoever asked for none
+    // a kernel with atomics, in deterministic mode
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
     assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], false));
     assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], true));
@@ -990,7 +991,7 @@ fn tuning_removes_atomics_but_never_adds_them() {
     assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
 }
 
-/// Whichever kernel fails, and whatever a choice says of it: no plan has it, and there is one, or an error that names it.
+/// Plans avoid each failed kernel, even if a choice names it. Else an error names the kernel.
 #[test]
 fn never_plans_failed_kernels() {
     let all: Vec<_> = problems().collect();
@@ -1024,7 +1025,7 @@ fn replaces_failed_kernels() {
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_96");
-    // nothing with atomics is left: without; and nothing without: an error, since atomics were excluded
+    // if all kernels with atomics failed, kernels without; if those failed, an error, because the mode excludes atomics
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
     assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));

@@ -1,11 +1,10 @@
-//! The simulator beside the kernels that it is built with.
+//! Tests of the simulator with the compiled kernels.
 #![cfg(feature = "sim")]
 
 use volta_fa::kernels;
 use volta_sim::{Machine, Module};
 
-/// An instruction that the simulator lacks would otherwise show only in a problem that runs it. (Of Volta the last kernel of each pass is
-/// enough: it has every feature.)
+/// Finds unknown instructions without running them. The last kernel of each Volta pass suffices, because it has all features.
 #[test]
 fn simulator_knows_every_instruction() {
     let volta = kernels::PASSES.iter().filter_map(|p| kernels::COMPILED.of(&kernels::VOLTA, p.pass).last());
@@ -17,7 +16,7 @@ fn simulator_knows_every_instruction() {
     }
 }
 
-/// A description and a family's table say the same of the hardware.
+/// Machine descriptions and family tables agree about the hardware.
 #[test]
 fn machine_descriptions_match_families() {
     for name in Machine::names() {

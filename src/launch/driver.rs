@@ -160,8 +160,8 @@ impl Driver {
     }
 }
 
-/// Returns the driver's version as nvidia-smi prints it. If its kernel module is not visible (WSL, some containers), returns the CUDA version
-/// that it supports.
+/// Returns the driver's version as nvidia-smi prints it. If its kernel module is not visible (WSL, some containers), returns the CUDA
+/// version that it supports.
 fn driver_version() -> Result<String> {
     let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     if !module.trim().is_empty() {

@@ -146,8 +146,8 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
 
 /// Plans one fused kernel if one block has all keys of a head, so no other block adds to its dq.
 ///
-/// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all rows,
-/// at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
+/// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all
+/// rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
 fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
     const FEW_ROWS: i64 = 512;
     const MIN_WAVES: u64 = 2;

@@ -39,9 +39,9 @@ pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
 
 /// Maximum positions between a row and the first key, for kernels of ALiBi alone. Other kernels compute rows further away.
 ///
-/// Kernels of ALiBi alone start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near a
-/// visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units, with a
-/// last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
+/// Kernels of ALiBi alone start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
+/// a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units,
+/// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
 ///
 /// The host does not know the lengths of packed sequences. For them the maximum lengths count.
 pub(super) const FAR: i64 = 512;
@@ -73,8 +73,8 @@ pub(super) type Chosen<const N: usize> = [(&'static Variant, Reason); N];
 
 /// Chooses kernels of one family for these passes: the first family that has an applicable kernel for each pass.
 ///
-/// Takes the tuning's choices if they are applicable, else the cheapest kernels. Families with a tuned kernel come first. Never takes a kernel
-/// that failed in the tuning.
+/// Takes the tuning's choices if they are applicable, else the cheapest kernels. Families with a tuned kernel come first. Never takes a
+/// kernel that failed in the tuning.
 pub(super) fn choose<const N: usize>(
     kernels: Kernels,
     passes: [Pass; N],

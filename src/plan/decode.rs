@@ -1,7 +1,7 @@
 //! Plans attention of few queries per sequence over a KV cache.
 //!
-//! The host does not know sequence lengths, so the grid has as many blocks as the GPU is_applicable. The blocks divide the tokens on the device
-//! (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
+//! The host does not know sequence lengths, so the grid has as many blocks as the GPU is_applicable. The blocks divide the tokens on the
+//! device (`csrc/decode/tile_scheduler.cuh`). A plan depends on headdims, the cache format and the maximum rows of a sequence.
 
 use super::cached::{cached_plan, PlanCache};
 use super::choose::{choose, is_applicable};

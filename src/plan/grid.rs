@@ -29,9 +29,9 @@ pub(super) fn planned(kernel: (&'static Variant, Reason), a: &Attention) -> Plan
 /// Plans a kernel on a grid of this many rows.
 pub(super) fn of_rows((variant, reason): (&'static Variant, Reason), rows: i64, heads: i64, a: &Attention) -> PlannedKernel {
     let mut planned = on_grid((variant, reason), rows, heads);
-    // Blocks start in the order of the grid, and a long block that starts late is a tail. Under a causal mask the last rows see the most keys,
-    // and the most rows see the first keys. So the row tiles become the second axis, and the long blocks of all heads start first. The GPU then
-    // reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
+    // Blocks start in the order of the grid, and a long block that starts late is a tail. Under a causal mask the last rows see the most
+    // keys, and the most rows see the first keys. So the row tiles become the second axis, and the long blocks of all heads start first.
+    // The GPU then reads K and V of all heads at once, which costs 5% if they exceed an H200's L2.
     let fits = planned.blocks.iter().all(|&n| i64::from(n) <= MAX_GRID_YZ);
     if variant.family.either_order.contains(&variant.pass) && a.window.right.is_some() && fits {
         planned.blocks.reverse();

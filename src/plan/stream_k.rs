@@ -1,8 +1,8 @@
 //! Stream-K grids: which splits the blocks of `csrc/volta/forward/stream_k.cuh` compute, and in which order they start.
 //!
 //! A grid of R equal row tiles takes R / resident_blocks waves, and the last wave may leave most of the GPU idle. A stream-K grid computes
-//! only full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks. GPUs start blocks in the
-//! order of the grid, each on the first free slot, so the order decides when a split starts.
+//! only full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks. GPUs start blocks in
+//! the order of the grid, each on the first free slot, so the order decides when a split starts.
 
 use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdStreamKParams, StreamKSplit};
@@ -64,8 +64,8 @@ pub struct StreamKSchedule {
 }
 
 impl StreamKPlan {
-    /// Returns the best division of this grid and whether it is expected to be faster than one block per tile; None: nothing to divide, or no
-    /// possible division.
+    /// Returns the best division of this grid and whether it is expected to be faster than one block per tile; None: nothing to divide, or
+    /// no possible division.
     pub fn of(tiles: u64, keys: u32, step: u32, sms: u32, blocks_per_sm: u32) -> Option<(StreamKPlan, bool)> {
         let (iterations, resident_blocks) = (keys.div_ceil(step), sms * blocks_per_sm);
         let resident = u64::from(resident_blocks);
@@ -92,8 +92,8 @@ impl StreamKPlan {
 
     /// Returns the splits of each share.
     ///
-    /// Lays all tiles on a line and cuts it into equal lengths. A share that continues in the next tile has the fixed time twice, so each tile
-    /// begins with the length of that time.
+    /// Lays all tiles on a line and cuts it into equal lengths. A share that continues in the next tile has the fixed time twice, so each
+    /// tile begins with the length of that time.
     fn line(&self) -> Vec<Vec<Split>> {
         let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
         let of_tile = u64::from(self.iterations) + fixed;

@@ -7,8 +7,8 @@ use crate::problem::Attention;
 const CHUNK_ROWS: i64 = 128;
 /// Minimum rows of a chunk: with fewer, products degrade to matrix-vector speed.
 pub const MIN_CHUNK_ROWS: i64 = 16;
-/// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again after
-/// the product.
+/// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again
+/// after the product.
 pub const CHUNK_SCORES: i64 = 1 << 20;
 
 /// Query positions of some groups, and all keys that any of these rows sees.

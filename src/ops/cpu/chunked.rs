@@ -74,8 +74,8 @@ impl<'a> Work<'a> {
         Ok(scores)
     }
 
-    /// Fills -inf where the chunk's window hides a key, only in columns that are hidden from some row: a triangle at either end. Adding -inf
-    /// instead would turn +inf into NaN.
+    /// Fills -inf where the chunk's window hides a key, only in columns that are hidden from some row: a triangle at either end. Adding
+    /// -inf instead would turn +inf into NaN.
     fn mask(&self, scores: &Tensor, c: &Chunk) -> Result<()> {
         let (first, last) = window_offsets(&self.part.a);
         let by_head = scores.f_view([c.groups, c.rows, self.heads, c.keys])?;

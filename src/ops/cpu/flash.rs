@@ -1,7 +1,7 @@
 //! Computes attention with ATen's flash operator for the CPU, which computes all heads in one parallel region.
 //!
-//! The operator takes windows, ALiBi and biases as an additive mask. This module divides such problems into [`Block`]s of query rows. So masks
-//! take O(seqlen) memory, and keys outside a block's window cost nothing.
+//! The operator takes windows, ALiBi and biases as an additive mask. This module divides such problems into [`Block`]s of query rows. So
+//! masks take O(seqlen) memory, and keys outside a block's window cost nothing.
 
 use super::chunk::{heads_per_group, window_offsets};
 use super::layout::compute_kind;

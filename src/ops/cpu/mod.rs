@@ -1,12 +1,12 @@
 //! The CPU backend: exact attention with ATen operations, in O(seqlen) memory beyond inputs and outputs.
 //!
-//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: softcap, dropout, different headdims
-//! of q and v, and the gradient of a bias.
+//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: softcap, dropout, different
+//! headdims of q and v, and the gradient of a bias.
 //!
-//! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim). So
-//! grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of some
-//! groups, with all keys that these rows see. Batched matrix products compute scores and outputs, and a few passes in place compute the softmax.
-//! Score rows are complete, so there is no rescaling as in GPU kernels.
+//! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
+//! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
+//! some groups, with all keys that these rows see. Batched matrix products compute scores and outputs, and a few passes in place compute
+//! the softmax. Score rows are complete, so there is no rescaling as in GPU kernels.
 //!
 //! Entries of different lengths are separate dense problems ([`Part`]).
 //!

@@ -62,8 +62,8 @@ pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Re
     Ok(())
 }
 
-/// Minimum score: lower ones come from a bias that hides keys, and count as -inf. At that size fp32 loses the product, and an fp32 softmax_lse
-/// cannot hold the number of such keys for backward. Kernels use the same -2^24 in log2 units (`csrc/softmax.cuh`).
+/// Minimum score: lower ones come from a bias that hides keys, and count as -inf. At that size fp32 loses the product, and an fp32
+/// softmax_lse cannot hold the number of such keys for backward. Kernels use the same -2^24 in log2 units (`csrc/softmax.cuh`).
 pub const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
 
 /// Adds a bias in place; -inf for False in a bool bias.
