@@ -10,17 +10,17 @@ mod options_header;
 #[path = "tools/build/python.rs"]
 mod python;
 
-// The kernel tables are the library's own source: one list of variants for build and run time, of which either uses a part.
+// Kernel tables from the library's source: one list of variants for build and run time. The build uses a part of the code.
 #[allow(dead_code)]
 #[path = "src/kernels/tables.rs"]
 mod tables;
 
-// ... whose rows name types of the parameter blocks,
+// Types of the parameter blocks, which the tables name.
 #[allow(dead_code)]
 #[path = "src/params.rs"]
 mod params;
 
-// ... and so is the list of the ops' options.
+// Option lists of the ops, from the library's source.
 #[allow(dead_code)]
 #[path = "src/options.rs"]
 mod options;
@@ -49,14 +49,14 @@ fn run() -> Result<()> {
     c_header(&["src/ffi.rs", "src/info.rs", "src/shim.rs"], &headers.join("volta_fa_abi.h"))?;
     options_header::write_header(&headers.join("volta_fa_options.h"))?;
 
-    // The name under which the package has the library, and the shims need it. It is not linked with a shim, of which there is one
-    // for each release of torch: the shim that is opened brings the functions that are undefined here.
+    // Name of the library in the package and for the shims. There is one shim per torch release, so the library does not link one: the shim
+    // that the package opens defines the functions that are undefined here.
     println!("cargo:rustc-link-arg-cdylib=-Wl,-soname,libvolta_fa_core.so");
     Ok(())
 }
 
-/// What all profiles, targets and features share, and what survives `cargo clean -p`: cargo's target folder, of which `out` is
-/// `[<triple>/]<profile>/build/<package>/out`.
+/// Returns cargo's target folder, which all profiles, targets and features share and `cargo clean -p` keeps. `out` is
+/// `[<triple>/]<profile>/build/<package>/out` in it.
 fn target_folder(out: &Path) -> Result<&Path> {
     let folder = out.ancestors().nth(4).context("OUT_DIR has an unexpected form")?;
     let triple = std::env::var_os("TARGET").context("TARGET is not set: run this through cargo")?;
@@ -66,18 +66,18 @@ fn target_folder(out: &Path) -> Result<&Path> {
     }
 }
 
-/// The C view of Rust files' `#[repr(C)]` types and `extern "C"` functions.
+/// Writes a C header with `#[repr(C)]` types and `extern "C"` functions of Rust files.
 fn c_header(sources: &[&str], header: &Path) -> Result<()> {
     let config = cbindgen::Config {
         language: cbindgen::Language::Cxx,
         pragma_once: true,
         no_includes: true,
-        // NVRTC has no <cstdint>: the sources' own prelude names the fixed-width types
+        // NVRTC has no <cstdint>: the prelude in tools/build/nvrtc.rs defines fixed-width types
         sys_includes: vec![],
         usize_is_size_t: true,
-        // a kernel is compiled again when its parameters change, not when what is said about them does
+        // without comments, so that an edited comment does not recompile kernels
         documentation: false,
-        // the parameter blocks: no Rust function mentions them, so cbindgen must be told
+        // no exported function mentions the parameter blocks, so cbindgen needs their names
         export: cbindgen::ExportConfig { include: ParamBlock::ALL.iter().map(|block| block.name().into()).collect(), ..Default::default() },
         ..Default::default()
     };

@@ -1,7 +1,7 @@
-//! The C ABI between the C++ shim (`torch_ops/`) and Rust. cbindgen turns this file into `volta_fa_abi.h`.
+//! The C ABI between the C++ shim (`torch_ops/`) and Rust. cbindgen generates `volta_fa_abi.h` from this file.
 //!
-//! Tensors travel as `at::Tensor*`: borrowed on the way in (null is None), owned by the caller on the
-//! way out. No panic crosses the boundary: every entry returns a [`Status`].
+//! Arguments are borrowed `at::Tensor*`, null for None. The caller owns results. No panic crosses the boundary: functions that can fail
+//! return a [`Status`].
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::info::PlanArgs;
@@ -17,7 +17,7 @@ use tch::Tensor;
 /// Arguments that `volta_fa::fwd` and `volta_fa::bwd` share.
 #[repr(C)]
 pub struct AttentionArgs {
-    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as k and v
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim). A null q, k or v is rejected.
     pub q: *mut c_void,
     /// (batch, seqlen_k, nheads_k, headdim), packed (total_k, nheads_k, headdim)
     pub k: *mut c_void,
@@ -25,33 +25,33 @@ pub struct AttentionArgs {
     pub v: *mut c_void,
     /// (2) int64, seed and offset; null without dropout
     pub rng_state: *mut c_void,
-    /// every keyword option, given or at its default
+    /// All keyword options, with their defaults if not given.
     pub options: OptionArgs,
-    /// the current `cudaStream_t` of q's device; null on the CPU and for the default stream
+    /// Current `cudaStream_t` of q's device; null on the CPU and for the default stream.
     pub stream: *mut c_void,
 }
 
-/// What `volta_fa::bwd` takes beside.
+/// Arguments of `volta_fa::bwd`.
 #[repr(C)]
 pub struct BackwardArgs {
-    /// the tensors and options of the forward call, and its rng_state
+    /// Tensors and options of the forward call, and its rng_state.
     pub attention: AttentionArgs,
-    /// gradient of out, of its shape, with any strides
+    /// Gradient of out, with its shape and any strides.
     pub dout: *mut c_void,
-    /// as the forward call returned it
+    /// Result of the forward call.
     pub out: *mut c_void,
-    /// as the forward call returned it
+    /// Result of the forward call.
     pub softmax_lse: *mut c_void,
-    /// whether dattn_bias is to be computed; refused without a bias, and for one of bool
+    /// Whether to compute dattn_bias; rejected without a bias and for a bool bias.
     pub attn_bias_requires_grad: bool,
 }
 
-/// What became of a call.
+/// Outcome of a call.
 #[repr(C)]
 pub struct Status {
-    /// 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError
+    /// 0 success, 1 ValueError, 2 NotImplementedError, 3 RuntimeError.
     pub code: i32,
-    /// null on success, else the exception's text, owned by the caller (`volta_fa_free_string`)
+    /// Null on success, else the exception's text. The caller owns it (`volta_fa_free_string`).
     pub message: *mut c_char,
 }
 
@@ -77,13 +77,15 @@ fn status(op: &str, body: impl FnOnce() -> Result<()>) -> Status {
     Status { code, message: c_string(&error.message) }
 }
 
+/// Returns another handle of a tensor; None for null.
+///
 /// # Safety
 /// `handle` is null or an `at::Tensor*` that lives through the call.
 unsafe fn tensor(handle: *mut c_void) -> Option<Tensor> {
     (!handle.is_null()).then(|| unsafe { Tensor::clone_from_ptr(handle.cast()) })
 }
 
-/// Refuses an argument that is None: Python turns that into an undefined tensor whatever the schema says.
+/// Rejects None: Python passes it as an undefined tensor even where the schema requires a tensor.
 fn check_given(name: &str, handle: *mut c_void) -> Result<()> {
     if handle.is_null() {
         return Err(Error::value(name, "None", "a tensor"));
@@ -91,6 +93,8 @@ fn check_given(name: &str, handle: *mut c_void) -> Result<()> {
     Ok(())
 }
 
+/// Returns another handle of a tensor; rejects null.
+///
 /// # Safety
 /// As [`tensor`].
 unsafe fn required(name: &str, handle: *mut c_void) -> Result<Tensor> {
@@ -127,14 +131,14 @@ unsafe fn saved(args: &BackwardArgs) -> Result<Saved> {
     }
 }
 
-/// Hand a tensor to the caller as an owned `at::Tensor*`.
+/// Gives a tensor to the caller as an owned `at::Tensor*`.
 fn release(mut t: Tensor) -> *mut c_void {
     let handle = t.as_mut_ptr().cast();
     std::mem::forget(t);
     handle
 }
 
-/// The same for all of an op's results; null where one is absent.
+/// Gives all results of an op to the caller; null for an absent one.
 ///
 /// # Safety
 /// `outputs` has room for `N` pointers.
@@ -144,10 +148,10 @@ unsafe fn release_all<const N: usize>(outputs: *mut *mut c_void, results: [Optio
     }
 }
 
-/// `volta_fa::fwd`; `outputs` receives out, softmax_lse.
+/// Computes `volta_fa::fwd`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
-/// `args` and its handles are valid, `outputs` has room for 2 pointers; they are written on success only.
+/// `args` and its handles are valid, and `outputs` has room for 2 pointers, which are written on success only.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut *mut c_void) -> Status {
     status("fwd", || unsafe {
@@ -157,7 +161,7 @@ pub unsafe extern "C" fn volta_fa_fwd(args: *const AttentionArgs, outputs: *mut 
     })
 }
 
-/// `volta_fa::bwd`; `outputs` receives dq, dk, dv, dattn_bias, dsinks, of which the last two may be null: absent.
+/// Computes `volta_fa::bwd`; `outputs` receives dq, dk, dv, dattn_bias, dsinks. The last two may be absent: null.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`], with room for 5 pointers.
@@ -171,7 +175,7 @@ pub unsafe extern "C" fn volta_fa_bwd(args: *const BackwardArgs, outputs: *mut *
     })
 }
 
-/// What [`volta_fa_fwd`] would refuse, as far as sizes are known: for tensors without data.
+/// Rejects what [`volta_fa_fwd`] rejects, as far as sizes are known. Tensors may have no data.
 ///
 /// # Safety
 /// `args` and its handles are valid.
@@ -180,7 +184,7 @@ pub unsafe extern "C" fn volta_fa_check_fwd(args: *const AttentionArgs) -> Statu
     status("fwd", || unsafe { ops::check_forward(&attention(&*args)?) })
 }
 
-/// The same for [`volta_fa_bwd`].
+/// Rejects what [`volta_fa_bwd`] rejects, as far as sizes are known.
 ///
 /// # Safety
 /// `args` and its handles are valid.
@@ -192,15 +196,15 @@ pub unsafe extern "C" fn volta_fa_check_bwd(args: *const BackwardArgs) -> Status
 /// Arguments of `volta_fa::merge_attention_states`.
 #[repr(C)]
 pub struct MergeArgs {
-    /// attention over the one set of keys, (batch, seqlen_q, nheads, headdim_v) or packed (total_q, nheads, headdim_v)
+    /// Attention over the first set of keys: (batch, seqlen_q, nheads, headdim_v) or packed (total_q, nheads, headdim_v)
     pub out_a: *mut c_void,
-    /// float32, (batch, nheads, seqlen_q) or packed (nheads, total_q)
+    /// float32, (batch, nheads, seqlen_q) or packed (nheads, total_q).
     pub softmax_lse_a: *mut c_void,
-    /// over the other set: shape and dtype of out_a; in place float16 or bfloat16 beside float32 too
+    /// Attention over the second set, with the shape and dtype of out_a. In place, float16 or bfloat16 may go with float32 too.
     pub out_b: *mut c_void,
-    /// shape of softmax_lse_a
+    /// Shape of softmax_lse_a.
     pub softmax_lse_b: *mut c_void,
-    /// as in [`AttentionArgs`]
+    /// As in [`AttentionArgs`].
     pub stream: *mut c_void,
 }
 
@@ -216,7 +220,7 @@ unsafe fn states(args: &MergeArgs) -> Result<merge::States> {
     }
 }
 
-/// `volta_fa::merge_attention_states`; `outputs` receives out, softmax_lse.
+/// Computes `volta_fa::merge_attention_states`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`].
@@ -229,7 +233,7 @@ pub unsafe extern "C" fn volta_fa_merge(args: *const MergeArgs, outputs: *mut *m
     })
 }
 
-/// `volta_fa::merge_attention_states_`: out_a and softmax_lse_a become those over both.
+/// Computes `volta_fa::merge_attention_states_`: out_a and softmax_lse_a receive the results over both sets.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`].
@@ -238,7 +242,7 @@ pub unsafe extern "C" fn volta_fa_merge_in_place(args: *const MergeArgs) -> Stat
     status("merge_attention_states_", || unsafe { merge::merge_in_place(&states(&*args)?) })
 }
 
-/// What [`volta_fa_merge`] or, `in_place`, [`volta_fa_merge_in_place`] would refuse, as far as sizes are known.
+/// Rejects what [`volta_fa_merge`] or, if `in_place`, [`volta_fa_merge_in_place`] rejects, as far as sizes are known.
 ///
 /// # Safety
 /// `args` and its handles are valid.
@@ -251,28 +255,28 @@ pub unsafe extern "C" fn volta_fa_check_merge(args: *const MergeArgs, in_place: 
 /// Arguments of `volta_fa::fwd_kvcache`.
 #[repr(C)]
 pub struct KvCacheArgs {
-    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as the caches
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim). A null q or cache is rejected.
     pub q: *mut c_void,
-    /// (batch, seqlen, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim)
+    /// (batch, seqlen, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim).
     pub k_cache: *mut c_void,
-    /// the same with headdim_v
+    /// Shape of k_cache, with headdim_v.
     pub v_cache: *mut c_void,
-    /// appended to k_cache: (batch, seqlen_new, nheads_k, headdim), packed (total_new, nheads_k, headdim); null: nothing is
+    /// New keys for k_cache: (batch, seqlen_new, nheads_k, headdim), packed (total_new, nheads_k, headdim); null: none.
     pub k: *mut c_void,
-    /// appended to v_cache; null if and only if k is
+    /// New values for v_cache; null if and only if k is.
     pub v: *mut c_void,
-    /// every keyword option, given or at its default
+    /// All keyword options, with their defaults if not given.
     pub options: KvCacheOptionArgs,
-    /// as in [`AttentionArgs`]
+    /// As in [`AttentionArgs`].
     pub stream: *mut c_void,
 }
 
-/// The caller's own tensors, which are not counted and so not released: a decode step is short.
+/// Borrows the caller's tensors without counting references, to save host time in a decode step. They are never released.
 ///
 /// # Safety
 /// The handles of `args` are valid.
 unsafe fn cached(args: &KvCacheArgs) -> Result<ManuallyDrop<Inputs>> {
-    // before any tensor is borrowed: an early return would release it
+    // before borrowing any tensor: an early return would release it
     for (name, handle) in [("q", args.q), ("k_cache", args.k_cache), ("v_cache", args.v_cache)] {
         check_given(name, handle)?;
     }
@@ -293,7 +297,7 @@ unsafe fn cached(args: &KvCacheArgs) -> Result<ManuallyDrop<Inputs>> {
     }))
 }
 
-/// `volta_fa::fwd_kvcache`, both overloads; `outputs` receives out, softmax_lse.
+/// Computes both overloads of `volta_fa::fwd_kvcache`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`].
@@ -306,7 +310,7 @@ pub unsafe extern "C" fn volta_fa_fwd_kvcache(args: *const KvCacheArgs, outputs:
     })
 }
 
-/// What [`volta_fa_fwd_kvcache`] would refuse, as far as sizes are known.
+/// Rejects what [`volta_fa_fwd_kvcache`] rejects, as far as sizes are known.
 ///
 /// # Safety
 /// `args` and its handles are valid.
@@ -318,13 +322,13 @@ pub unsafe extern "C" fn volta_fa_check_fwd_kvcache(args: *const KvCacheArgs) ->
 /// Arguments of `volta_fa::fwd_mla`.
 #[repr(C)]
 pub struct MlaArgs {
-    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim); never null, as the cache
+    /// (batch, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim). A null q or cache is rejected.
     pub q: *mut c_void,
-    /// (batch, seqlen, 1, headdim), or pages (pages, page_size, 1, headdim)
+    /// (batch, seqlen, 1, headdim), or pages (pages, page_size, 1, headdim).
     pub latent_cache: *mut c_void,
-    /// every keyword option, given or at its default
+    /// All keyword options, with their defaults if not given.
     pub options: MlaOptionArgs,
-    /// as in [`AttentionArgs`]
+    /// As in [`AttentionArgs`].
     pub stream: *mut c_void,
 }
 
@@ -344,7 +348,7 @@ unsafe fn latents(args: &MlaArgs) -> Result<Inputs> {
     }
 }
 
-/// `volta_fa::fwd_mla`; `outputs` receives out, softmax_lse.
+/// Computes `volta_fa::fwd_mla`; `outputs` receives out, softmax_lse.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`].
@@ -357,7 +361,7 @@ pub unsafe extern "C" fn volta_fa_fwd_mla(args: *const MlaArgs, outputs: *mut *m
     })
 }
 
-/// What [`volta_fa_fwd_mla`] would refuse, as far as sizes are known.
+/// Rejects what [`volta_fa_fwd_mla`] rejects, as far as sizes are known.
 ///
 /// # Safety
 /// `args` and its handles are valid.
@@ -366,30 +370,30 @@ pub unsafe extern "C" fn volta_fa_check_fwd_mla(args: *const MlaArgs) -> Status 
     status("fwd_mla", || unsafe { kvcache::check_mla(&latents(&*args)?) })
 }
 
-/// Columns of `volta_fa::fwd_mla`'s out.
+/// Returns the number of columns of `volta_fa::fwd_mla`'s out.
 #[no_mangle]
 pub extern "C" fn volta_fa_latent_values() -> i64 {
     LATENT_HEADDIMS[0]
 }
 
-/// The random numbers' verdict that dropout makes, for tests and `return_attn_probs`; `output` receives a bool tensor.
+/// Arguments of `volta_fa::_dropout_mask`, for tests and `return_attn_probs`.
 #[repr(C)]
 pub struct DropoutMaskArgs {
-    /// (2) int64, seed and offset, on the CPU: the shim copies it
+    /// (2) int64, seed and offset, on the CPU: the shim copies it.
     pub rng_state: *mut c_void,
-    /// first size of the mask; the next three are those of its other dimensions
+    /// First size of the mask.
     pub batch: i64,
-    /// query heads
+    /// Query heads.
     pub nheads: i64,
-    /// rows of a head
+    /// Rows of a head.
     pub seqlen_q: i64,
-    /// columns of a row
+    /// Columns of a row.
     pub seqlen_k: i64,
-    /// the probability to be dropped, in [0, 1)
+    /// Probability of dropping, in [0, 1).
     pub dropout_p: f64,
 }
 
-/// `volta_fa::_dropout_mask`: (batch, nheads, seqlen_q, seqlen_k), true where a probability is kept.
+/// Computes `volta_fa::_dropout_mask`: bool (batch, nheads, seqlen_q, seqlen_k), true for kept probabilities.
 ///
 /// # Safety
 /// As [`volta_fa_fwd`], with room for 1 pointer.
@@ -403,13 +407,13 @@ pub unsafe extern "C" fn volta_fa_dropout_mask(args: *const DropoutMaskArgs, out
     })
 }
 
-/// JSON about this build and machine, see [`crate::info`].
+/// Returns JSON about this build and machine, see [`crate::info`].
 #[no_mangle]
 pub extern "C" fn volta_fa_info() -> *mut c_char {
     c_string(&crate::info::describe().to_string())
 }
 
-/// The compute capability of a CUDA device in two digits, as in `sm_70`.
+/// Returns a CUDA device's compute capability in two digits, as in `sm_70`.
 ///
 /// # Safety
 /// `sm` is valid to write; it is written on success only.
@@ -422,26 +426,26 @@ pub unsafe extern "C" fn volta_fa_device_sm(device: i64, sm: *mut i32) -> Status
     })
 }
 
-/// Whether scaled_dot_product_attention is ours on such devices, see [`crate::kernels::serves`].
+/// Returns true if volta_fa runs scaled_dot_product_attention on devices of this architecture, see [`crate::kernels::serves`].
 #[no_mangle]
 pub extern "C" fn volta_fa_serves_sm(sm: i32, newer_too: bool) -> bool {
     u32::try_from(sm).is_ok_and(|sm| crate::kernels::serves(sm, newer_too))
 }
 
-/// JSON of what the plan picks for a shape, see [`crate::info::plan`].
+/// Returns the plans of a shape as JSON, see [`crate::info::plan`].
 ///
 /// # Safety
 /// `args` and its text are valid and `json` has room for a pointer, written on success only.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_plan(args: *const PlanArgs, json: *mut *mut c_char) -> Status {
     status("_plan", || unsafe {
-        let needs = CStr::from_ptr((*args).needs).to_string_lossy();
-        *json = c_string(&crate::info::plan(&*args, &needs, (*args).device.as_ref().copied())?.to_string());
+        let features = CStr::from_ptr((*args).needs).to_string_lossy();
+        *json = c_string(&crate::info::plan(&*args, &features, (*args).device.as_ref().copied())?.to_string());
         Ok(())
     })
 }
 
-/// Makes all plans take a tuning instead of those in files, see [`crate::launch::tuning::force`].
+/// Sets a tuning for all plans in place of the files, see [`crate::launch::tuning::force`].
 ///
 /// # Safety
 /// `text` is NUL-terminated.
@@ -450,7 +454,7 @@ pub unsafe extern "C" fn volta_fa_set_tuning(text: *const c_char) -> Status {
     status("_set_tuning", || unsafe { crate::launch::tuning::force(&CStr::from_ptr(text).to_string_lossy()) })
 }
 
-/// JSON about a device's tuning file, see [`crate::info::tuning`].
+/// Returns JSON about a device's tuning file, see [`crate::info::tuning`].
 ///
 /// # Safety
 /// `json` has room for a pointer, written on success only.
@@ -462,7 +466,7 @@ pub unsafe extern "C" fn volta_fa_tuning(device: i64, json: *mut *mut c_char) ->
     })
 }
 
-/// JSON of the families that a device runs, see [`crate::info::families`].
+/// Returns the families that a device runs as JSON, see [`crate::info::families`].
 ///
 /// # Safety
 /// `json` has room for a pointer, written on success only.
@@ -474,14 +478,16 @@ pub unsafe extern "C" fn volta_fa_families(major: i32, minor: i32, json: *mut *m
     })
 }
 
-/// JSON list of the timed simulations since the last call, see [`crate::info::take_simulations`].
+/// Returns the timed simulations since the last call as JSON, see [`crate::info::take_simulations`].
 #[no_mangle]
 pub extern "C" fn volta_fa_take_simulations() -> *mut c_char {
     c_string(&crate::info::take_simulations())
 }
 
+/// Frees a string of this library.
+///
 /// # Safety
-/// `text` came from this library, and is not used afterwards.
+/// `text` is null or came from this library, and is not used afterwards.
 #[no_mangle]
 pub unsafe extern "C" fn volta_fa_free_string(text: *mut c_char) {
     if !text.is_null() {

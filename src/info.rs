@@ -1,4 +1,4 @@
-//! What this build contains and this machine has, as JSON for `python -m volta_fa info` and the tests.
+//! Describes this build and this machine as JSON, for `python -m volta_fa info`, `python -m volta_fa check` and the tests.
 
 use crate::error::{Error, Result};
 use crate::kernels::{self, CacheFormat, Code, Feature, FeatureSet, FormatInfo, ScaleGranularity, Variant, COMPILED, FORMATS, PASSES};
@@ -15,12 +15,12 @@ fn names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::name).collect()
 }
 
-/// The names that `needs` and `requires`, aliases of `features` and `required_features`, keep.
+/// Returns feature names for `needs` and `requires`, the aliases of `features` and `required_features`, which keep the old names.
 fn old_names(features: FeatureSet) -> Vec<&'static str> {
     features.iter().map(Feature::old_name).collect()
 }
 
-/// The table of cache formats.
+/// Returns the table of cache formats.
 fn cache_formats() -> Vec<Value> {
     let row = |f: &FormatInfo| {
         json!({
@@ -41,7 +41,7 @@ fn cache_formats() -> Vec<Value> {
     FORMATS.iter().map(row).collect()
 }
 
-/// What calls must keep to.
+/// Returns the limits of the operators' arguments.
 fn published_limits() -> Value {
     json!({
         "max_headdim": limits::MAX_HEADDIM,
@@ -84,7 +84,7 @@ fn variant(v: &Variant) -> Value {
     })
 }
 
-/// Version, features, passes, families and every variant with its resources.
+/// Returns version, limits, cache formats, passes, families, and all variants with their resources.
 pub fn describe() -> Value {
     let variants: Vec<Value> = kernels::variants().map(variant).collect();
     let passes = PASSES.map(|p| {
@@ -121,25 +121,25 @@ pub fn describe() -> Value {
     })
 }
 
-/// The families that a device of this compute capability runs, in the order in which a plan asks them; `native`: as machine code.
+/// Returns the families that a device of this compute capability runs, in the order of preference; `native`: as machine code.
 ///
 /// # Errors
-/// Where the environment restricts the choice to a family that is unknown or does not run there.
+/// The environment restricts plans to a family that is unknown or does not run there.
 pub fn families(capability: (i32, i32)) -> Result<Value> {
     let limits = DeviceLimits { capability, only: only_family()?, ..DeviceLimits::V100 };
     let found = plan::families(*COMPILED, &limits)?;
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
 }
 
-/// A problem's features, and a backward pass' mode, that ask for these needs, which are names between commas.
-fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
+/// Returns requested features and a backward mode that use these features, given as names separated by commas.
+fn parse_features(names: &str) -> Result<(RequestedFeatures, BackwardMode)> {
     let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
-    for name in needs.split(',').filter(|name| !name.is_empty()) {
-        let need = Feature::named(name).ok_or_else(|| {
+    for name in names.split(',').filter(|name| !name.is_empty()) {
+        let feature = Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
-            Error::value("needs", format!("`{name}`"), format!("some of {}, between commas", known.join(", ")))
+            Error::value("needs", format!("`{name}`"), format!("some of {}, separated by commas", known.join(", ")))
         })?;
-        match need {
+        match feature {
             Feature::Lengths => features.seqused_k = true,
             Feature::Sinks => features.sinks = true,
             Feature::Bf16Gradients => mode.bf16_gradients = true,
@@ -147,7 +147,7 @@ fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
             Feature::Alibi => features.alibi = true,
             Feature::Bias => features.attn_bias = true,
             Feature::Dropout => features.dropout_p = 0.5,
-            // nothing that an attention could ask for
+            // prefill requests it, no attention problem does
             Feature::Pages => {}
             Feature::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
         }
@@ -155,7 +155,7 @@ fn asking(needs: &str) -> Result<(RequestedFeatures, BackwardMode)> {
     Ok((features, mode))
 }
 
-/// What stands for the simulator where a device is asked for: the GPU that `VOLTA_FA_SIM_GPU` names.
+/// Device number of the simulator, which models the GPU that `VOLTA_FA_SIM_GPU` names.
 const SIMULATOR: i64 = -1;
 
 fn driver_of(device: i64) -> Result<Driver> {
@@ -181,11 +181,11 @@ fn simulator_limits() -> Result<DeviceLimits> {
     Err(Error::unsupported("this build has no simulator"))
 }
 
-/// A device's tuning: what the file has to say that it was made on, where it lies, and what became of it (`off`, `missing`, `read`
-/// or `ignored`, then why).
+/// Describes a device's tuning file: the GPU and software it must be made on, its path, and the outcome of reading it (`off`, `missing`,
+/// `read`, or `ignored` with the reason).
 ///
 /// # Errors
-/// Where there is no driver or no such device.
+/// There is no driver or no such device.
 pub fn tuning(device: i64) -> Result<Value> {
     let found = if device == SIMULATOR { simulator_tuning()? } else { driver_of(device)?.tuning()? };
     let (outcome, why) = match &found.outcome {
@@ -207,7 +207,7 @@ pub fn tuning(device: i64) -> Result<Value> {
     }))
 }
 
-/// The device that [`plan()`] is asked about: one of this machine, with the tuning it has, or the one that the numbers describe.
+/// Returns the device of a [`plan()`] call: one of this machine, with its tuning, or the one that the numbers describe.
 fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
     match device {
         Some(SIMULATOR) => simulator_limits(),
@@ -229,10 +229,11 @@ fn positive(name: &str, n: i64) -> Result<i64> {
     Ok(n)
 }
 
-/// The plans of the same shape with its keys in a cache: of `decode` as in a packed batch, whose sequences of many rows are left to
-/// `prefill`, where there may be any; of decode over `bfloat16` and `quantized` caches, these by their formats, and of what converts the
-/// latter where there are such sequences; and of `append`, of as many tokens as there are queries. Each null where no kernel does that; all,
-/// where something is asked for that a cache's passes do not know.
+/// Describes plans of the same shape with its keys in a cache. A plan is null if there is no kernel for it. All are null if a feature or
+/// mode does not apply to caches.
+/// - `append` and `append_quantized`: appends as many tokens as there are queries.
+/// - `decode`, `bfloat16` and `quantized`: decodes over fp16, bf16 and quantized caches, the last by format.
+/// - `convert` and `prefill`: dequantizes, and computes the sequences with more rows than decode kernels take, if any.
 fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: impl Fn(PlannedKernel, i64) -> Value) -> Value {
     if mode != BackwardMode::default() || a.features.attn_bias || a.features.dropout_p > 0.0 {
         return Value::Null;
@@ -268,46 +269,45 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
 /// A shape and a device, for [`volta_fa_plan`].
 #[repr(C)]
 pub struct PlanArgs {
-    /// entries, all of one length; every size here is from 1 to 2^31 - 1
+    /// Entries, all of one length. Sizes are from 1 to 2^31 - 1.
     pub batch: i64,
-    /// queries of an entry
+    /// Queries of an entry.
     pub seqlen_q: i64,
-    /// keys of an entry
+    /// Keys of an entry.
     pub seqlen_k: i64,
-    /// query heads
+    /// Query heads.
     pub nheads: i64,
-    /// key heads
+    /// KV heads.
     pub nheads_k: i64,
-    /// of q and k
+    /// Columns of q and k.
     pub headdim: i64,
-    /// of v and out
+    /// Columns of v and out.
     pub headdim_v: i64,
-    /// the only window that can be asked for
+    /// Whether the mask is causal; there are no other windows here.
     pub is_causal: bool,
-    /// streaming multiprocessors of the device
+    /// Streaming multiprocessors of the device.
     pub sms: i64,
-    /// 7 where the compute capability is 7.5
+    /// 7 of compute capability 7.5.
     pub capability_major: i64,
-    /// 5 there
+    /// 5 of compute capability 7.5.
     pub capability_minor: i64,
-    /// dynamic shared memory that a block may opt in to, bytes
+    /// Dynamic shared memory that a block may opt in to, bytes.
     pub shared_bytes_per_block: i64,
-    /// which backward pass to plan: true, the one without atomics
+    /// Whether to plan a deterministic backward pass.
     pub deterministic: bool,
-    /// what the problem needs, as kernels say it in `_info()`, between commas
+    /// Features of the problem, with the names in `_info()`, separated by commas.
     pub needs: *const c_char,
-    /// a device of this machine, -1 for the simulator's; null: the one that the numbers above describe
+    /// Device of this machine, -1 for the simulator's; null: the device that the numbers above describe.
     pub device: *const i64,
 }
 
-/// What the plan picks for a shape on a device: `forward`, the kernels of `backward` (null where one does all), and those of a KV
-/// `cache`, each with its reason; `needs` as the variants have them. `device`: a real one (see [`SIMULATOR`]), whose numbers in `args` do
-/// not count then.
+/// Describes the kernels of a shape on a device, each with its reason: `forward`, `backward` and, for a KV cache, `cache`. Kernels that a
+/// fused backward kernel replaces are null. A `device` (see [`SIMULATOR`]) overrides the device numbers in `args`.
 ///
 /// # Errors
-/// Numbers that make no sense, or a device that no kernel fits.
-pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> {
-    let (features, mode) = asking(asked)?;
+/// Sizes out of range, or a device without applicable kernels.
+pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result<Value> {
+    let (features, mode) = parse_features(feature_names)?;
     let a = Attention {
         batch: positive("batch", args.batch)?,
         seqlen_q: positive("seqlen_q", args.seqlen_q)?,
@@ -349,7 +349,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
             "main": described(backward.main),
             "finish": backward.finish.map(described),
             "deterministic": backward.deterministic,
-            "rounds": backward.rounds,
+            "rounds": backward.main_launches,
             "tail": backward.tail.map(|tail| described(tail.kernel)),
             "dq_accum_splits": backward.dq_accum_splits,
         },
@@ -357,7 +357,7 @@ pub fn plan(args: &PlanArgs, asked: &str, device: Option<i64>) -> Result<Value> 
     }))
 }
 
-/// The reports of the timed simulations (`VOLTA_FA_SIMULATE=timing`) since the last call.
+/// Returns the reports of the timed simulations (`VOLTA_FA_SIMULATE=timing`) since the last call.
 pub fn take_simulations() -> String {
     #[cfg(feature = "sim")]
     return serde_json::to_string(&crate::launch::simulator::take_reports()).unwrap_or_else(|_| "[]".into());

@@ -71,7 +71,7 @@ pub fn backward(a: &Attention, mode: BackwardMode, planned: &BackwardPlan) -> Re
         let atomics = match planned {
             BackwardPlan { prepare: None, .. } => "backward in one kernel".into(),
             BackwardPlan { dq_accum_splits: 0, .. } => "backward without atomics".to_string(),
-            BackwardPlan { deterministic: true, rounds, .. } => format!("deterministic backward, main in launches: {rounds}"),
+            BackwardPlan { deterministic: true, main_launches, .. } => format!("deterministic backward, main in launches: {main_launches}"),
             _ => "backward".into(),
         };
         let kernels = planned.kernels().map(|k| kernel(&k, a.batch)).collect::<Vec<_>>().join(", ");

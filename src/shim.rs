@@ -1,26 +1,26 @@
-//! What the C++ shim (`torch_ops/`) does for Rust. With `ffi.rs`, which is the other direction, cbindgen turns this file into
-//! `volta_fa_abi.h`.
+//! Functions of the C++ shim (`torch_ops/`) that Rust calls. cbindgen generates `volta_fa_abi.h` from this file and `ffi.rs`, which has the
+//! opposite direction.
 
 use std::ffi::c_void;
 
-/// What the shim tells of a tensor. Symbolic sizes and strides are [`crate::options::UNKNOWN`].
+/// Description of a tensor. Symbolic sizes and strides are [`crate::options::UNKNOWN`].
 #[repr(C)]
 pub struct TensorInfo {
-    /// `c10::ScalarType`
+    /// `c10::ScalarType`.
     pub dtype: i32,
-    /// 0 CPU, 1 CUDA, 2 meta, 3 another
+    /// 0 CPU, 1 CUDA, 2 meta, 3 other.
     pub device_kind: i32,
-    /// which of the devices of a kind that has several, as CUDA
+    /// Index among devices of the kind, as of `cuda:0`.
     pub device_index: i64,
-    /// all dimensions, of which `sizes` and `strides` tell the first eight
+    /// Number of dimensions. `sizes` and `strides` hold the first eight.
     pub rank: i64,
-    /// of the first eight dimensions
+    /// Sizes of the first eight dimensions.
     pub sizes: [i64; 8],
-    /// in elements
+    /// Strides of the first eight dimensions, in elements.
     pub strides: [i64; 8],
 }
 
 extern "C" {
-    /// Fills in `info` (torch_ops/describe.cpp). Returns whether that could be done.
+    /// Fills `info` (torch_ops/describe.cpp). Returns false after a C++ exception.
     pub(crate) fn volta_fa_describe(tensor: *const c_void, info: *mut TensorInfo) -> bool;
 }

@@ -1,5 +1,5 @@
-//! Tunings: kernels that are faster on one card than the planner's choice, and kernels that failed there. `python -m
-//! volta_fa check` measures both. docs/reference/tuning-file.md describes the file.
+//! Tunings: kernels that are faster on one GPU than the planner's choice, and kernels that failed there.
+//! `python -m volta_fa check` measures both. docs/reference/tuning-file.md describes the file.
 //!
 //! Pure: parses text into a checked [`Tuning`], which the planner asks about shapes. `launch::tuning` reads the text.
 
@@ -11,17 +11,17 @@ use std::fmt;
 
 /// Version of the file format, which this library reads and `check` writes.
 pub const FORMAT: u32 = 1;
-/// Most choices of a tuning. Every call compares its shape with each choice, at a few nanoseconds each: below a microsecond.
+/// Maximum choices of a tuning. A call compares its shape with each choice at a few nanoseconds: below a microsecond in total.
 pub const MAX_CHOICES: usize = 256;
 
-/// A card with its software. Measurements on one say nothing about others.
+/// A GPU with its software. A tuning applies to the GPU and software of its measurements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
-    /// the GPU's name as the driver gives it
+    /// Name of the GPU, from the driver.
     pub device: String,
-    /// version of the driver
+    /// Version of the driver.
     pub driver: String,
-    /// version of this library, which numbers its kernels
+    /// Version of this library, because each version has its own kernels.
     pub volta_fa: String,
 }
 
@@ -36,21 +36,21 @@ impl Card {
 /// Properties of a problem that classes of shapes distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// headdim of q and k as kernels read it, a multiple of 8; 0: the pass takes any
+    /// Padded headdim of q and k, a multiple of 8; 0: the pass takes any.
     pub headdim: i64,
-    /// the same for v
+    /// Padded headdim of v.
     pub headdim_v: i64,
-    /// queries of an entry, of the longest where they differ
+    /// Queries of the longest entry.
     pub seqlen_q: i64,
-    /// the same for keys
+    /// Keys of the longest entry.
     pub seqlen_k: i64,
-    /// queries of all heads and entries: what decides how many blocks of a size there are
+    /// Queries of all heads and entries, because they decide the number of blocks.
     pub rows: i64,
-    /// whether every row sees the keys up to its own position, or all of them; None: another window
+    /// Whether the mask is causal (true) or absent (false); None: another window.
     pub is_causal: Option<bool>,
-    /// format of the KV cache; Unquantized without a cache too
+    /// Format of the KV cache; Unquantized without a cache.
     pub cache: CacheFormat,
-    /// most positions between a row and the first key, for rows before it that see keys
+    /// Maximum positions between a row before the first key and that key, among rows that see keys.
     pub rows_before_keys: i64,
 }
 
@@ -70,7 +70,7 @@ impl Shape {
             },
             cache: CacheFormat::Unquantized,
             rows_before_keys: {
-                // the device knows how many keys are used
+                // the host does not know the used keys, so it assumes none
                 let seqlen_k = if a.features.seqused_k || a.cache().is_some() { 0 } else { a.seqlen_k };
                 (a.seqlen_q - seqlen_k).clamp(0, a.window.right.unwrap_or(i64::MAX))
             },
@@ -106,7 +106,7 @@ struct Class {
 }
 
 impl Class {
-    fn has(&self, s: &Shape, needs: FeatureSet) -> bool {
+    fn has(&self, s: &Shape, features: FeatureSet) -> bool {
         let bounds = [
             (self.headdim, s.headdim),
             (self.headdim_v, s.headdim_v),
@@ -116,7 +116,7 @@ impl Class {
         ];
         bounds.into_iter().all(|(bound, n)| bound.is_none_or(|[low, high]| low <= n && n <= high))
             && (self.is_causal.is_none() || self.is_causal == s.is_causal)
-            && self.features.is_none_or(|own| own == needs)
+            && self.features.is_none_or(|own| own == features)
     }
 }
 
@@ -124,7 +124,7 @@ impl Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Take {
     Kernel(&'static Variant),
-    /// the kernels of the deterministic mode, for calls that leave the order of sums open
+    /// The kernels of the deterministic mode, for calls that do not require it.
     WithoutAtomics,
 }
 
@@ -135,7 +135,7 @@ struct Choice {
     take: Take,
 }
 
-/// Measurements on a card. Of several choices for a shape, the planner takes the first that is applicable.
+/// Measurements on a GPU. The planner takes the first applicable choice for a shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
     made_on: [(&'static str, Option<String>); 3],
@@ -143,7 +143,7 @@ pub struct Tuning {
     choices: Vec<Choice>,
 }
 
-/// The text before its check. `note` is a comment of its author.
+/// Unchecked contents of a tuning file. `note` is free text.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -200,7 +200,7 @@ impl ChoiceText {
         ];
         for (name, bound) in bounds {
             if let Some([low, high]) = bound.filter(|[low, high]| *low < 0 || low > high) {
-                return Err(Error::value(&of(name), format!("[{low}, {high}]"), "the least and the largest value, from 0 on"));
+                return Err(Error::value(&of(name), format!("[{low}, {high}]"), "the minimum and the maximum, 0 or larger"));
             }
         }
         let known = |name: &String| {
@@ -238,11 +238,11 @@ impl ChoiceText {
         };
         if let Take::Kernel(v) = take {
             let lowest = |bound: Option<[i64; 2]>| bound.map_or(0, |[low, _]| low);
-            let holds = v.pass == pass
+            let is_applicable = v.pass == pass
                 && v.headdim as i64 >= lowest(class.headdim)
                 && v.headdim_v as i64 >= lowest(class.headdim_v)
                 && v.features.contains(class.features.unwrap_or(FeatureSet::NONE));
-            if !holds {
+            if !is_applicable {
                 let found = format!("`{}`", v.name);
                 return Err(Error::value(
                     &of("variant"),
@@ -256,10 +256,10 @@ impl ChoiceText {
 }
 
 impl Tuning {
-    /// Reads and checks a tuning that names kernels among these.
+    /// Parses and checks a tuning for these kernels.
     ///
     /// # Errors
-    /// Text that is not such a tuning; the message names the place.
+    /// An invalid text; the message names the location.
     pub fn parse(text: &str, kernels: Kernels) -> Result<Tuning> {
         let text: Text =
             serde_json::from_str(text).map_err(|e| Error::value("tuning", e, "JSON as docs/reference/tuning-file.md describes it"))?;
@@ -281,8 +281,10 @@ impl Tuning {
         })
     }
 
+    /// Checks that the tuning was made on this GPU and software.
+    ///
     /// # Errors
-    /// A tuning of another card, or without a card.
+    /// A tuning of another GPU or software, or without these fields.
     pub fn check_made_on(&self, card: &Card) -> Result<()> {
         for ((name, found), expected) in self.made_on.iter().zip([&card.device, &card.driver, &card.volta_fa]) {
             if found.as_ref() != Some(expected) {
@@ -297,23 +299,23 @@ impl Tuning {
     /// each.
     pub fn usable_on(mut self, kernels: Kernels, sm: u32, shared_bytes_per_block: u32) -> (Tuning, Vec<String>) {
         let families = kernels.families_for(sm);
-        let mut refused = Vec::new();
+        let mut rejected = Vec::new();
         self.choices.retain(|c| {
             let Take::Kernel(v) = c.take else { return true };
             if !families.iter().any(|(f, _)| f.name == v.family.name) {
-                refused.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
+                rejected.push(format!("{}: this GPU does not run the family {}", v.name, v.family.name));
                 return false;
             }
             let fits = v.shared_bytes <= shared_bytes_per_block;
             if !fits {
-                refused.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, shared_bytes_per_block));
+                rejected.push(format!("{}: it takes {} bytes of shared memory, of {}", v.name, v.shared_bytes, shared_bytes_per_block));
             }
             fits
         });
-        (self, refused)
+        (self, rejected)
     }
 
-    /// Returns whether this kernel gave wrong results on the card.
+    /// Returns true if this kernel failed on the GPU.
     pub fn has_failed(&self, v: &Variant) -> bool {
         self.failed.contains(&v.name)
     }
@@ -328,22 +330,22 @@ impl Tuning {
         self.choices.len()
     }
 
-    fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = Take> + 'a {
-        let needs = needs.intersection(pass.info().features);
-        self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, needs)).map(|c| c.take)
+    fn of<'a>(&'a self, pass: Pass, shape: &'a Shape, features: FeatureSet) -> impl Iterator<Item = Take> + 'a {
+        let features = features.intersection(pass.info().features);
+        self.choices.iter().filter(move |c| c.pass == pass && c.class.has(shape, features)).map(|c| c.take)
     }
 
     /// Returns the kernels chosen for a shape in one pass, the preferred first. The planner checks that they are applicable.
-    pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, needs: FeatureSet) -> impl Iterator<Item = &'static Variant> + 'a {
-        self.of(pass, shape, needs).filter_map(|take| match take {
+    pub fn kernels<'a>(&'a self, pass: Pass, shape: &'a Shape, features: FeatureSet) -> impl Iterator<Item = &'static Variant> + 'a {
+        self.of(pass, shape, features).filter_map(|take| match take {
             Take::Kernel(v) => Some(v),
             Take::WithoutAtomics => None,
         })
     }
 
-    /// Returns whether a backward pass that may sum dq by atomics must not use them.
-    pub fn without_atomics(&self, shape: &Shape, needs: FeatureSet) -> bool {
-        self.of(Pass::Backward, shape, needs).any(|take| take == Take::WithoutAtomics)
+    /// Returns true if a backward pass without `deterministic` must not use atomics.
+    pub fn without_atomics(&self, shape: &Shape, features: FeatureSet) -> bool {
+        self.of(Pass::Backward, shape, features).any(|take| take == Take::WithoutAtomics)
     }
 }
 

@@ -1,4 +1,4 @@
-//! How the CPU backend cuts a problem: everything once, nothing beyond the window, memory linear in the sequence.
+//! Tests of the CPU backend's chunks: each score once, nothing outside the window, memory linear in seqlen.
 
 use volta_fa::ops::cpu::{chunks, CHUNK_SCORES, MIN_CHUNK_ROWS};
 use volta_fa::problem::{Appended, Attention, DType, Keys, Queries, RequestedFeatures, Window};
@@ -32,9 +32,9 @@ const WINDOWS: [Window; 6] = [
     Window { left: Some(i64::MAX), right: Some(i64::MAX) },
 ];
 
-/// Every pair of a row and a key that it sees is in exactly one chunk.
+/// Each pair of a row and a visible key is in exactly one chunk.
 #[test]
-fn chunks_cover_the_problem_once() {
+fn chunks_cover_each_score_once() {
     for (sq, sk) in [(1, 1), (1, 500), (500, 1), (130, 300), (300, 130), (257, 257)] {
         for (h, hk) in [(1, 1), (6, 2), (300, 1)] {
             for window in WINDOWS {
@@ -61,7 +61,7 @@ fn chunks_cover_the_problem_once() {
 }
 
 #[test]
-fn chunks_are_linear_in_the_sequence() {
+fn chunk_memory_is_linear_in_seqlen() {
     for seqlen in [1 << 10, 1 << 14, 1 << 18, 1 << 22] {
         for (h, hk) in [(8, 8), (32, 8), (500, 1)] {
             let heads = h / hk;
@@ -73,7 +73,7 @@ fn chunks_are_linear_in_the_sequence() {
 }
 
 #[test]
-fn a_window_reads_only_its_keys() {
+fn window_limits_keys_of_chunks() {
     let a = problem(1 << 16, 1 << 16, 1, 1, Window { left: Some(100), right: Some(0) });
     for c in chunks(&a) {
         assert!(c.keys <= 100 + c.rows, "{c:?}");

@@ -1,5 +1,5 @@
-//! The scratch memory of a decode kernel, launched again and again: as a CUDA graph replays it, with the same parameters on what the last
-//! replay left, and as calls find it that get memory which others have used.
+//! Tests of a decode kernel's scratch memory over many launches. A CUDA graph replays a call with the same parameters on the memory of the
+//! last replay. Other calls get memory that earlier calls have used.
 #![cfg(feature = "sim")]
 
 use volta_fa::kernels::{image, CacheFormat};
@@ -13,7 +13,7 @@ const TOKENS: i64 = 3000;
 const HEADS: i64 = 8;
 const HEADDIM: i64 = 64;
 
-/// fp16 numbers between 0.5 and 1, and between -1 and -0.5.
+/// Returns fp16 numbers between 0.5 and 1, and between -1 and -0.5.
 fn numbers(count: i64, seed: u64) -> Vec<u16> {
     let mut state = seed;
     let mut next = || {
@@ -23,7 +23,7 @@ fn numbers(count: i64, seed: u64) -> Vec<u16> {
     (0..count).map(|_| next()).map(|x| 0x3800 | (x & 0x3ff) as u16 | ((x & 0x400) << 5) as u16).collect()
 }
 
-/// One query of eight heads against a dense entry, which many blocks share.
+/// One query of eight heads over a dense entry that many blocks share.
 struct Call {
     plan: DecodePlan,
     module: Module,
@@ -50,11 +50,11 @@ impl Call {
         }
     }
 
-    /// The bits of out and softmax_lse.
+    /// Runs the call and returns the bits of out and softmax_lse.
     fn run(&mut self, launch_id: u64, quantum: u32) -> (Vec<u16>, Vec<u32>) {
         let (mut out, mut lse) = (vec![u16::MAX; self.q.len()], vec![u32::MAX; HEADS as usize]);
         let cache = |x: &[u16]| Operand { ptr: x.as_ptr(), batch_stride: TOKENS * HEADDIM, row_stride: HEADDIM, head_stride: HEADDIM };
-        // SAFETY: numbers and pointers, of which null says that there is nothing.
+        // SAFETY: numbers and pointers; null means absent.
         let mut p: DecodeParams = unsafe { std::mem::zeroed() };
         p.q = Operand { ptr: self.q.as_ptr(), batch_stride: HEADS * HEADDIM, row_stride: HEADS * HEADDIM, head_stride: HEADDIM };
         p.out = Output { ptr: out.as_mut_ptr(), batch_stride: HEADS * HEADDIM, row_stride: HEADS * HEADDIM, head_stride: HEADDIM };
@@ -82,7 +82,7 @@ impl Call {
             params: bytes_of(&p),
             extents: &extents,
         };
-        // SAFETY: the extents are all that the kernel may touch, and this function's.
+        // SAFETY: the extents cover all memory that the kernel may access, and this function owns it.
         unsafe { self.module.run(v.name, &launch, &Schedule { quantum, threads: 2 }) }.unwrap();
         (out, lse)
     }
@@ -113,19 +113,19 @@ fn is_finite(out: &[u16]) -> bool {
 }
 
 #[test]
-fn a_graph_may_replay_a_call() {
+fn graph_replays_give_identical_results() {
     let mut call = Call::new();
     let first = call.run(7, 20_000);
     assert!(is_finite(&first.0));
-    assert!(call.semaphores.contains(&0), "blocks shared the row set");
+    assert!(call.semaphores.contains(&0), "blocks shared the row tile");
     for i in 0..60 {
         assert_eq!(call.run(7, [20_000, 1, 37][i % 3]), first, "replay {i}");
     }
 }
 
-/// Whatever the memory holds but counts of this very call: other calls' counts, of those that died too.
+/// Results do not depend on semaphores of other calls in the memory, including incomplete ones.
 #[test]
-fn calls_may_get_used_memory() {
+fn used_scratch_memory_does_not_change_results() {
     let mut call = Call::new();
     let first = call.run(1, 20_000);
     assert!(is_finite(&first.0));

@@ -1,11 +1,11 @@
-//! The embedded machine code keeps its promises: parameters, registers, spills, occupancy.
+//! Tests of the embedded machine code: parameters, registers, spills, occupancy.
 
 use volta_fa::kernels::{self, Variant};
 
-/// Where kernels of compute capability 7.x find their parameters in constant bank 0: behind what the driver puts there.
+/// Offset of parameters in constant bank 0 for compute capability 7.x, after the driver's own data.
 const PARAMETERS: usize = 0x160;
 
-/// A section of a cubin, as much as its ELF header says: `sh_info` and the size.
+/// Returns `sh_info` and the size of a cubin's section.
 fn section(cubin: &[u8], name: &str) -> Option<(u32, usize)> {
     let number = |at: usize, bytes: usize| cubin[at..at + bytes].iter().rev().fold(0usize, |n, &b| n << 8 | b as usize);
     let (table, entry, count, names) = (number(40, 8), number(58, 2), number(60, 2), number(62, 2));
@@ -20,9 +20,9 @@ fn sections_of(v: &Variant, kind: &str) -> (u32, usize) {
     section(&cubin, &format!(".{kind}.{}", v.name)).unwrap_or_else(|| panic!("{}: its cubin has no .{kind}", v.name))
 }
 
-/// The parameter block has one definition: what Rust fills is what each kernel was compiled to read.
+/// Parameter blocks have the size that each kernel was compiled for.
 #[test]
-fn parameter_blocks_agree() {
+fn parameter_sizes_match_cubins() {
     for v in kernels::variants() {
         let (_, bytes) = sections_of(v, "nv.constant0");
         let block = v.pass.info().params;
@@ -30,12 +30,12 @@ fn parameter_blocks_agree() {
     }
 }
 
-/// The registers a thread of each kernel, one line `name registers` each in the order of the tables. Write it anew with
-/// `VOLTA_FA_WRITE_GOLDEN=1 cargo test --release --test kernels registers`, and say in the commit why a count changed.
+/// File with registers per thread: a line `name registers` per kernel, in the order of the tables. To update it, run
+/// `VOLTA_FA_WRITE_GOLDEN=1 cargo test --release --test kernels registers`, and explain changed counts in the commit.
 const REGISTERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/registers.txt");
 
 #[test]
-fn registers_are_those_of_the_golden_file() {
+fn registers_match_golden_file() {
     let mut compiled = String::new();
     for v in kernels::variants() {
         let registers = sections_of(v, "text").0 >> 24;
@@ -52,15 +52,15 @@ fn registers_are_those_of_the_golden_file() {
 }
 
 #[test]
-fn no_spills() {
+fn kernels_have_no_spills() {
     for v in kernels::variants() {
         assert_eq!(kernels::image(v).spill_bytes, 0, "{}: ptxas spilled", v.name);
     }
 }
 
-/// PTX is what newer GPUs run: it must name the virtual architecture of the family.
+/// Newer GPUs run the PTX, so it must name the virtual architecture of the family.
 #[test]
-fn ptx_is_for_the_family() {
+fn ptx_targets_its_family() {
     for v in kernels::variants() {
         let ptx = kernels::image(v).ptx().unwrap();
         assert_eq!(ptx.last(), Some(&0), "{}", v.name);
@@ -69,14 +69,14 @@ fn ptx_is_for_the_family() {
     }
 }
 
-/// What the simulator reads of its own architecture's machine code.
+/// Checks machine code with the simulator's reader.
 #[cfg(feature = "sim")]
 mod simulated {
     use volta_fa::kernels::{self, VOLTA};
     use volta_sim::{Machine, Module};
 
     #[test]
-    fn one_parameter_no_local_memory_and_the_declared_occupancy() {
+    fn kernels_reach_declared_occupancy_without_local_memory() {
         for v in kernels::variants().filter(|v| v.family == VOLTA) {
             let module = Module::load(&kernels::image(v).cubin().unwrap()).unwrap();
             let info = module.kernel_info(v.name).unwrap();

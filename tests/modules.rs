@@ -1,4 +1,4 @@
-//! The modules of `src/` import each other without circles.
+//! Tests that the modules of `src/` import each other without circles.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,8 +16,8 @@ fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The first words of the `crate::` paths in a file, without comments: its imports at the level of `src/`. A path in braces
-/// (`use crate::{a, b}`) would escape, so it panics.
+/// Returns the first words of `crate::` paths in a file, without comments: its imports at the level of `src/`. Panics at a path in braces
+/// (`use crate::{a, b}`), which it cannot read.
 fn imported(text: &str) -> BTreeSet<String> {
     let code: Vec<_> = text.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
     let code = code.join("\n");
@@ -26,7 +26,7 @@ fn imported(text: &str) -> BTreeSet<String> {
     paths.map(word).inspect(|word| assert!(!word.is_empty(), "write `use crate::module::...`, one module a line")).collect()
 }
 
-/// Each module of `src/` (a file, or a folder with all its files) and the modules that it imports.
+/// Returns the imports of each module of `src/`: a file, or a folder with all its files.
 fn imports() -> Imports {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = vec![];
@@ -44,7 +44,7 @@ fn imports() -> Imports {
     imports
 }
 
-/// A circle that begins and ends at the first module of `path`.
+/// Finds a circle that begins and ends at the first module of `path`.
 fn circle(imports: &Imports, path: &mut Vec<String>, seen: &mut BTreeSet<String>) -> bool {
     for next in &imports[path.last().unwrap()] {
         if *next == path[0] {
@@ -77,7 +77,7 @@ fn modules_import_each_other_without_circles() {
 }
 
 #[test]
-fn a_circle_is_found() {
+fn finds_an_import_circle() {
     let graph = |edges: &[(&str, &[&str])]| -> Imports {
         edges.iter().map(|(from, to)| (from.to_string(), to.iter().map(|s| s.to_string()).collect())).collect()
     };

@@ -1,4 +1,4 @@
-//! Planning is a pure function: no device, no tensors.
+//! Tests of the planner, which is a pure function: no device, no tensors.
 
 use volta_fa::error::ErrorKind;
 use volta_fa::kernels::{self, Code, Family, Feature, FeatureSet, Kernels, ParamBlock, Pass, RowKind, Scratch, Variant, COMPILED, VOLTA};
@@ -32,14 +32,14 @@ fn attention(seqlen_q: i64, seqlen_k: i64, headdim: i64, headdim_v: i64) -> Atte
 const DEFAULT: BackwardMode = BackwardMode { deterministic: false, bf16_gradients: false };
 const DETERMINISTIC: BackwardMode = BackwardMode { deterministic: true, ..DEFAULT };
 
-/// The same problem on packed tensors of these rows of queries and keys, if any.
+/// Returns the problem on packed tensors with these rows of queries and keys, if any.
 fn stored(packed: Option<[i64; 2]>, a: Attention) -> Attention {
     let Some([total_q, total_k]) = packed else { return a };
     Attention { queries: Queries::Packed { total: total_q }, keys: Keys::Packed { total: total_k }, ..a }
 }
 
-/// What a problem asks for, its packed rows, and which features that is.
-fn wishes() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
+/// Returns requested features, packed rows, and the feature set of kernels that results.
+fn feature_requests() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
     let packed = Some([150, 170]);
     let features = RequestedFeatures::default();
     [
@@ -60,30 +60,30 @@ fn wishes() -> [(RequestedFeatures, Option<[i64; 2]>, FeatureSet); 14] {
     ]
 }
 
-/// The kernels of a pass in parts.
+/// Returns the separate kernels of a backward pass.
 fn parts(plan: &plan::BackwardPlan) -> [PlannedKernel; 3] {
     [plan.prepare.unwrap(), plan.main, plan.finish.unwrap()]
 }
 
-/// A GPU that a family is made for.
+/// Returns a GPU of a family's own architecture.
 fn own_device(family: &Family) -> DeviceLimits {
     let capability = (family.sm as i32 / 10, family.sm as i32 % 10);
     DeviceLimits { capability, shared_bytes_per_block: family.shared_bytes, ..DeviceLimits::V100 }
 }
 
 #[test]
-fn every_headdim_has_kernels_and_padding_is_least() {
+fn plans_least_padding_for_every_headdim() {
     for (headdim, headdim_v) in (8..=256).step_by(8).flat_map(|d| (8..=256).step_by(8).map(move |v| (d, v))) {
-        for (features, packed, asked) in wishes() {
+        for (features, packed, asked) in feature_requests() {
             let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim_v) });
             let forward = plan::forward(&a, &DeviceLimits::V100).unwrap().variant;
             let [backward, deterministic] = [DEFAULT, DETERMINISTIC].map(|m| plan::backward(&a, m, &DeviceLimits::V100).unwrap());
             for v in [forward].into_iter().chain([backward, deterministic].iter().flat_map(|b| b.kernels().map(|k| k.variant))) {
                 let asked = asked.intersection(v.pass.info().features);
                 let fits = |v: &Variant| v.headdim as i64 >= headdim && v.headdim_v as i64 >= headdim_v;
-                let holds = |v: &Variant| fits(v) && v.features.contains(asked);
-                assert!(holds(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
-                let others = || COMPILED.of(&v.family, v.pass).filter(|o| holds(o));
+                let is_applicable = |v: &Variant| fits(v) && v.features.contains(asked);
+                assert!(is_applicable(v), "{} for {headdim}, {headdim_v}, {features:?}", v.name);
+                let others = || COMPILED.of(&v.family, v.pass).filter(|o| is_applicable(o));
                 let less_padded = others().any(|o| o.features == v.features && o.headdim + o.headdim_v < v.headdim + v.headdim_v);
                 let cheaper = others().any(|o| o.features != v.features && v.features.contains(o.features));
                 assert!(!cheaper, "{} for {features:?}", v.name);
@@ -97,7 +97,7 @@ const CACHED: [Pass; 5] = [Pass::Append, Pass::Dequantize, Pass::Decode, Pass::D
 
 #[test]
 fn every_variant_is_chosen_for_some_problem() {
-    // those of KV caches: tests/plan_decode.rs
+    // tests/plan_decode.rs has the variants for KV caches
     let mut unused: Vec<_> = kernels::variants().filter(|v| !CACHED.contains(&v.pass)).map(|v| v.name).collect();
     let states = MergedStates { batch: 1, seqlen_q: 100, nheads: 3, headdim_v: 512 };
     let merge = plan::merge(&states, &DeviceLimits::V100).unwrap();
@@ -106,7 +106,8 @@ fn every_variant_is_chosen_for_some_problem() {
     for headdim in (8..=256).step_by(8) {
         for headdim_v in (8..=256).step_by(8) {
             for (seqlen, nheads) in [(64, 2), (100, 200), (512, 8), (1024, 8), (1024, 16), (4096, 32)] {
-                for ((features, packed, _), family) in wishes().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f))) {
+                for ((features, packed, _), family) in feature_requests().into_iter().flat_map(|w| COMPILED.families().map(move |f| (w, f)))
+                {
                     let a = stored(
                         packed,
                         Attention { nheads, nheads_k: nheads, batch: 1, features, ..attention(seqlen, seqlen, headdim, headdim_v) },
@@ -124,9 +125,9 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
-/// Under a causal mask all heads' long blocks start before any short one, where the kernels can; else a head's blocks stay together.
+/// Under a causal mask the long blocks of all heads start before short ones, if kernels support it. Else a head's blocks stay together.
 #[test]
-fn the_order_of_a_grid() {
+fn orders_long_blocks_first_under_causal_masks() {
     let turing = Kernels(COMPILED.0.iter().copied().filter(|table| table[0].family.name == "turing").collect::<Vec<_>>().leak());
     let a = Attention { nheads: 8, ..attention(2048, 2048, 128, 128) };
     let right = |bound| Attention { window: Window { left: None, right: bound }, ..a };
@@ -137,7 +138,7 @@ fn the_order_of_a_grid() {
     let volta = plan::forward(&Attention { nheads: 3, nheads_k: 3, batch: 64, ..right(Some(0)) }, &DeviceLimits::V100).unwrap();
     assert_eq!((volta.variant.block_rows, volta.blocks), (128, [3, 16]));
     let a = Attention { nheads: 6, nheads_k: 3, ..a };
-    // (not causal, the last keys are another launch's)
+    // (without a causal mask, a tail computes the last keys)
     for (right, expected) in [(None, [13, 3]), (Some(0), [3, 16])] {
         let a = Attention { window: Window { left: None, right }, ..a };
         let plan = plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap();
@@ -149,51 +150,51 @@ fn the_order_of_a_grid() {
     }
 }
 
-/// Under a causal mask the longest block of a grid that runs all at once decides, and small blocks, with more warps a row, are shorter.
+/// Under a causal mask the longest block of a resident grid decides, and small blocks with more warps per row are shorter.
 #[test]
-fn causal_grids_that_run_at_once_get_small_blocks() {
+fn plans_small_blocks_for_resident_causal_grids() {
     let of = |nheads, seqlen_k, headdim, window| {
         let a = Attention { batch: 1, nheads, nheads_k: nheads, window, ..attention(512, seqlen_k, headdim, headdim) };
         let plan = plan::forward(&a, &DeviceLimits::V100).unwrap();
         (plan.variant.block_rows, plan.reason)
     };
     let rows = |nheads, headdim, right| of(nheads, 512, headdim, Window { left: None, right });
-    // four blocks of 128 rows a head, on 160 places
+    // four blocks of 128 rows per head, 160 resident blocks
     for headdim in [64, 128] {
         assert_eq!(rows(40, headdim, None), (128, Reason::Cheapest));
         assert_eq!(rows(40, headdim, Some(0)), (64, Reason::ShorterLongest));
     }
     assert_eq!(rows(41, 64, Some(0)), (128, Reason::Cheapest));
-    // blocks of which all take about as long
+    // all blocks take about as long
     for (seqlen_k, left, right) in [(16384, None, 0), (1025, None, 0), (512, None, 200), (512, Some(64), 0)] {
         assert_eq!(of(40, seqlen_k, 64, Window { left, right: Some(right) }), (128, Reason::Cheapest));
     }
     assert_eq!(of(40, 1024, 64, Window { left: Some(1024), right: Some(0) }), (64, Reason::ShorterLongest));
 }
 
-/// Rows that lie far before the keys that they see have large biases, which kernels of ALiBi alone would begin their sums with.
+/// Rows far before their keys have large biases, and kernels of ALiBi alone would start their sums with these.
 #[test]
-fn far_rows_with_alibi_get_general_kernels() {
+fn plans_generic_kernels_for_far_rows_with_alibi() {
     let requires = |seqlen_q, seqlen_k, right, seqused_k| {
         let features = RequestedFeatures { alibi: true, seqused_k, ..RequestedFeatures::default() };
         let a = Attention { features, window: Window { left: None, right }, ..attention(seqlen_q, seqlen_k, 64, 64) };
         let kernels = [plan::forward(&a, &DeviceLimits::V100).unwrap(), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap().main];
-        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|need| need == Feature::Alibi));
+        let [forward, backward] = kernels.map(|k| k.variant.required_features.iter().any(|feature| feature == Feature::Alibi));
         assert_eq!(forward, backward);
         forward
     };
     assert!(requires(4096, 4096, None, false) && requires(4096, 3584, None, false));
     assert!(!requires(4096, 3583, None, false));
-    // rows before the first key see none, or only those that are near it
+    // rows before the first key see no keys, or only near ones
     assert!(requires(30000, 16, Some(0), false) && requires(30000, 16, Some(512), false));
     assert!(!requires(30000, 16, Some(513), false));
-    // no more than so many keys, and perhaps fewer
+    // seqused_k may leave fewer keys than seqlen_k
     assert!(!requires(4096, 4096, None, true));
 }
 
-/// The same of the backward pass' blocks of keys, which are those of key heads.
+/// Key blocks of the backward pass count per KV head.
 #[test]
-fn small_backward_grids_get_small_blocks() {
+fn plans_small_blocks_for_small_backward_grids() {
     let keys = |nheads, nheads_k, seqlen, headdim, right| {
         let window = Window { left: None, right };
         let a = Attention { batch: 1, nheads, nheads_k, window, ..attention(300, seqlen, headdim, headdim) };
@@ -216,9 +217,9 @@ fn small_backward_grids_get_small_blocks() {
     assert_eq!(keys(40, 40, 512, 96, Some(0)), (128, Reason::Cheapest), "there are no smaller ones");
 }
 
-/// Turing's D=64 blocks of 192, 128 and 64 rows: what runs at once decides.
+/// Turing's blocks at headdim 64 have 192, 128 or 64 rows. The number of resident blocks decides.
 #[test]
-fn blocks_of_a_family_with_three_sizes() {
+fn chooses_among_three_block_sizes_of_turing() {
     let rows = |batch, nheads, seqlen, headdim| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
         plan::forward(&a, &H200).unwrap().variant.block_rows
@@ -233,26 +234,26 @@ fn blocks_of_a_family_with_three_sizes() {
 }
 
 #[test]
-fn small_grids_get_small_blocks() {
+fn plans_small_blocks_for_small_grids() {
     let blocks = |batch, nheads, seqlen, headdim, sms| {
         let a = Attention { batch, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
         let s = plan::forward(&a, &DeviceLimits { sms, ..DeviceLimits::V100 }).unwrap();
         (s.variant.block_rows, s.blocks[0])
     };
-    // 64 blocks of 64 rows, one or two on each of 80 SMs, instead of 32 of 128
+    // 64 blocks of 64 rows fit 80 SMs, instead of 32 blocks of 128
     assert_eq!(blocks(1, 8, 512, 128, 80), (64, 8));
     assert_eq!(blocks(1, 8, 512, 64, 80), (64, 8));
-    // exactly all resident, and one more: headdim 64 has two blocks an SM, 128 one
+    // exactly all resident, and one more: two blocks per SM at headdim 64, one at 128
     assert_eq!(blocks(1, 20, 512, 64, 80), (64, 8));
     assert_eq!(blocks(1, 21, 512, 64, 80), (128, 4));
     assert_eq!(blocks(1, 10, 512, 128, 80), (64, 8));
     assert_eq!(blocks(1, 11, 512, 128, 80), (128, 4));
-    // fewer SMs are filled by fewer blocks; the batch counts like heads
+    // fewer blocks fill fewer SMs; the batch counts like heads
     assert_eq!(blocks(1, 8, 512, 128, 40), (128, 4));
     assert_eq!(blocks(2, 8, 512, 128, 80), (128, 4));
-    // two large blocks an SM: nothing to gain
+    // two large blocks per SM: no gain
     assert_eq!(blocks(1, 16, 1024, 64, 80), (128, 8));
-    // one block of rows a head: no more small blocks than large ones
+    // one row tile per head: no more small blocks than large ones
     assert_eq!(blocks(64, 32, 64, 128, 80), (64, 1));
     assert_eq!(blocks(64, 32, 65, 128, 80), (128, 1));
 }
@@ -262,7 +263,7 @@ fn grids_cover_every_row() {
     for seqlen in [1, 31, 32, 127, 128, 129, 4096] {
         let a = attention(seqlen, seqlen + 5, 64, 64);
         let f = plan::forward(&a, &DeviceLimits::V100).unwrap();
-        // a tile a block; a stream-K grid has the tiles of all heads and entries on one axis
+        // one tile per block; a stream-K grid has the tiles of all heads and entries on one axis
         let [of_head, heads] = f.stream_k.map_or(f.blocks, |s| [(s.data_parallel_tiles + s.stream_k_tiles) / 16, 8]);
         assert_eq!((f.stream_k.is_some(), heads), (seqlen == 4096, 8));
         assert!((of_head * f.variant.block_rows) as i64 >= seqlen);
@@ -277,14 +278,14 @@ fn grids_cover_every_row() {
 }
 
 #[test]
-fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
+fn separate_dq_kernel_has_no_accumulator() {
     let own = tuned(&[], &[r#""pass": "Backward", "deterministic": true"#]);
     for headdim in [32, 64, 96, 128, 192, 256] {
         // enough heads for large blocks
         let a = Attention { nheads: 40, nheads_k: 20, ..attention(1000, 500, headdim, headdim) };
         let p = plan::backward(&a, DETERMINISTIC, &own).unwrap();
         assert_eq!((p.main.variant.pass, p.finish.unwrap().variant.pass), (Pass::BackwardDkDv, Pass::BackwardDq));
-        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.rounds), (0, 0, 1));
+        assert_eq!((p.headdim_rounded, p.dq_accum_splits, p.main_launches), (0, 0, 1));
         assert_eq!((p.main.blocks[1], p.finish.unwrap().blocks[1]), (20, 40), "heads of keys, heads of queries");
         assert!((p.finish.unwrap().blocks[0] * p.finish.unwrap().variant.block_rows) as i64 >= 1000);
         // the same tiles of dk and dv
@@ -294,9 +295,9 @@ fn a_kernel_of_its_own_for_dq_has_no_accumulator() {
     }
 }
 
-/// Where all keys of a head are one block, and it pays, nothing else is launched.
+/// If one block has all keys of a head, and it pays, the plan launches one kernel.
 #[test]
-fn few_keys_take_one_kernel() {
+fn plans_fused_backward_for_few_keys() {
     let with = |nheads, (seqlen_q, seqlen_k), headdim| Attention {
         batch: 1,
         nheads,
@@ -306,7 +307,7 @@ fn few_keys_take_one_kernel() {
     let name = |a: &Attention, d: &DeviceLimits| {
         let plan = plan::backward(a, DEFAULT, d).unwrap();
         assert_eq!((plan.prepare, plan.finish.is_none()), (None, true), "{a:?}");
-        assert_eq!((plan.deterministic, plan.rounds, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
+        assert_eq!((plan.deterministic, plan.main_launches, plan.dq_accum_splits, plan.headdim_rounded), (true, 1, 0, 0));
         assert_eq!(plan.main.blocks, [1, a.nheads_k as u32]);
         assert!(plan.scratch_rows >= a.seqlen_q && plan.kernels().count() == 1);
         assert_eq!(plan, plan::backward(a, DETERMINISTIC, d).unwrap(), "one block adds in one order");
@@ -321,19 +322,19 @@ fn few_keys_take_one_kernel() {
     assert_eq!(name(&with(1, (128, 128), 64), &T4), "turing_bwd_fused_64");
     let packed = Some([100, 100]);
     assert_eq!(name(&stored(packed, with(3, (60, 60), 64)), v100), "volta_bwd_varlen_fused_64_small");
-    // many rows for few blocks; but these are others' work for a GPU full of them
+    // many rows need enough blocks to fill the GPU
     assert_eq!(name(&with(400, (4096, 64), 64), v100), "volta_bwd_fused_64_small");
     let in_parts = |a: Attention, d: &DeviceLimits| plan::backward(&a, DEFAULT, d).unwrap().kernels().count() >= 3;
     assert!(in_parts(with(8, (4096, 64), 64), v100));
     assert!(in_parts(Attention { nheads_k: 1, ..with(16, (64, 64), 64) }, v100));
-    // a key too many; blocks of as many keys as there are, where smaller ones fill the GPU; half of the columns padding
+    // one key too many; smaller blocks that fill the GPU; half of the columns padding
     assert!(in_parts(with(4, (64, 65), 64), v100) && in_parts(with(4, (64, 129), 64), &T4));
     assert!(in_parts(with(4, (128, 128), 128), v100));
     assert!(in_parts(with(4, (64, 64), 32), v100) && in_parts(with(4, (64, 64), 96), v100));
-    // scores are modified
+    // scores with modifiers
     let features = RequestedFeatures { dropout_p: 0.1, ..RequestedFeatures::default() };
     assert!(in_parts(Attention { features, ..with(4, (64, 64), 64) }, v100));
-    // what a card's tuning says goes first, of either, and of what failed
+    // a tuning decides first: its choices and its failed kernels
     let a = || with(4, (64, 64), 64);
     assert!(in_parts(a(), &tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_64""#])));
     assert!(in_parts(a(), &tuned(&["volta_bwd_fused_64_small"], &[])));
@@ -348,27 +349,27 @@ fn few_keys_take_one_kernel() {
     assert!(in_parts(with(8, (64, 65), 64), &tuned(&[], &[r#""pass": "BackwardFused", "variant": "volta_bwd_fused_64_small""#])));
 }
 
-/// Launches of the main kernel one after the other, each of whose blocks has a sum of dq for itself.
+/// A deterministic pass launches the main kernel several times, and each block of a launch has its own accumulator.
 #[test]
-fn the_deterministic_backward_goes_in_rounds() {
+fn deterministic_backward_takes_several_main_launches() {
     let heads = |nheads, a| Attention { batch: 1, nheads, nheads_k: nheads, ..a };
     let planned = |a: &Attention, d: &DeviceLimits| plan::backward(a, DETERMINISTIC, d).unwrap();
     for (nheads, seqlen, headdim, rounds, sums) in [
-        // 160 places: as many heads and sums fill them
+        // 160 resident blocks: heads times accumulators fill the GPU
         (40, 2048, 64, 4, 4),
         (32, 2048, 64, 3, 5),
         (160, 2048, 64, 16, 1),
         (200, 2048, 64, 4, 4),
-        // 80 places
+        // 80 resident blocks
         (40, 2048, 128, 8, 2),
         (20, 2048, 128, 4, 4),
-        // a head's only block, and all blocks of a few heads
+        // the only block of a head, and all blocks of a few heads
         (4, 60, 32, 1, 1),
         (2, 300, 64, 1, 5),
     ] {
         let a = heads(nheads, attention(seqlen, seqlen, headdim, headdim));
         let (p, default) = (planned(&a, &DeviceLimits::V100), plan::backward(&a, DEFAULT, &DeviceLimits::V100).unwrap());
-        assert_eq!((p.rounds, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
+        assert_eq!((p.main_launches, p.dq_accum_splits, p.deterministic), (rounds, sums, true), "{a:?}");
         assert_eq!(p.main.blocks, [sums, nheads as u32], "one sum for each block of a launch");
         assert!(rounds * sums >= default.main.blocks[0] && (rounds - 1) * sums < default.main.blocks[0], "each block of keys once");
         let tail_blocks = p.tail.map(|tail| tail.kernel.blocks[0]);
@@ -376,36 +377,36 @@ fn the_deterministic_backward_goes_in_rounds() {
         assert!(tail_blocks.is_none_or(|n| n <= sums), "and one for each of the tail");
         let kernels = |p: &plan::BackwardPlan| parts(p).map(|k| k.variant.name);
         assert_eq!(kernels(&p), kernels(&default), "the same bits of dk and dv");
-        assert_eq!((p.headdim_rounded, default.rounds, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
+        assert_eq!((p.headdim_rounded, default.main_launches, default.dq_accum_splits), (default.headdim_rounded, 1, 1));
         let causal = planned(&Attention { window: Window { left: None, right: Some(0) }, ..a }, &DeviceLimits::V100);
         assert!(causal.main.blocks == [nheads as u32, causal.dq_accum_splits] || causal.dq_accum_splits == 0);
     }
-    // Few heads and many blocks would need more memory, or leave most of the GPU idle.
+    // few heads with many blocks would need more memory, or leave most of the GPU idle
     for a in [heads(1, attention(65536, 65536, 64, 64)), heads(4, attention(8192, 8192, 128, 128))] {
         assert_eq!(planned(&a, &DeviceLimits::V100).main.variant.pass, Pass::BackwardDkDv);
     }
-    // Of a narrow window each block meets few rows, and sums of all rows would take most of the time.
+    // under a narrow window each block meets few rows, so zeroing and adding accumulators of all rows would take most of the time
     let narrow = Attention { window: Window { left: Some(64), right: Some(0) }, ..heads(40, attention(8192, 8192, 64, 64)) };
     assert_eq!(planned(&narrow, &DeviceLimits::V100).dq_accum_splits, 0);
-    // T4: its kernels begin with the first block
+    // T4: Turing's kernels have no key block offset
     let t4 = DeviceLimits { capability: (7, 5), shared_bytes_per_block: 64 * 1024, ..DeviceLimits::V100 };
     assert_eq!(planned(&heads(40, attention(2048, 2048, 64, 64)), &t4).main.variant.pass, Pass::BackwardDkDv);
-    // where a kernel for dq failed, in rounds whatever it costs
+    // after a failed dq kernel, several launches at any cost
     let names = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     assert!(planned(&narrow, &tuned(&names(Pass::BackwardDq), &[])).dq_accum_splits > 0);
 }
 
-/// The last keys of a grid that is not causal go by small blocks where large ones would take a round of their own.
+/// Without a causal mask, small blocks compute the last keys if large blocks would need another wave.
 #[test]
-fn the_tail_of_a_grid() {
+fn plans_small_blocks_for_last_keys() {
     let with = |nheads, seqlen, headdim| Attention { batch: 1, nheads, nheads_k: nheads, ..attention(seqlen, seqlen, headdim, headdim) };
     let planned = |a: &Attention| plan::backward(a, DEFAULT, &DeviceLimits::V100).unwrap();
     for (a, main, tail) in [
-        (with(32, 2048, 64), 15, 2),  // 3.2 rounds of 160 blocks
+        (with(32, 2048, 64), 15, 2),  // 3.2 waves of 160 blocks
         (with(40, 1111, 64), 8, 2),   // 2.25
         (with(40, 1111, 128), 8, 2),  // 4.5 of 80
         (with(32, 2048, 128), 15, 2), // 6.4
-        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, of which 80 run at once
+        (with(32, 2050, 128), 15, 0), // the rest would be 96 small blocks, more than the 80 resident ones
     ] {
         let p = planned(&a);
         if tail == 0 {
@@ -419,23 +420,23 @@ fn the_tail_of_a_grid() {
         assert!(i64::from(main * large) < a.seqlen_k && i64::from(main * large + tail * small) >= a.seqlen_k);
     }
     for whole in [
-        with(40, 2048, 64),  // 4 rounds
+        with(40, 2048, 64),  // 4 waves
         with(8, 1024, 64),   // one
         with(32, 2048, 256), // has no smaller blocks
         Attention { window: Window { left: None, right: Some(0) }, ..with(32, 2048, 64) },
     ] {
         assert_eq!(planned(&whole).tail, None);
     }
-    // small blocks are what failed
+    // the small blocks failed
     assert_eq!(plan::backward(&with(32, 2048, 64), DEFAULT, &tuned(&["volta_bwd_64_small"], &[])).unwrap().tail, None);
 }
 
 /// Plain kernels write fp16 only.
 #[test]
-fn gradients_in_bf16_take_kernels_that_write_it() {
+fn bf16_gradients_get_kernels_that_write_bf16() {
     for mode in [DEFAULT, DETERMINISTIC] {
         for headdim in (8..=256).step_by(8) {
-            for (features, packed, asked) in wishes() {
+            for (features, packed, asked) in feature_requests() {
                 let a = stored(packed, Attention { features, ..attention(100, 100, headdim, headdim) });
                 let plan = plan::backward(&a, BackwardMode { bf16_gradients: true, ..mode }, &DeviceLimits::V100).unwrap();
                 for v in [plan.main.variant, plan.finish.unwrap().variant] {
@@ -451,14 +452,14 @@ fn gradients_in_bf16_take_kernels_that_write_it() {
 }
 
 #[test]
-fn devices_that_cannot_run_the_kernels_are_refused() {
+fn rejects_devices_without_kernels() {
     let a = attention(10, 10, 64, 64);
     let pascal = DeviceLimits { capability: (6, 1), ..DeviceLimits::V100 };
     let e = plan::forward(&a, &pascal).unwrap_err();
     assert!(e.message.contains("6.1") && e.message.contains("7.0"), "{e}");
     let turing = T4;
     for headdim in [64, 128, 256] {
-        // on a device with less shared memory, a plan fits or is refused, with the reason
+        // with less shared memory a plan fits, or the error gives the reason
         match plan::backward(&attention(10, 10, headdim, headdim), DEFAULT, &turing) {
             Ok(p) => assert!(p.main.variant.shared_bytes <= turing.shared_bytes_per_block),
             Err(e) => assert!(e.message.contains("shared memory"), "{e}"),
@@ -467,14 +468,14 @@ fn devices_that_cannot_run_the_kernels_are_refused() {
 }
 
 #[test]
-fn huge_batches_are_cut_to_the_grid() {
+fn splits_huge_batches_into_launches() {
     let chunks: Vec<_> = plan::batch_chunks(150_000).collect();
     assert_eq!(chunks, [(0, 65535), (65535, 65535), (131_070, 18_930)]);
     assert_eq!(plan::batch_chunks(3).collect::<Vec<_>>(), [(0, 3)]);
 }
 
 #[test]
-fn parameter_block_of_the_problem() {
+fn fills_problem_parameters() {
     let mut a = attention(100, 130, 64, 64);
     let p = plan::problem_block(&a, 2);
     assert_eq!((p.window_left, p.window_right, p.sign_flip), (230, 230, 0));
@@ -491,9 +492,9 @@ fn described(dtype: DType, sizes: &[i64]) -> TensorDesc {
     TensorDesc { dtype, device: Device::Cuda(0), sizes: sizes.into(), strides }
 }
 
-/// max_seqlen says nothing about the size of the problem: grids cover the rows that there are, and no bound leaves int32.
+/// max_seqlen may exceed the problem: grids cover the actual rows, and all bounds fit int32.
 #[test]
-fn max_seqlen_does_not_make_the_grid() {
+fn max_seqlen_does_not_enlarge_grids() {
     let cu = || Some(described(DType::Int32, &[4]));
     let (q, k) = (described(DType::Half, &[300, 8, 64]), described(DType::Half, &[500, 2, 64]));
     let longest = Some(1 << 30);
@@ -509,9 +510,9 @@ fn max_seqlen_does_not_make_the_grid() {
     }
 }
 
-/// The largest problem that validation lets through: what the mask of a row, of a key and of a tile beyond the end adds up.
+/// Adds what masks add for a row, a key and a tile beyond the end, in the largest problem that validation accepts.
 #[test]
-fn bounds_of_the_longest_sequences_stay_in_int32() {
+fn bounds_of_longest_sequences_fit_int32() {
     let longest = described(DType::Half, &[1, (1 << 29) - 1, 1, 8]);
     let o = Options { window_left: -1, window_right: -1, ..Options::default() };
     let a = problem::validate(&longest, &longest, &longest, &o, Backend::Kernels).unwrap();
@@ -525,7 +526,7 @@ fn bounds_of_the_longest_sequences_stay_in_int32() {
 }
 
 #[test]
-fn names_are_unique_and_blocks_fit_their_gpus() {
+fn kernel_names_are_unique_and_blocks_fit_gpus() {
     let mut names: Vec<_> = kernels::variants().map(|v| v.name).collect();
     let count = names.len();
     names.sort();
@@ -539,9 +540,9 @@ fn names_are_unique_and_blocks_fit_their_gpus() {
     }
 }
 
-/// What device.rs and the kernels take from a family's scratch layout.
+/// Checks the assumptions of device.rs and the kernels about a family's scratch layout.
 #[test]
-fn scratch_layouts_make_sense() {
+fn scratch_layouts_are_consistent() {
     for table in COMPILED.0 {
         for v in *table {
             assert_eq!(v.family, table[0].family, "{}: a table is of one family", v.name);
@@ -550,7 +551,7 @@ fn scratch_layouts_make_sense() {
             }
             let s = v.family.scratch.expect("backward kernels have scratch memory");
             assert_eq!(s.row_rounding % s.group_rows, 0, "{}", v.family.name);
-            // the number of rows beyond a packed sequence's own that validation counts with (MAX_SEQUENCES)
+            // validation assumes at most this many extra rows per packed sequence (MAX_SEQUENCES)
             assert!(s.row_rounding <= 32, "{}", v.family.name);
             for at in [s.neg_lse_offsets, s.neg_delta_offsets] {
                 assert_eq!(at.len(), s.group_rows as usize, "{}", v.family.name);
@@ -560,15 +561,15 @@ fn scratch_layouts_make_sense() {
             all.dedup();
             assert_eq!(all.len(), 2 * s.group_rows as usize, "{}: each value has a place of its own", v.family.name);
             assert!(all.iter().all(|&at| at < s.group_floats), "{}", v.family.name);
-            // keys in blocks: queries in steps
+            // kernels with key blocks step through queries
             assert!(v.pass.info().rows != RowKind::Keys || s.row_rounding % v.step == 0, "{}", v.name);
         }
     }
 }
 
-/// Where the kernels put a packed sequence's rows in the scratch memory (`rounded_row` in csrc/backward/scratch.cuh), none overlaps another.
+/// Kernels place packed sequences in scratch memory (`rounded_row` in csrc/backward/scratch.cuh) without overlap.
 #[test]
-fn packed_sequences_have_room_in_the_scratch_memory() {
+fn packed_sequences_do_not_overlap_in_scratch() {
     for lengths in [vec![1, 1, 1], vec![32, 32], vec![31, 33, 0, 0, 64], vec![0, 0], vec![5, 0, 95, 1, 127, 32, 2], vec![1000]] {
         let total_q = lengths.iter().sum();
         let longest = *lengths.iter().max().unwrap();
@@ -603,14 +604,14 @@ const TURING: Family = Family {
 const T4: DeviceLimits = DeviceLimits { capability: (7, 5), sms: 40, shared_bytes_per_block: 64 * 1024, only: None, tuning: None };
 const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, only: None, tuning: None };
 
-/// Volta's kernels, whatever else is compiled, and before them tables of others.
+/// Returns Volta's kernels after these tables, without other compiled families.
 fn volta_and(tables: &[&[Variant]]) -> Kernels {
     let others = tables.iter().map(|rows| &*rows.to_vec().leak());
     let volta = COMPILED.0.iter().copied().filter(|table| table[0].family == VOLTA);
     Kernels(others.chain(volta).collect::<Vec<_>>().leak())
 }
 
-/// Volta's kernel of this name as one of another family.
+/// Returns Volta's kernel of this name as a kernel of another family.
 fn like(name: &str, family: Family) -> Variant {
     Variant { family, ..*kernels::variants().find(|v| v.name == name).unwrap() }
 }
@@ -620,7 +621,7 @@ fn chosen(plan: plan::PlannedKernel) -> (&'static str, &'static str) {
 }
 
 #[test]
-fn the_order_of_families() {
+fn prefers_families_in_order() {
     let next = Family { name: "made-up ampere", sm: 80, native: &[80, 86], ..TURING };
     let named = |family| like("volta_fwd_64x64", family);
     let found = |kernels: Kernels, sm| kernels.families_for(sm).into_iter().map(|(f, code)| (f.name, code)).collect::<Vec<_>>();
@@ -642,9 +643,9 @@ fn the_order_of_families() {
     }
 }
 
-/// A family that is complete in one pass only is taken for that, and only where its kernel holds the problem.
+/// A family with only a forward pass computes that, if its kernel is applicable.
 #[test]
-fn forward_is_chosen_alone() {
+fn chooses_forward_family_alone() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let family = |a: &Attention, d: &DeviceLimits| plan::forward_among(kernels, a, d).unwrap().variant.family.name;
     let a = attention(2000, 2000, 64, 64);
@@ -662,9 +663,9 @@ fn forward_is_chosen_alone() {
     assert_eq!(family(&a, &DeviceLimits { shared_bytes_per_block: 20 * 1024, ..T4 }), TURING.name, "18 KB");
 }
 
-/// The kernels of a backward pass share scratch memory: of a family that lacks one of them, none is taken.
+/// The kernels of a backward pass share scratch memory, so a family that lacks one of them computes none.
 #[test]
-fn backward_is_chosen_as_a_set() {
+fn chooses_backward_kernels_from_one_family() {
     let scratch = Scratch { row_rounding: 16, group_rows: 2, group_floats: 4, neg_lse_offsets: &[0, 1], neg_delta_offsets: &[2, 3] };
     let turing = Family { scratch: Some(scratch), ..TURING };
     let mut rows: Vec<_> = ["volta_bwd_64", "volta_bwd_postprocess"].map(|name| like(name, turing)).to_vec();
@@ -685,10 +686,10 @@ fn backward_is_chosen_as_a_set() {
 }
 
 #[test]
-fn the_environment_may_restrict_the_choice() {
+fn environment_restricts_families() {
     let kernels = volta_and(&[&[like("volta_fwd_64x64", TURING)]]);
     let only = |name: &str, device: DeviceLimits| DeviceLimits { only: kernels.families().find(|f| f.name == name), ..device };
-    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full rounds
+    let a = Attention { nheads: 10, nheads_k: 10, ..attention(2000, 2000, 64, 64) }; // full waves
     let volta = plan::forward_among(kernels, &a, &only("volta", T4)).unwrap();
     assert_eq!(chosen(volta), ("volta", "volta_fwd_64x64"));
     assert_eq!(chosen(plan::forward_among(kernels, &a, &only(TURING.name, T4)).unwrap()).0, TURING.name);
@@ -703,14 +704,14 @@ fn the_environment_may_restrict_the_choice() {
     }
 }
 
-/// A kernel for one need beats the one for all of them where that is all that is asked, without a new order.
+/// A kernel of only the requested features is preferred to one with more, at any position in the tables.
 #[test]
-fn the_kernel_with_the_fewest_needs_wins() {
-    let needs = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
-    let two = Variant { name: "two", features: needs, ..like("volta_fwd_generic_64x64", VOLTA) };
+fn chooses_kernel_with_fewest_features() {
+    let of_kernel = FeatureSet::of(&[Feature::Alibi, Feature::Sinks]);
+    let two = Variant { name: "two", features: of_kernel, ..like("volta_fwd_generic_64x64", VOLTA) };
     let kernels = volta_and(&[&[two]]);
     let name = |features| {
-        // full rounds
+        // full waves
         let a = Attention { nheads: 10, nheads_k: 10, features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).unwrap().variant.name
     };
@@ -721,7 +722,7 @@ fn the_kernel_with_the_fewest_needs_wins() {
     assert_eq!(
         name(RequestedFeatures { sinks: true, ..RequestedFeatures::default() }),
         "two",
-        "as good as ragged, and earlier in the tables"
+        "as good as varlen, and earlier in the tables"
     );
     for both in [RequestedFeatures { dropout_p: 0.5, ..alibi }, RequestedFeatures { seqused_k: true, ..alibi }] {
         assert_eq!(name(both), "volta_fwd_generic_64x64");
@@ -739,11 +740,11 @@ fn the_kernel_with_the_fewest_needs_wins() {
     }
 }
 
-/// Volta's forward kernels of one feature or two have no registers for a bias in fp32; all others that have a bias read either type.
+/// Volta's forward kernels of one or two features have no registers for an fp32 bias. All others with a bias read both types.
 #[test]
-fn an_fp32_bias_gets_kernels_that_read_it() {
-    let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|need| FeatureSet::of(&[need]));
-    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type of what is not there");
+fn fp32_bias_gets_kernels_that_read_it() {
+    let [bias, fp32] = [Feature::Bias, Feature::Fp32Bias].map(|feature| FeatureSet::of(&[feature]));
+    assert!(kernels::variants().all(|v| v.features.contains(bias) || !v.features.contains(fp32)), "a type without a bias");
     let of_fp16: Vec<_> = kernels::variants().filter(|v| v.features.contains(bias) && !v.features.contains(fp32)).collect();
     assert!(of_fp16.len() == 4 && of_fp16.iter().all(|v| v.pass == Pass::Forward && v.required_features.contains(bias)), "{of_fp16:?}");
     for (dropout_p, headdim) in [(0.0, 64), (0.5, 64), (0.0, 128), (0.5, 128)] {
@@ -760,24 +761,24 @@ fn an_fp32_bias_gets_kernels_that_read_it() {
     }
 }
 
-/// A tuning that says `bias` is read as before there was a need for its type, and means one in fp16.
+/// `bias` in a tuning means an fp16 bias. An fp32 bias needs `fp32_bias` too. Also checks the alias `needs`.
 #[test]
-fn a_choice_for_a_bias_says_its_type() {
-    let of = |needs: &str| format!(r#""pass": "Forward", "needs": [{needs}], "variant": "volta_fwd_generic_96x96""#);
-    let reason = |needs: &str, fp32_bias| {
+fn tuning_choice_for_bias_names_its_type() {
+    let of = |names: &str| format!(r#""pass": "Forward", "needs": [{names}], "variant": "volta_fwd_generic_96x96""#);
+    let reason = |names: &str, fp32_bias| {
         let features = RequestedFeatures { attn_bias: true, fp32_bias, ..RequestedFeatures::default() };
-        forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(needs)])).1
+        forward_of(&Attention { features, ..attention(2000, 2000, 64, 64) }, &tuned(&[], &[&of(names)])).1
     };
     let (half, float) = (r#""bias""#, r#""fp32_bias", "bias""#);
     assert_eq!((reason(half, false), reason(half, true)), (Reason::Tuned, Reason::Cheapest));
     assert_eq!((reason(float, false), reason(float, true)), (Reason::Cheapest, Reason::Tuned));
 }
 
-/// A kernel that does something unasked is no stand-in where it is not asked for, whatever else is missing.
+/// A kernel with required features never computes a problem without them.
 #[test]
-fn a_kernel_gets_what_it_requires() {
-    let needs = FeatureSet::of(&[Feature::Alibi]);
-    let alibi = Variant { name: "alibi", features: needs, required_features: needs, ..like("volta_fwd_64x64", VOLTA) };
+fn plans_kernels_only_with_required_features() {
+    let of_kernel = FeatureSet::of(&[Feature::Alibi]);
+    let alibi = Variant { name: "alibi", features: of_kernel, required_features: of_kernel, ..like("volta_fwd_64x64", VOLTA) };
     let name = |kernels, features| {
         let a = Attention { features, ..attention(2000, 2000, 64, 64) };
         plan::forward_among(kernels, &a, &DeviceLimits::V100).map(|planned| planned.variant.name)
@@ -787,9 +788,9 @@ fn a_kernel_gets_what_it_requires() {
     assert!(name(Kernels(alone), RequestedFeatures::default()).is_err());
 }
 
-/// Whose scaled_dot_product_attention is ours without being asked twice.
+/// VOLTA_FA_ENABLE_SDPA=1 enables devices with complete native families only; `force` enables newer ones.
 #[test]
-fn a_device_is_served_by_whole_families_of_its_own() {
+fn serves_devices_with_complete_native_families() {
     let served = |kernels: Kernels, newer_too| [61, 70, 72, 75, 86, 90].map(|sm| kernels.serve(sm, newer_too));
     let volta = [false, true, true, false, false, false];
     assert_eq!(served(volta_and(&[]), false), volta);
@@ -808,7 +809,7 @@ fn a_device_is_served_by_whole_families_of_its_own() {
 }
 
 #[test]
-fn needs_are_a_set() {
+fn feature_sets_follow_set_algebra() {
     let [a, b] = [FeatureSet::of(&[Feature::Alibi, Feature::Sinks]), FeatureSet::of(&[Feature::Sinks])];
     assert!(a.contains(b) && !b.contains(a) && b.contains(FeatureSet::NONE) && a.contains(a));
     assert_eq!((a.count(), a.without(b), a.intersection(b), b.union(a)), (2, FeatureSet::of(&[Feature::Alibi]), b, a));
@@ -822,7 +823,7 @@ fn needs_are_a_set() {
 
 // ---- tunings -------------------------------------------------------------------------------------------------------------
 
-/// The tuning with these failed kernels and choices, each the inside of a JSON object, of a device.
+/// Returns a device with a tuning of these failed kernels and choices. Each choice is the inside of a JSON object.
 fn tuned_with(kernels: Kernels, failed: &[&str], choices: &[&str], d: DeviceLimits) -> DeviceLimits {
     let failed: Vec<_> = failed.iter().map(|name| format!("\"{name}\"")).collect();
     let choices: Vec<_> = choices.iter().map(|choice| format!("{{{choice}}}")).collect();
@@ -847,19 +848,19 @@ fn backward_of(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> ([&'stati
     (parts(&plan).map(|k| k.variant.name), plan.deterministic)
 }
 
-/// Every problem that the tests above plan.
+/// Returns many different problems.
 fn problems() -> impl Iterator<Item = Attention> {
     let headdims = (8..=256).step_by(8).map(|d| (d, d)).chain([(192, 128), (40, 200)]);
     let shapes = headdims.flat_map(|(d, v)| [(64, 2), (1000, 16)].map(|(seqlen, nheads)| (d, v, seqlen, nheads)));
     shapes.flat_map(|(d, v, seqlen, nheads)| {
-        wishes().map(|(features, packed, _)| {
+        feature_requests().map(|(features, packed, _)| {
             stored(packed, Attention { nheads, nheads_k: nheads, features, ..attention(seqlen, seqlen, d, v) })
         })
     })
 }
 
 #[test]
-fn an_empty_tuning_changes_nothing() {
+fn empty_tuning_changes_no_plan() {
     let empty = tuned(&[], &[]);
     for a in problems() {
         assert_eq!(plan::forward(&a, &empty).unwrap(), plan::forward(&a, &DeviceLimits::V100).unwrap());
@@ -870,7 +871,7 @@ fn an_empty_tuning_changes_nothing() {
 }
 
 #[test]
-fn choices_are_taken_for_their_class() {
+fn takes_tuning_choices_for_their_class() {
     let d = tuned(
         &[],
         &[r#""pass": "Forward", "headdim": [64, 64], "seqlen_q": [100, 1000], "rows": [2000, 16000], "variant": "volta_fwd_128x128""#],
@@ -886,13 +887,13 @@ fn choices_are_taken_for_their_class() {
         own(&a);
     }
     own(&Attention { nheads: 16, ..attention(501, 5, 64, 64) });
-    // and a need that the kernel lacks
+    // and a feature that the kernel lacks
     own(&Attention { features: RequestedFeatures { softcap: 1.0, ..RequestedFeatures::default() }, ..attention(500, 5, 64, 64) });
 }
 
-/// As many as there are, not as many as a batch of the longest sequence would make.
+/// `rows` counts actual rows, not max_seqlen times batch.
 #[test]
-fn packed_rows_are_counted_as_they_lie() {
+fn counts_actual_rows_of_packed_tensors() {
     let d = tuned(&[], &[r#""pass": "Forward", "rows": [2000, 2000], "variant": "volta_fwd_generic_96x96""#]);
     for (total_q, expected) in [(249, false), (250, true), (1000, false)] {
         let a = stored(Some([total_q, 9]), attention(125, 5, 64, 64));
@@ -901,7 +902,7 @@ fn packed_rows_are_counted_as_they_lie() {
 }
 
 #[test]
-fn classes_may_ask_for_a_mask_and_for_needs() {
+fn tuning_classes_select_mask_and_features() {
     let causal = tuned(&[], &[r#""pass": "Forward", "is_causal": true, "variant": "volta_fwd_generic_96x96""#]);
     let full = tuned(&[], &[r#""pass": "Forward", "is_causal": false, "variant": "volta_fwd_generic_96x96""#]);
     let plain = tuned(&[], &[r#""pass": "Forward", "needs": [], "variant": "volta_fwd_generic_96x96""#]);
@@ -916,9 +917,9 @@ fn classes_may_ask_for_a_mask_and_for_needs() {
     }
 }
 
-/// The first that is possible.
+/// The first applicable choice wins.
 #[test]
-fn choices_that_do_not_hold_a_problem_are_passed_over() {
+fn skips_inapplicable_tuning_choices() {
     let any = |name: &str| format!(r#""pass": "Forward", "variant": "{name}""#);
     let choices = ["volta_fwd_32x32", "volta_fwd_64x64", "volta_fwd_96x96", "volta_fwd_generic_64x64"].map(any);
     let d = tuned(&["volta_fwd_64x64"], &choices.each_ref().map(String::as_str));
@@ -934,7 +935,7 @@ fn choices_that_do_not_hold_a_problem_are_passed_over() {
 }
 
 #[test]
-fn a_tuned_kernel_brings_its_family() {
+fn tuned_kernel_selects_its_family() {
     let named = |name, like: Variant| Variant { name, ..like };
     let turing = Family { scratch: VOLTA.scratch, ..TURING };
     let rows = [
@@ -959,12 +960,12 @@ fn a_tuned_kernel_brings_its_family() {
     );
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_96", "volta_bwd_postprocess"]);
     assert_eq!(plan::forward_among(kernels, &a, &d).unwrap().variant.name, "volta_fwd_128x128");
-    // not where the family may not be taken or is not run at all
+    // not if the family is excluded or does not run on the device
     let only = DeviceLimits { only: kernels.families().find(|f| f.name == TURING.name), ..d };
     assert_eq!(backward(&only), ["prepare", "main", "finish"]);
     let d = tuned_with(kernels, &[], &[r#""pass": "Backward", "variant": "main""#], DeviceLimits::V100);
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
-    // one of them failed: the whole set of the other family
+    // after one failure, all kernels of the other family
     let d = tuned_with(kernels, &["prepare"], &[], H200);
     assert_eq!(backward(&d), ["volta_bwd_preprocess", "volta_bwd_64", "volta_bwd_postprocess"]);
     let plan = plan::backward_among(kernels, &a, DEFAULT, &d).unwrap();
@@ -972,7 +973,7 @@ fn a_tuned_kernel_brings_its_family() {
 }
 
 #[test]
-fn a_tuning_takes_atomics_away_and_never_adds_them() {
+fn tuning_removes_atomics_but_never_adds_them() {
     let d = tuned(&[], &[r#""pass": "Backward", "headdim": [64, 64], "deterministic": true"#]);
     let without = ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_64"];
     let a = Attention { nheads: 40, nheads_k: 40, ..attention(1000, 1000, 64, 64) };
@@ -980,7 +981,7 @@ fn a_tuning_takes_atomics_away_and_never_adds_them() {
     assert_eq!(backward_of(&a, DETERMINISTIC, &d), (without, true));
     assert!(!backward_of(&attention(1000, 1000, 72, 72), DEFAULT, &d).1);
     assert_eq!(plan::backward(&a, DEFAULT, &d).unwrap().main.reason, Reason::TunedMode);
-    // a kernel that adds by atomics, for whoever asked for none
+    // a kernel with atomics, in deterministic mode
     let atomics = tuned(&[], &[r#""pass": "Backward", "variant": "volta_bwd_128""#]);
     assert_eq!(backward_of(&a, DEFAULT, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], false));
     assert_eq!(backward_of(&a, DETERMINISTIC, &atomics), (["volta_bwd_preprocess", "volta_bwd_128", "volta_bwd_postprocess"], true));
@@ -990,9 +991,9 @@ fn a_tuning_takes_atomics_away_and_never_adds_them() {
     assert_eq!(backward_of(&a, DEFAULT, &both).0, ["volta_bwd_preprocess", "volta_bwd_dkdv_64", "volta_bwd_dq_96"]);
 }
 
-/// Whichever kernel fails, and whatever a choice says of it: no plan has it, and there is one, or an error that names it.
+/// Plans avoid each failed kernel, even if a choice names it. Else an error names the kernel.
 #[test]
-fn failed_kernels_are_never_planned() {
+fn never_plans_failed_kernels() {
     let all: Vec<_> = problems().collect();
     for failed in kernels::variants().filter(|v| v.family == VOLTA) {
         let choice = format!(r#""pass": "{:?}", "variant": "{}""#, failed.pass, failed.name);
@@ -1016,7 +1017,7 @@ fn failed_kernels_are_never_planned() {
 }
 
 #[test]
-fn what_stands_in_for_a_failed_kernel() {
+fn replaces_failed_kernels() {
     let a = attention(900, 900, 64, 64);
     assert_eq!(forward_of(&a, &tuned(&["volta_fwd_64x64"], &[])), ("volta_fwd_64x64_small", Reason::FailedAvoided));
     let small = attention(64, 64, 64, 64);
@@ -1024,7 +1025,7 @@ fn what_stands_in_for_a_failed_kernel() {
     assert_eq!(forward_of(&small, &tuned(&["volta_fwd_64x64_small"], &[])), ("volta_fwd_64x64", Reason::Cheapest));
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64"], &[])).0[1], "volta_bwd_64_small");
     assert_eq!(backward_of(&a, DEFAULT, &tuned(&["volta_bwd_64", "volta_bwd_64_small"], &[])).0[1], "volta_bwd_96");
-    // nothing with atomics is left: without; and nothing without: an error, since atomics were excluded
+    // if all kernels with atomics failed, kernels without; if those failed, an error, because the mode excludes atomics
     let of = |pass: Pass| COMPILED.of(&VOLTA, pass).map(|v| v.name).collect::<Vec<_>>();
     let no_atomics = tuned(&of(Pass::Backward), &[]);
     assert_eq!(backward_of(&a, DEFAULT, &no_atomics), (["volta_bwd_preprocess", "volta_bwd_dkdv_64_small", "volta_bwd_dq_64"], true));
@@ -1035,7 +1036,7 @@ fn what_stands_in_for_a_failed_kernel() {
 }
 
 #[test]
-fn what_is_not_a_tuning_is_refused_with_the_place() {
+fn rejects_invalid_tuning_with_its_location() {
     let choice = |inside: &str| format!(r#"{{"format": 1, "choices": [{{{inside}}}]}}"#);
     let long =
         format!(r#"{{"format": 1, "choices": [{}]}}"#, vec![r#"{"pass": "Backward", "deterministic": true}"#; MAX_CHOICES + 1].join(","));
@@ -1073,7 +1074,7 @@ fn what_is_not_a_tuning_is_refused_with_the_place() {
 }
 
 #[test]
-fn a_tuning_belongs_to_one_card() {
+fn rejects_tuning_of_another_gpu() {
     let card = Card { device: "Tesla V100-SXM2-16GB".into(), driver: "580.159.04".into(), volta_fa: "0.1.0".into() };
     assert_eq!(card.file_name(), "Tesla_V100_SXM2_16GB-580.159.04-0.1.0.json");
     assert_eq!(Card { device: "../a b/\u{e9}".into(), ..card.clone() }.file_name(), ".._a_b__-580.159.04-0.1.0.json");
@@ -1091,7 +1092,7 @@ fn a_tuning_belongs_to_one_card() {
 }
 
 #[test]
-fn choices_that_a_device_can_never_take_are_named() {
+fn names_tuning_choices_unusable_on_a_device() {
     let text = r#"{"format": 1, "choices": [
         {"pass": "Forward", "variant": "turing_fwd_64x64"},
         {"pass": "Forward", "variant": "volta_fwd_128x128"},

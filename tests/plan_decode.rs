@@ -1,4 +1,4 @@
-//! What the plan makes of a KV cache and few queries: a tile of rows, a grid that lengths do not matter to, scratch memory.
+//! Tests of decode plans: row tile, grid independent of lengths, and scratch memory.
 
 use volta_fa::kernels::{self, CacheFormat, Pass};
 use volta_fa::limits::MAX_DECODE_ROWS;
@@ -7,7 +7,7 @@ use volta_fa::problem::{Appended, Attention, Cache, CacheLayout, DType, Keys, Qu
 
 const CACHE: Cache = Cache { layout: CacheLayout::Entries, entries: 3, rows: 800, format: CacheFormat::Unquantized };
 
-/// Three sequences of up to 800 tokens.
+/// Returns a problem of three sequences with up to 800 tokens.
 fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     Attention {
         batch: 3,
@@ -28,12 +28,12 @@ fn cached(headdim: i64, group: i64, seqlen_q: i64) -> Attention {
     }
 }
 
-/// The same of multi-head latent attention.
+/// Returns such a problem of multi-head latent attention.
 fn latents(heads: i64, seqlen_q: i64) -> Attention {
     Attention { nheads: heads, nheads_k: 1, headdim_v: 512, keys: Keys::Latents(CACHE), ..cached(576, 1, seqlen_q) }
 }
 
-/// The same with a cache of another format; `Bf16`: beside bf16 queries.
+/// Returns the problem with a cache of another format; `Bf16` with bf16 queries.
 fn with_format(a: Attention, format: CacheFormat) -> Attention {
     if format == CacheFormat::Bf16 {
         return Attention { dtype: DType::BFloat16, ..a };
@@ -56,7 +56,7 @@ fn every_variant_is_chosen_for_some_problem() {
         .collect();
     for d in [DeviceLimits::V100, T4] {
         unused.retain(|name| *name != plan::dequantize(800, 2, &d).unwrap().variant.name);
-        for format in [&[CacheFormat::Unquantized], QUANTISED.as_slice()].concat() {
+        for format in [&[CacheFormat::Unquantized], QUANTIZED.as_slice()].concat() {
             unused.retain(|name| *name != plan::append(5, 2, format, &d).unwrap().variant.name);
             for heads in [1, 16, 32, 64, 128] {
                 let planned = plan::decode(&with_format(latents(heads, 1), format), false, &d);
@@ -68,7 +68,7 @@ fn every_variant_is_chosen_for_some_problem() {
             for group in [1, 8, 9, 16, 32, 64] {
                 let a = cached(headdim, group, 1);
                 unused.retain(|name| *name != plan(&a, false, &d).kernel.variant.name);
-                for format in QUANTISED.into_iter().chain([CacheFormat::Bf16]) {
+                for format in QUANTIZED.into_iter().chain([CacheFormat::Bf16]) {
                     unused.retain(|name| *name != plan::decode(&with_format(a, format), false, &d).unwrap().kernel.variant.name);
                 }
             }
@@ -87,9 +87,9 @@ fn every_variant_is_chosen_for_some_problem() {
     assert!(unused.is_empty(), "compiled but never planned: {unused:?}");
 }
 
-/// Tokens before the first visible one are zeros as far as any kernel reads that attends to the copy, and its blocks cover all tokens.
+/// The dequantize kernel zeroes tokens before the first visible one up to the largest step of forward kernels. Its grid covers all tokens.
 #[test]
-fn conversion_reaches_as_far_as_a_step_of_keys() {
+fn dequantize_grid_covers_padding_of_key_steps() {
     let longest = kernels::variants().filter(|v| v.pass == Pass::Forward).map(|v| v.step).max();
     for v in kernels::variants().filter(|v| v.pass == Pass::Dequantize) {
         assert_eq!(Some(v.step), longest, "{}", v.name);
@@ -98,12 +98,12 @@ fn conversion_reaches_as_far_as_a_step_of_keys() {
     assert_eq!(planned.blocks, [801_u32.div_ceil(planned.variant.block_rows), 2]);
 }
 
-const QUANTISED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
+const QUANTIZED: [CacheFormat; 4] = [CacheFormat::Int8, CacheFormat::Int4, CacheFormat::E5m2, CacheFormat::E4m3];
 
-/// A kernel reads one kind of cache, whatever else it has; a family that has none for it leaves the call to the next.
+/// Decode kernels read one cache format. A family without kernels for a format leaves the call to the next family.
 #[test]
-fn a_quantized_cache_has_kernels_of_its_own() {
-    for format in QUANTISED {
+fn plans_kernels_for_each_quantized_format() {
+    for format in QUANTIZED {
         for d in [DeviceLimits::V100, T4] {
             for (group, rows) in [(8, 8), (9, 16), (17, 32), (40, 32)] {
                 let v = plan::decode(&with_format(cached(128, group, 1), format), false, &d).unwrap().kernel.variant;
@@ -117,9 +117,9 @@ fn a_quantized_cache_has_kernels_of_its_own() {
     }
 }
 
-/// A chunk of 512 queries leaves SMs idle in blocks of as many rows as a long sequence wants.
+/// Blocks for long prompts would leave SMs idle in a chunk of 512 queries.
 #[test]
-fn chunks_get_smaller_blocks() {
+fn plans_smaller_blocks_for_prefill_chunks() {
     const H200: DeviceLimits = DeviceLimits { capability: (9, 0), sms: 132, shared_bytes_per_block: 227 * 1024, ..T4 };
     for (headdim, rows) in [(64, 64), (128, 128), (256, 128)] {
         let chunk = Attention { batch: 1, nheads: 32, seqlen_k: 16384, ..cached(headdim, 16, 512) };
@@ -132,7 +132,7 @@ fn chunks_get_smaller_blocks() {
 }
 
 #[test]
-fn the_smallest_tile_that_has_room() {
+fn plans_smallest_row_tile_that_fits() {
     for (headdim, group, seqlen_q, rows) in
         [(64, 1, 1, 8), (64, 8, 1, 8), (64, 9, 1, 16), (128, 6, 3, 32), (128, 8, 8, 64), (128, 40, 8, 64), (256, 8, 8, 64), (8, 1, 1, 8)]
     {
@@ -144,7 +144,7 @@ fn the_smallest_tile_that_has_room() {
 }
 
 #[test]
-fn another_kernel_has_sequences_of_many_rows() {
+fn leaves_sequences_of_many_rows_to_prefill() {
     let a = cached(128, 8, 100);
     let mixed = plan(&a, true, &DeviceLimits::V100);
     assert_eq!((mixed.kernel.variant.block_rows, mixed.max_rows), (32, MAX_DECODE_ROWS));
@@ -152,7 +152,7 @@ fn another_kernel_has_sequences_of_many_rows() {
 }
 
 #[test]
-fn the_grid_is_as_large_as_the_gpu() {
+fn decode_grid_fills_the_gpu() {
     for d in [DeviceLimits::V100, T4] {
         let mut long = cached(64, 4, 1);
         let of_short = plan(&long, false, &d);
@@ -161,7 +161,7 @@ fn the_grid_is_as_large_as_the_gpu() {
         assert_eq!(p, of_short, "lengths do not matter");
         let blocks = d.sms * p.kernel.variant.blocks_per_sm;
         assert_eq!(p.kernel.blocks, [blocks, 1]);
-        // each block has two places, and a counter for each in every level of a tree of radix 4, whose last has one node
+        // two partial results per block, with a semaphore per level of a tree of radix 4
         let levels = p.semaphores / (2 * i64::from(blocks));
         assert!(4_i64.pow(levels as u32) >= i64::from(blocks) && 4_i64.pow(levels as u32 - 1) < i64::from(blocks), "{levels}");
         assert!(p.partials >= 2 * i64::from(blocks) * 8 * 64);
@@ -169,14 +169,14 @@ fn the_grid_is_as_large_as_the_gpu() {
 }
 
 #[test]
-fn latents_have_kernels_of_their_own() {
+fn plans_mla_kernels_only_for_latents() {
     for d in [DeviceLimits::V100, T4] {
         for (heads, seqlen_q) in [(1, 1), (16, 1), (128, 8)] {
             let p = plan(&latents(heads, seqlen_q), false, &d);
             let v = p.kernel.variant;
             assert_eq!((v.pass, v.headdim, v.headdim_v, p.max_rows), (Pass::DecodeMla, 576, 512, i64::MAX), "{}", v.name);
         }
-        // and nobody else gets them: their values are their keys
+        // no other problem gets them, because they read keys as values
         for headdim in [64, 256] {
             assert_eq!(plan(&cached(headdim, 8, 1), false, &d).kernel.variant.pass, Pass::Decode);
         }

@@ -1,4 +1,4 @@
-//! Validation without tensors: every rule refuses with the argument's name, what was given and what is allowed.
+//! Tests of validation, without tensors. Each error gives the argument's name, the value and the expected values.
 
 use volta_fa::error::ErrorKind;
 use volta_fa::options::UNKNOWN;
@@ -16,12 +16,12 @@ fn options() -> Options {
     Options { window_left: -1, window_right: -1, ..Default::default() }
 }
 
-/// A valid call, changed by `change`, must be refused with all of `words` in the message.
-fn refused(kind: ErrorKind, words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
+/// Checks that a valid call after `change` is rejected, with all `words` in the message.
+fn rejected(kind: ErrorKind, words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
     let (mut q, mut k, mut v, mut o) = (tensor([2, 10, 6, 64]), tensor([2, 12, 3, 64]), tensor([2, 12, 3, 32]), options());
     validate(&q, &k, &v, &o, Backend::Kernels).expect("valid before the change");
     change(&mut q, &mut k, &mut v, &mut o);
-    let e = validate(&q, &k, &v, &o, Backend::Kernels).expect_err("must be refused");
+    let e = validate(&q, &k, &v, &o, Backend::Kernels).expect_err("must be rejected");
     assert_eq!(e.kind, kind, "{e}");
     for w in words {
         assert!(e.message.contains(w), "`{}` does not say `{w}`", e.message);
@@ -29,7 +29,7 @@ fn refused(kind: ErrorKind, words: &[&str], change: impl FnOnce(&mut TensorDesc,
 }
 
 #[test]
-fn accepted_problem() {
+fn accepts_valid_problem() {
     let o = Options { is_causal: true, window_left: 4, ..options() };
     let a = validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
     assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (2, 10, 12, 6, 3, 64, 32));
@@ -38,33 +38,33 @@ fn accepted_problem() {
 }
 
 #[test]
-fn wrong_tensors() {
+fn rejects_invalid_tensors() {
     use ErrorKind::Value;
-    refused(Value, &["q", "torch.float32", "torch.float16"], |q, _, _, _| q.dtype = DType::Float);
-    refused(Value, &["k: got dtype torch.bfloat16", "torch.float16, that of q"], |_, k, _, _| k.dtype = DType::BFloat16);
-    refused(Value, &["k", "torch.int32", "torch.float16 or torch.bfloat16"], |_, k, _, _| k.dtype = DType::Int32);
-    refused(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
-    refused(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
-    refused(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
+    rejected(Value, &["q", "torch.float32", "torch.float16"], |q, _, _, _| q.dtype = DType::Float);
+    rejected(Value, &["k: got dtype torch.bfloat16", "torch.float16, that of q"], |_, k, _, _| k.dtype = DType::BFloat16);
+    rejected(Value, &["k", "torch.int32", "torch.float16 or torch.bfloat16"], |_, k, _, _| k.dtype = DType::Int32);
+    rejected(Value, &["v", "cpu", "cuda:0"], |_, _, v, _| v.device = Device::Cpu);
+    rejected(Value, &["k", "cuda:1", "cuda:0"], |_, k, _, _| k.device = Device::Cuda(1));
+    rejected(Value, &["q", "rank 3", "rank 4"], |q, _, _, _| {
         *q = TensorDesc { sizes: Dims::from_slice(&[10, 6, 64]), strides: Dims::from_slice(&[384, 64, 1]), ..q.clone() }
     });
-    refused(Value, &["k", "batch 3", "batch 2"], |_, k, _, _| *k = tensor([3, 12, 3, 64]));
-    refused(Value, &["v", "seqlen 13", "seqlen 12"], |_, _, v, _| *v = tensor([2, 13, 3, 32]));
-    refused(Value, &["v", "nheads 1", "nheads 3"], |_, _, v, _| *v = tensor([2, 12, 1, 32]));
-    refused(Value, &["k", "headdim 32", "headdim 64"], |_, k, _, _| *k = tensor([2, 12, 3, 32]));
-    refused(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
-    refused(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
-    refused(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
-    refused(Value, &["v: got headdim 264, expected a headdim from 1 to 256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
-    refused(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| {
+    rejected(Value, &["k", "batch 3", "batch 2"], |_, k, _, _| *k = tensor([3, 12, 3, 64]));
+    rejected(Value, &["v", "seqlen 13", "seqlen 12"], |_, _, v, _| *v = tensor([2, 13, 3, 32]));
+    rejected(Value, &["v", "nheads 1", "nheads 3"], |_, _, v, _| *v = tensor([2, 12, 1, 32]));
+    rejected(Value, &["k", "headdim 32", "headdim 64"], |_, k, _, _| *k = tensor([2, 12, 3, 32]));
+    rejected(Value, &["q", "nheads 7", "multiple of nheads_k 3"], |q, _, _, _| *q = tensor([2, 10, 7, 64]));
+    rejected(Value, &["q", "stride 6", "contiguous last dimension"], |q, _, _, _| q.strides[3] = 6);
+    rejected(Value, &["k", "stride 4294967296 between rows", "4294967295"], |_, k, _, _| k.strides[1] = 1 << 32);
+    rejected(Value, &["v: got headdim 264, expected a headdim from 1 to 256"], |_, _, v, _| *v = tensor([2, 12, 3, 264]));
+    rejected(Value, &["q: got headdim 0, expected a headdim from 1 to 256"], |q, k, _, _| {
         (*q, *k) = (tensor([2, 10, 6, 0]), tensor([2, 12, 3, 0]))
     });
-    refused(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
+    rejected(Value, &["q", "seqlen 2000000000", "536870911"], |q, _, _, _| *q = tensor([2, 2_000_000_000, 6, 64]));
 }
 
-/// What is symbolic is taken as it has to be; what is known beside it is checked all the same.
+/// Validation accepts symbolic sizes and still checks known ones.
 #[test]
-fn unknown_sizes() {
+fn accepts_symbolic_sizes_and_checks_known_ones() {
     let unknown = |mut d: TensorDesc, dims: &[usize]| {
         d.device = Device::Meta;
         dims.iter().for_each(|&i| d.sizes[i] = UNKNOWN);
@@ -77,7 +77,7 @@ fn unknown_sizes() {
     let a = check(&q, &k, &v, &options()).unwrap();
     assert_eq!((a.seqlen_q, a.nheads, a.headdim, a.headdim_v), (UNKNOWN, 6, 64, 32));
     assert!(check(&q, &k, &v, &Options { window_left: UNKNOWN, ..options() }).is_ok());
-    // where tensors have data, that number is a number
+    // for tensors with data, UNKNOWN is an ordinary number
     let real = |o: &Options| validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), o, Backend::Kernels);
     assert!(real(&Options { window_left: UNKNOWN, ..options() }).is_err());
     let length = |backend| {
@@ -88,7 +88,7 @@ fn unknown_sizes() {
     let all = [0, 1, 2, 3].as_slice();
     assert!(check(&unknown(q.clone(), all), &unknown(k.clone(), all), &unknown(v.clone(), all), &options()).is_ok());
 
-    let message = |q: &TensorDesc, k: &TensorDesc, o: &Options| check(q, k, &v, o).expect_err("must be refused").message;
+    let message = |q: &TensorDesc, k: &TensorDesc, o: &Options| check(q, k, &v, o).expect_err("must be rejected").message;
     assert!(message(&q, &unknown(tensor([2, 12, 4, 64]), &[1]), &options()).contains("v: got nheads 3, expected nheads 4"));
     assert!(message(&q, &TensorDesc { device: Device::Cpu, ..k.clone() }, &options()).contains("k: got device cpu, expected device meta"));
     let huge = || unknown(tensor([2, 12, 3, 264]), &[1]);
@@ -101,17 +101,17 @@ fn unknown_sizes() {
 }
 
 #[test]
-fn wrong_scalars() {
+fn rejects_invalid_scalars() {
     use ErrorKind::Value;
-    refused(Value, &["dropout_p", "1.5", "[0, 1)"], |_, _, _, o| o.dropout_p = 1.5);
-    refused(Value, &["dropout_p", "NaN"], |_, _, _, o| o.dropout_p = f64::NAN);
+    rejected(Value, &["dropout_p", "1.5", "[0, 1)"], |_, _, _, o| o.dropout_p = 1.5);
+    rejected(Value, &["dropout_p", "NaN"], |_, _, _, o| o.dropout_p = f64::NAN);
     for softcap in [-1.0, 9e-5, 1.1e4, f64::INFINITY, f64::NAN] {
-        refused(Value, &[&format!("softcap: got {softcap}"), "0 (off) or a number from 1e-4 to 1e4"], |_, _, _, o| o.softcap = softcap);
+        rejected(Value, &[&format!("softcap: got {softcap}"), "0 (off) or a number from 1e-4 to 1e4"], |_, _, _, o| o.softcap = softcap);
     }
-    refused(Value, &["softmax_scale", "inf"], |_, _, _, o| o.softmax_scale = Some(f64::INFINITY));
-    refused(Value, &["window_left", "-2"], |_, _, _, o| o.window_left = -2);
-    refused(Value, &["window_right", "-7"], |_, _, _, o| o.window_right = -7);
-    refused(Value, &["window_right: got 3 together with is_causal=True", "-1 or 0"], |_, _, _, o| {
+    rejected(Value, &["softmax_scale", "inf"], |_, _, _, o| o.softmax_scale = Some(f64::INFINITY));
+    rejected(Value, &["window_left", "-2"], |_, _, _, o| o.window_left = -2);
+    rejected(Value, &["window_right", "-7"], |_, _, _, o| o.window_right = -7);
+    rejected(Value, &["window_right: got 3 together with is_causal=True", "-1 or 0"], |_, _, _, o| {
         (o.is_causal, o.window_right) = (true, 3)
     });
 }
@@ -133,12 +133,12 @@ fn packed_options() -> Options {
     Options { cu_seqlens_q: ints(4), cu_seqlens_k: ints(4), max_seqlen_q: Some(7), max_seqlen_k: Some(9), ..options() }
 }
 
-/// As [`refused`], from a valid packed call.
-fn packed_refused(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
+/// Checks rejection as [`rejected`], from a valid packed call.
+fn packed_rejected(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut TensorDesc, &mut TensorDesc, &mut Options)) {
     let (mut q, mut k, mut v, mut o) = (packed([10, 6, 64]), packed([20, 3, 64]), packed([20, 3, 32]), packed_options());
     validate(&q, &k, &v, &o, Backend::Kernels).expect("valid before the change");
     change(&mut q, &mut k, &mut v, &mut o);
-    let e = validate(&q, &k, &v, &o, Backend::Kernels).expect_err("must be refused");
+    let e = validate(&q, &k, &v, &o, Backend::Kernels).expect_err("must be rejected");
     assert_eq!(e.kind, ErrorKind::Value, "{e}");
     for w in words {
         assert!(e.message.contains(w), "`{}` does not say `{w}`", e.message);
@@ -146,7 +146,7 @@ fn packed_refused(words: &[&str], change: impl FnOnce(&mut TensorDesc, &mut Tens
 }
 
 #[test]
-fn accepted_packed_problem() {
+fn accepts_valid_packed_problem() {
     let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     assert_eq!((a.batch, a.seqlen_q, a.seqlen_k, a.nheads, a.nheads_k, a.headdim, a.headdim_v), (3, 7, 9, 6, 3, 64, 32));
     assert_eq!((a.queries, a.keys), (Queries::Packed { total: 10 }, Keys::Packed { total: 20 }));
@@ -154,9 +154,9 @@ fn accepted_packed_problem() {
     assert!(a.is_varlen() && !a.is_empty());
 }
 
-/// max_seqlen may be any upper limit; grids and masks are made for what there can be. The shape of a bias follows the argument.
+/// max_seqlen may be any upper bound; grids and masks use at most the actual rows. The shape of a bias follows the argument.
 #[test]
-fn max_seqlen_beyond_all_rows() {
+fn accepts_max_seqlen_beyond_all_rows() {
     let check = |o: Options| validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels);
     let o = Options { max_seqlen_q: Some(1 << 30), max_seqlen_k: Some(1 << 30), ..packed_options() };
     let a = check(o.clone()).unwrap();
@@ -165,9 +165,9 @@ fn max_seqlen_beyond_all_rows() {
     assert!(check(Options { attn_bias: Some(vector(DType::Half, &[3, 6, 1, 20])), ..o }).unwrap_err().message.contains("1073741824"));
 }
 
-/// ... and 0 where there are no rows.
+/// max_seqlen may be 0 without rows.
 #[test]
-fn max_seqlen_of_nothing() {
+fn accepts_max_seqlen_0_without_rows() {
     let o = Options { max_seqlen_q: Some(0), ..packed_options() };
     assert!(validate(&packed([0, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &o, Backend::Kernels).unwrap().is_empty());
     let o = Options { max_seqlen_k: Some(0), ..packed_options() };
@@ -175,44 +175,46 @@ fn max_seqlen_of_nothing() {
 }
 
 #[test]
-fn wrong_packed_arguments() {
-    packed_refused(&["cu_seqlens_k: got None", "cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_k = None);
-    packed_refused(&["cu_seqlens_q: got None"], |_, _, _, o| o.cu_seqlens_q = None);
-    packed_refused(&["cu_seqlens_q: got dtype torch.int64", "torch.int32"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int64, &[4])));
-    packed_refused(&["cu_seqlens_q: got shape (4, 1)", "(batch + 1,)"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int32, &[4, 1])));
-    packed_refused(&["cu_seqlens_q: got shape (0)"], |_, _, _, o| o.cu_seqlens_q = ints(0));
-    packed_refused(&["cu_seqlens_k: got shape (5)", "here (4,)"], |_, _, _, o| o.cu_seqlens_k = ints(5));
-    packed_refused(&["cu_seqlens_k: got stride 2", "contiguous"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().strides[0] = 2);
-    packed_refused(&["cu_seqlens_k: got device cpu", "cuda:0"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().device = Device::Cpu);
-    packed_refused(&["max_seqlen_q: got None", "longest sequence"], |_, _, _, o| o.max_seqlen_q = None);
-    packed_refused(&["max_seqlen_k: got None"], |_, _, _, o| o.max_seqlen_k = None);
-    packed_refused(&["max_seqlen_k: got -1", "0 to"], |_, _, _, o| o.max_seqlen_k = Some(-1));
-    packed_refused(&["max_seqlen_k: got 2147483648", "0 to 2147483647"], |_, _, _, o| o.max_seqlen_k = Some(1 << 31));
-    packed_refused(&["max_seqlen_q: got 0", "at least 1", "10 rows"], |_, _, _, o| o.max_seqlen_q = Some(0));
-    packed_refused(&["max_seqlen_k: got 0", "at least 1", "20 rows"], |_, _, _, o| o.max_seqlen_k = Some(0));
-    packed_refused(&["max_seqlen_k: got 0"], |_, _, _, o| (o.max_seqlen_k, o.seqused_k) = (Some(0), ints(3)));
-    packed_refused(&["cu_seqlens_q: got shape (1)", "10 rows"], |_, _, _, o| (o.cu_seqlens_q, o.cu_seqlens_k) = (ints(1), ints(1)));
-    packed_refused(&["cu_seqlens_q: got shape (33554434)", "at most 33554432 sequences"], |_, _, _, o| {
+fn rejects_invalid_packed_arguments() {
+    packed_rejected(&["cu_seqlens_k: got None", "cu_seqlens_q"], |_, _, _, o| o.cu_seqlens_k = None);
+    packed_rejected(&["cu_seqlens_q: got None"], |_, _, _, o| o.cu_seqlens_q = None);
+    packed_rejected(&["cu_seqlens_q: got dtype torch.int64", "torch.int32"], |_, _, _, o| {
+        o.cu_seqlens_q = Some(vector(DType::Int64, &[4]))
+    });
+    packed_rejected(&["cu_seqlens_q: got shape (4, 1)", "(batch + 1,)"], |_, _, _, o| o.cu_seqlens_q = Some(vector(DType::Int32, &[4, 1])));
+    packed_rejected(&["cu_seqlens_q: got shape (0)"], |_, _, _, o| o.cu_seqlens_q = ints(0));
+    packed_rejected(&["cu_seqlens_k: got shape (5)", "here (4,)"], |_, _, _, o| o.cu_seqlens_k = ints(5));
+    packed_rejected(&["cu_seqlens_k: got stride 2", "contiguous"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().strides[0] = 2);
+    packed_rejected(&["cu_seqlens_k: got device cpu", "cuda:0"], |_, _, _, o| o.cu_seqlens_k.as_mut().unwrap().device = Device::Cpu);
+    packed_rejected(&["max_seqlen_q: got None", "longest sequence"], |_, _, _, o| o.max_seqlen_q = None);
+    packed_rejected(&["max_seqlen_k: got None"], |_, _, _, o| o.max_seqlen_k = None);
+    packed_rejected(&["max_seqlen_k: got -1", "0 to"], |_, _, _, o| o.max_seqlen_k = Some(-1));
+    packed_rejected(&["max_seqlen_k: got 2147483648", "0 to 2147483647"], |_, _, _, o| o.max_seqlen_k = Some(1 << 31));
+    packed_rejected(&["max_seqlen_q: got 0", "at least 1", "10 rows"], |_, _, _, o| o.max_seqlen_q = Some(0));
+    packed_rejected(&["max_seqlen_k: got 0", "at least 1", "20 rows"], |_, _, _, o| o.max_seqlen_k = Some(0));
+    packed_rejected(&["max_seqlen_k: got 0"], |_, _, _, o| (o.max_seqlen_k, o.seqused_k) = (Some(0), ints(3)));
+    packed_rejected(&["cu_seqlens_q: got shape (1)", "10 rows"], |_, _, _, o| (o.cu_seqlens_q, o.cu_seqlens_k) = (ints(1), ints(1)));
+    packed_rejected(&["cu_seqlens_q: got shape (33554434)", "at most 33554432 sequences"], |_, _, _, o| {
         (o.cu_seqlens_q, o.cu_seqlens_k) = (ints((1 << 25) + 2), ints((1 << 25) + 2))
     });
-    packed_refused(&["k: got total 536870912", "at most 536870911"], |_, k, v, _| {
+    packed_rejected(&["k: got total 536870912", "at most 536870911"], |_, k, v, _| {
         (*k, *v) = (packed([1 << 29, 3, 64]), packed([1 << 29, 3, 32]))
     });
-    packed_refused(&["q: got a tensor of rank 4", "rank 3"], |q, _, _, _| *q = tensor([2, 5, 6, 64]));
-    packed_refused(&["v: got total 19", "total 20"], |_, _, v, _| *v = packed([19, 3, 32]));
-    packed_refused(&["k: got headdim 32", "headdim 64"], |_, k, _, _| *k = packed([20, 3, 32]));
-    packed_refused(&["seqused_k: got shape (4)", "here (3,)"], |_, _, _, o| o.seqused_k = ints(4));
-    packed_refused(&["attn_bias: got shape (3, 6, 10, 20)", "(3, 6, 7, 9)"], |_, _, _, o| {
+    packed_rejected(&["q: got a tensor of rank 4", "rank 3"], |q, _, _, _| *q = tensor([2, 5, 6, 64]));
+    packed_rejected(&["v: got total 19", "total 20"], |_, _, v, _| *v = packed([19, 3, 32]));
+    packed_rejected(&["k: got headdim 32", "headdim 64"], |_, k, _, _| *k = packed([20, 3, 32]));
+    packed_rejected(&["seqused_k: got shape (4)", "here (3,)"], |_, _, _, o| o.seqused_k = ints(4));
+    packed_rejected(&["attn_bias: got shape (3, 6, 10, 20)", "(3, 6, 7, 9)"], |_, _, _, o| {
         o.attn_bias = Some(vector(DType::Half, &[3, 6, 10, 20]))
     });
-    refused(ErrorKind::Value, &["max_seqlen_q: got 10", "None"], |_, _, _, o| o.max_seqlen_q = Some(10));
-    refused(ErrorKind::Value, &["max_seqlen_k: got 12", "None"], |_, _, _, o| o.max_seqlen_k = Some(12));
-    refused(ErrorKind::Value, &["q: got a tensor of rank 3", "cu_seqlens_q"], |q, _, _, _| *q = packed([10, 6, 64]));
+    rejected(ErrorKind::Value, &["max_seqlen_q: got 10", "None"], |_, _, _, o| o.max_seqlen_q = Some(10));
+    rejected(ErrorKind::Value, &["max_seqlen_k: got 12", "None"], |_, _, _, o| o.max_seqlen_k = Some(12));
+    rejected(ErrorKind::Value, &["q: got a tensor of rank 3", "cu_seqlens_q"], |q, _, _, _| *q = packed([10, 6, 64]));
 }
 
 #[test]
-fn wrong_features() {
-    let wrong = |words: &[&str], change: &dyn Fn(&mut Options)| refused(ErrorKind::Value, words, |_, _, _, o| change(o));
+fn rejects_invalid_features() {
+    let wrong = |words: &[&str], change: &dyn Fn(&mut Options)| rejected(ErrorKind::Value, words, |_, _, _, o| change(o));
     wrong(&["seqused_k: got dtype torch.int64", "torch.int32"], &|o| o.seqused_k = Some(vector(DType::Int64, &[2])));
     wrong(&["seqused_k: got shape (3)", "(2,)"], &|o| o.seqused_k = ints(3));
     wrong(&["alibi_slopes: got dtype torch.float16", "torch.float32"], &|o| o.alibi_slopes = Some(vector(DType::Half, &[6])));
@@ -233,7 +235,7 @@ fn wrong_features() {
 }
 
 #[test]
-fn accepted_features() {
+fn accepts_valid_features() {
     let accepted = |change: &dyn Fn(&mut Options)| {
         let mut o = options();
         change(&mut o);
@@ -261,25 +263,25 @@ fn accepted_features() {
 }
 
 #[test]
-fn wrong_lengths() {
+fn rejects_invalid_lengths() {
     let a = validate(&packed([10, 6, 64]), &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     let (q, k) = ([0, 7, 7, 10], [0, 9, 11, 20]);
-    let refused = |words: &[&str], q: &[i32], k: &[i32], used: Option<&[i32]>| {
+    let rejected = |words: &[&str], q: &[i32], k: &[i32], used: Option<&[i32]>| {
         let e = validate_lengths(&a, Some(q), Some(k), used).unwrap_err();
         assert_eq!(e.kind, ErrorKind::Value);
         assert!(words.iter().all(|w| e.message.contains(w)), "{e}");
     };
     validate_lengths(&a, Some(&q), Some(&k), None).unwrap();
     validate_lengths(&a, Some(&q), Some(&k), Some(&[9, 0, 5])).unwrap();
-    refused(&["cu_seqlens_q: got 1 as its first", "expected 0"], &[1, 7, 7, 10], &k, None);
-    refused(&["cu_seqlens_k: got -1 as its first"], &q, &[-1, 9, 11, 20], None);
-    refused(&["cu_seqlens_q: got 6 after 7 (entry 2)", "never descend"], &[0, 7, 6, 10], &k, None);
-    refused(&["cu_seqlens_k: got 21 as its last", "20, the number of rows"], &q, &[0, 9, 12, 21], None);
-    refused(&["cu_seqlens_q: got 9 as its last", "10, the number of rows"], &[0, 7, 7, 9], &k, None);
-    refused(&["max_seqlen_q: got 7", "at least 8", "sequence 0"], &[0, 8, 8, 10], &k, None);
-    refused(&["max_seqlen_k: got 9", "at least 11", "sequence 2"], &q, &[0, 9, 9, 20], None);
-    refused(&["seqused_k: got 3 (entry 1)", "0 to 2"], &q, &k, Some(&[9, 3, 9]));
-    refused(&["seqused_k: got -1 (entry 0)"], &q, &k, Some(&[-1, 1, 1]));
+    rejected(&["cu_seqlens_q: got 1 as its first", "expected 0"], &[1, 7, 7, 10], &k, None);
+    rejected(&["cu_seqlens_k: got -1 as its first"], &q, &[-1, 9, 11, 20], None);
+    rejected(&["cu_seqlens_q: got 6 after 7 (entry 2)", "never descend"], &[0, 7, 6, 10], &k, None);
+    rejected(&["cu_seqlens_k: got 21 as its last", "20, the number of rows"], &q, &[0, 9, 12, 21], None);
+    rejected(&["cu_seqlens_q: got 9 as its last", "10, the number of rows"], &[0, 7, 7, 9], &k, None);
+    rejected(&["max_seqlen_q: got 7", "at least 8", "sequence 0"], &[0, 8, 8, 10], &k, None);
+    rejected(&["max_seqlen_k: got 9", "at least 11", "sequence 2"], &q, &[0, 9, 9, 20], None);
+    rejected(&["seqused_k: got 3 (entry 1)", "0 to 2"], &q, &k, Some(&[9, 3, 9]));
+    rejected(&["seqused_k: got -1 (entry 0)"], &q, &k, Some(&[-1, 1, 1]));
 
     let o = Options { seqused_k: ints(2), ..options() };
     let dense = validate(&tensor([2, 10, 6, 64]), &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
@@ -288,7 +290,7 @@ fn wrong_lengths() {
 }
 
 #[test]
-fn rng_state_belongs_to_dropout() {
+fn requires_rng_state_exactly_with_dropout() {
     let q = tensor([2, 10, 6, 64]);
     let o = Options { dropout_p: 0.1, ..options() };
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &o, Backend::Kernels).unwrap();
@@ -310,7 +312,7 @@ fn rng_state_belongs_to_dropout() {
 }
 
 #[test]
-fn packed_saved_tensors() {
+fn checks_saved_tensors_of_packed_problems() {
     let q = packed([10, 6, 64]);
     let a = validate(&q, &packed([20, 3, 64]), &packed([20, 3, 32]), &packed_options(), Backend::Kernels).unwrap();
     let check = |out: &TensorDesc, lse: &[i64]| validate_backward(out, out, &vector(DType::Float, lse), None, &q, &a, Backend::Kernels);
@@ -320,7 +322,7 @@ fn packed_saved_tensors() {
 }
 
 #[test]
-fn cpu_backend_takes_every_float() {
+fn cpu_backend_accepts_every_float_type() {
     for dtype in [DType::Half, DType::BFloat16, DType::Float, DType::Double] {
         let make = |s| TensorDesc { dtype, device: Device::Cpu, ..tensor(s) };
         validate(&make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &make([1, 5, 2, 8]), &options(), Backend::Cpu).unwrap();
@@ -328,7 +330,7 @@ fn cpu_backend_takes_every_float() {
 }
 
 #[test]
-fn empty_problems_are_valid() {
+fn accepts_empty_problems() {
     for sizes in [[0, 10, 2, 64], [2, 0, 2, 64], [2, 10, 0, 64]] {
         let a = validate(&tensor(sizes), &tensor(sizes), &tensor(sizes), &options(), Backend::Kernels).unwrap();
         assert!(a.is_empty());
@@ -336,7 +338,7 @@ fn empty_problems_are_valid() {
 }
 
 #[test]
-fn wrong_saved_tensors() {
+fn rejects_invalid_saved_tensors() {
     let q = tensor([2, 10, 6, 64]);
     let a = validate(&q, &tensor([2, 12, 3, 64]), &tensor([2, 12, 3, 32]), &options(), Backend::Kernels).unwrap();
     let out = tensor([2, 10, 6, 32]);

@@ -1,4 +1,4 @@
-//! Drivers that do not take the embedded code, played by a libcuda of our own: what is tried, and what the user reads.
+//! Tests of drivers that reject the embedded code, with a fake libcuda: which code is tried, and the error messages.
 
 use cudarc::driver::sys::CUresult;
 use std::ffi::CString;
@@ -9,7 +9,8 @@ use volta_fa::kernels::{self, Family, Pass};
 use volta_fa::launch::driver::{self, Driver};
 use volta_fa::launch::{KernelLaunch, Launcher};
 
-/// Device d is a card of capability d / 10, d % 10. An ELF file is answered with `answer_to_cubin`, PTX with `answer_to_ptx`.
+/// Source of the fake libcuda. Device d has compute capability d / 10, d % 10. It answers `answer_to_cubin` to an ELF file, `answer_to_ptx`
+/// to PTX.
 const LIBCUDA: &str = r#"
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +41,7 @@ struct Pretended {
 }
 
 impl Pretended {
-    /// Compiles it and has the process find it wherever libcuda is looked for from now on.
+    /// Compiles the library and loads it, so that later searches for libcuda find it.
     fn new() -> Self {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let (source, library) = (folder.join("pretended_libcuda.c"), folder.join("libcuda.so"));
@@ -51,7 +52,7 @@ impl Pretended {
             .status();
         assert!(made.expect("g++ runs").success());
         let path = CString::new(library.to_str().unwrap()).unwrap();
-        // SAFETY: a library without initialisers; loaded, it is what a search for its soname finds.
+        // SAFETY: the library has no initializers. Once loaded, a search for its soname finds it.
         let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         assert!(!library.is_null());
         Self { library }
@@ -59,11 +60,11 @@ impl Pretended {
 
     fn number(&self, name: &str) -> &AtomicI32 {
         let name = CString::new(name).unwrap();
-        // SAFETY: the library has these ints, for as long as the process lives.
+        // SAFETY: the library has these ints as long as the process lives.
         unsafe { &*libc::dlsym(self.library, name.as_ptr()).cast() }
     }
 
-    /// Launches the family's first forward kernel on device `sm`, with these answers to its code: what the user reads.
+    /// Launches the family's first forward kernel on device `sm` with these answers to its code. Returns the error message.
     fn launch(&self, family: &str, sm: usize, cubin: CUresult, ptx: CUresult) -> Result<(), String> {
         self.number("answer_to_cubin").store(cubin as i32, Relaxed);
         self.number("answer_to_ptx").store(ptx as i32, Relaxed);
@@ -74,17 +75,17 @@ impl Pretended {
     }
 }
 
-// One test: the library and its answers are the process'.
+// One test only, because the process has one library and one set of answers.
 #[test]
-fn old_drivers() {
+fn reports_drivers_that_reject_the_code() {
     use CUresult::*;
     if driver::is_available() {
-        return; // the machine's own would be found as well
+        return; // this machine has a driver, and a search could find that
     }
     let cuda = Pretended::new();
     let (done, launches) = (CUDA_SUCCESS, |cuda: &Pretended| cuda.number("launches").load(Relaxed));
 
-    // refused as PTX too: one line with the card, the driver, both answers and the remedy, again at the next call
+    // PTX rejected too: one line with GPU, driver, both answers and the remedy, in each call
     for _ in 0..2 {
         let message = cuda.launch("volta", 70, CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_UNSUPPORTED_PTX_VERSION).unwrap_err();
         for part in [
@@ -100,20 +101,20 @@ fn old_drivers() {
         let message = cuda.launch("volta", 70, CUDA_ERROR_INVALID_SOURCE, CUDA_ERROR_INVALID_PTX).unwrap_err();
         assert!(message.contains("driver CUDA 11.4: CUDA_ERROR_INVALID_SOURCE for its machine code, CUDA_ERROR_INVALID_PTX"), "{message}");
     }
-    // what keeps PTX from being compiled at all has remedies of its own
+    // a driver without PTX compiler has its own remedy
     let message = cuda.launch("volta", 70, CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_JIT_COMPILER_NOT_FOUND).unwrap_err();
     assert!(message.contains("NVIDIA_DRIVER_CAPABILITIES=compute,utility"), "{message}");
     let message = cuda.launch("volta", 90, done, CUDA_ERROR_JIT_COMPILATION_DISABLED).unwrap_err();
     assert!(message.contains("sm_90") && message.contains("unset CUDA_DISABLE_PTX_JIT") && !message.contains("machine code,"), "{message}");
-    // another failure is said as it is, and nothing else is tried
+    // other errors are reported unchanged, without another attempt
     let message = cuda.launch("volta", 70, CUDA_ERROR_OUT_OF_MEMORY, done).unwrap_err();
     assert!(message.contains("CUDA_ERROR_OUT_OF_MEMORY") && !message.contains("PTX"), "{message}");
     assert_eq!(launches(&cuda), 0);
 
-    // a driver of 2020: no machine code of CUDA 12, but the PTX
+    // a driver of 2020 rejects machine code of CUDA 12 but compiles PTX
     cuda.launch("volta", 70, CUDA_ERROR_INVALID_IMAGE, done).unwrap();
     cuda.launch("turing", 75, CUDA_ERROR_NO_BINARY_FOR_GPU, done).unwrap();
-    // the right one, and other architectures, which get no machine code
+    // native architectures take machine code, others get only PTX
     cuda.launch("volta", 72, done, CUDA_ERROR_INVALID_PTX).unwrap();
     cuda.launch("volta", 90, CUDA_ERROR_INVALID_IMAGE, done).unwrap();
     assert_eq!(launches(&cuda), 4);

@@ -1,13 +1,12 @@
-//! The simulator beside the kernels that it is built with.
+//! Tests of the simulator with the compiled kernels.
 #![cfg(feature = "sim")]
 
 use volta_fa::kernels;
 use volta_sim::{Machine, Module};
 
-/// An instruction that the simulator lacks would otherwise show only in a problem that runs it. (Of Volta the last kernel of each pass is
-/// enough: it has every feature.)
+/// Finds unknown instructions without running them. The last kernel of each Volta pass suffices, because it has all features.
 #[test]
-fn every_instruction_is_known() {
+fn simulator_knows_every_instruction() {
     let volta = kernels::PASSES.iter().filter_map(|p| kernels::COMPILED.of(&kernels::VOLTA, p.pass).last());
     let others = kernels::variants().filter(|v| v.family.sm != 70 && Machine::of_sm(v.family.sm).is_some());
     for v in volta.chain(others) {
@@ -17,9 +16,9 @@ fn every_instruction_is_known() {
     }
 }
 
-/// A description and a family's table say the same of the hardware.
+/// Machine descriptions and family tables agree about the hardware.
 #[test]
-fn machines_are_what_families_are_made_for() {
+fn machine_descriptions_match_families() {
     for name in Machine::names() {
         let machine = Machine::named(&name).unwrap();
         let family = kernels::COMPILED.families().find(|f| f.sm == machine.sm).unwrap();

@@ -1,4 +1,4 @@
-// How arguments travel to Rust: one overload for each kind of the option list (src/options.rs).
+// Converts arguments for Rust: one overload per kind of option (src/options.rs).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 #include <limits>
 #include <optional>
 
-// Maybe<T> of src/options.rs.
+// Maybe<T> in src/options.rs.
 struct MaybeInt {
     bool given;
     int64_t value;
@@ -25,11 +25,11 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-// at::Tensor*, borrowed; null is None.
+// Returns a borrowed at::Tensor*; null for None.
 inline void* handle(const Tensor& t) { return t.defined() ? const_cast<Tensor*>(&t) : nullptr; }
 inline void* handle(const OptionalTensor& t) { return t ? handle(*t) : nullptr; }
 
-// A number that may be symbolic: UNKNOWN of src/options.rs then.
+// Returns a number; UNKNOWN of src/options.rs for a symbolic one.
 inline int64_t known(int64_t n) { return n; }
 inline int64_t known(const c10::SymInt& n) { return n.maybe_as_int().value_or(std::numeric_limits<int64_t>::min()); }
 

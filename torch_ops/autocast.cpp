@@ -1,5 +1,5 @@
-// Autocast: q, k and v in the region's dtype, like PyTorch's own attention. What is added to scores may be fp32 beside
-// any q, and then stays so; in a lower precision it follows q.
+// Autocast: casts q, k and v to the region's dtype, like PyTorch's own attention. Casts a bias and sinks only if they are
+// fp16 or bf16, because fp32 ones go with every q.
 
 #include "ops.h"
 
@@ -15,12 +15,12 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const auto dtype = at::autocast::get_autocast_dtype(device);
     const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, device); };
-    const auto follow = [&](const OptionalTensor& t) {
+    const auto cast_low_precision = [&](const OptionalTensor& t) {
         const bool lower = t && t->defined() && (t->scalar_type() == at::kHalf || t->scalar_type() == at::kBFloat16);
         return lower ? OptionalTensor(cast(*t)) : t;
     };
     Options<c10::SymInt> options{VOLTA_FA_OPTION_ARGUMENTS};
-    for (OptionalTensor* t : {VOLTA_FA_DIFFERENTIABLE_MEMBERS(options)}) *t = follow(*t);
+    for (OptionalTensor* t : {VOLTA_FA_DIFFERENTIABLE_MEMBERS(options)}) *t = cast_low_precision(*t);
     return fwd_op().call(cast(q), cast(k), cast(v), VOLTA_FA_OPTION_MEMBERS(options), std::move(generator));
 }
 

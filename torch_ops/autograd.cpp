@@ -1,4 +1,4 @@
-// Gradients: fwd's derivative is bwd; bwd has none.
+// Autograd: the derivative of fwd is bwd. bwd has no derivative.
 
 #include "ops.h"
 #include "subclass.h"
@@ -43,7 +43,7 @@ struct Attention : torch::autograd::Function<Attention> {
         save_options(ctx->saved_data, VOLTA_FA_OPTION_ARGUMENTS);
         ctx->saved_data["attn_bias_requires_grad"] = any_needs_gradient(attn_bias);
         ctx->mark_non_differentiable({softmax_lse, rng_state});
-        // gradients of the non-differentiable outputs arrive undefined, not as zeros to allocate
+        // gradients of the non-differentiable outputs stay undefined, to save allocating zeros
         ctx->set_materialize_grads(false);
         return {out, softmax_lse, rng_state};
     }
@@ -56,7 +56,7 @@ struct Attention : torch::autograd::Function<Attention> {
         auto options = saved_options(ctx->saved_data, t);
         options.deterministic = options.deterministic || at::globalContext().deterministicAlgorithms();
         const bool attn_bias_requires_grad = ctx->saved_data["attn_bias_requires_grad"].toBool();
-        // Where nobody wants derivatives of these (create_graph), past bwd's own Autograd kernel, which boxes every argument.
+        // Without create_graph, skips bwd's own Autograd kernel, because that boxes every argument.
         std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
         if (!at::GradMode::is_enabled()) guard.emplace();
         const auto [dq, dk, dv, dattn_bias, dsinks] = bwd_op().call(
@@ -75,10 +75,10 @@ FwdResult fwd(const Tensor& q, const Tensor& k, const Tensor& v, VOLTA_FA_OPTION
               std::optional<at::Generator> generator) {
     TORCH_CHECK_NOT_IMPLEMENTED(!any_has_tangent(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS),
                                 "volta_fa::fwd: forward-mode derivatives (torch.func.jvp) are not implemented");
-    if (is_subclass(q)) has_rules(q);  // which loads them
-    const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust refuses None
+    if (is_subclass(q)) has_rules(q);  // loads the rules
+    const bool is_complete = q.defined() && k.defined() && v.defined();  // Rust rejects None
     if (!is_complete || !at::GradMode::is_enabled() || !any_needs_gradient(q, k, v, VOLTA_FA_DIFFERENTIABLE_OPTIONS)) {
-        // inference: no graph node to build
+        // builds no graph node
         at::AutoDispatchBelowADInplaceOrView guard;
         return fwd_op().call(q, k, v, VOLTA_FA_OPTION_ARGUMENTS, std::move(generator));
     }

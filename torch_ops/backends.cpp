@@ -1,4 +1,4 @@
-// CPU and CUDA: both hand the call to Rust, which looks at the tensors' device itself.
+// CPU and CUDA kernels of fwd and bwd: both call Rust, which chooses a backend by q's device.
 
 #include "ops.h"
 #include "rust.h"
@@ -13,16 +13,15 @@
 namespace volta_fa {
 namespace {
 
-// What an op returns where there is nothing to return: as at::empty would make it, without its way through the dispatcher and the
-// allocator.
+// Returns a tensor without elements for an absent result, like at::empty, but without the cost of dispatcher and allocator.
 Tensor no_elements(const Tensor& like, at::ScalarType dtype) {
     return at::for_blob(nullptr, {0}).options(like.options().dtype(dtype)).target_device(like.device()).make_tensor();
 }
 
-// Seed and offset of one call, from PyTorch's generator by PyTorch's own kernel: so they follow manual_seed, and under
-// a CUDA graph every replay draws new ones. Empty without dropout. (Rust refuses other probabilities.)
+// Draws seed and offset of one call from PyTorch's generator with PyTorch's own kernel. So they follow manual_seed, and each replay
+// of a CUDA graph draws new ones. Returns no elements without dropout. (Rust rejects invalid probabilities.)
 Tensor draw_rng_state(const Tensor& q, double dropout_p, std::optional<at::Generator> generator) {
-    if (!q.defined()) return {};  // None, which Rust refuses
+    if (!q.defined()) return {};  // Rust rejects None
     if (!(dropout_p > 0.0 && dropout_p < 1.0)) return no_elements(q, at::kLong);
     return at::randint(std::numeric_limits<int64_t>::max(), {2}, std::move(generator), q.options().dtype(at::kLong));
 }

@@ -1,5 +1,4 @@
-// What Rust wants to know of a tensor. Rust calls this for tensors of every kind, those of meta kernels too, whose sizes
-// may be symbolic.
+// Describes a tensor for Rust: dtype, device, sizes and strides. In meta kernels sizes may be symbolic.
 
 #include "rust.h"
 
@@ -13,7 +12,7 @@ int32_t device_kind(const at::Device& device) { return device.is_cpu() ? 0 : dev
 }  // namespace
 }  // namespace volta_fa
 
-// Returns whether it could be done: no exception crosses into Rust.
+// Returns false after an exception, because no exception may cross into Rust.
 extern "C" bool volta_fa_describe(const void* tensor, TensorInfo* info) {
     using volta_fa::known;
     try {

@@ -1,5 +1,5 @@
-// volta_fa::fwd_kvcache: all registrations of its two overloads. The default one only reads the caches. .append first writes k
-// and v into them. Its schema marks the caches as mutated, so functionalization and torch.compile order it against other reads.
+// Registers both overloads of volta_fa::fwd_kvcache. The default overload only reads the caches; .append first writes k and v into
+// them. Its schema declares the writes, so functionalization and torch.compile keep the order of other reads.
 
 #include "ops.h"
 #include "rust.h"
@@ -16,7 +16,7 @@ namespace {
 
 using Result = std::tuple<Tensor, Tensor>;  // out, softmax_lse
 
-// The tensors of a call; k and v are undefined where nothing is appended.
+// Tensors of a call; k and v are undefined without an append.
 struct Operands {
     const Tensor &q, &k_cache, &v_cache;
     Tensor k, v;
@@ -32,7 +32,6 @@ Result run(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(int64_t)) {
     return {take_tensor(outputs[0]), take_tensor(outputs[1])};
 }
 
-// Checks the arguments and returns outputs without data, for fake tensors.
 Result shapes(const Operands& t, VOLTA_FA_KVCACHE_OPTION_PARAMETERS(c10::SymInt)) {
     const KvCacheArgs args{handle(t.q),       handle(t.k_cache),
                            handle(t.v_cache), handle(t.k),
@@ -79,8 +78,8 @@ const c10::TypedOperatorHandle<AppendOp>& append_op() {
     return op;
 }
 
-// Autograd: the op is not differentiable, and backward raises NotImplementedError. PyTorch's own fallback does the same, but
-// walks the schema on every call, which is an eighth of a decode call's host time.
+// Autograd: the backward pass raises an error. PyTorch's own fallback does the same, but it reads the schema in each call. That
+// takes an eighth of a decode step's host time.
 constexpr char kNoGradient[] = "volta_fa::fwd_kvcache: the derivative is not implemented: a cache is for inference";
 
 struct NoGradient : torch::autograd::Function<NoGradient> {
@@ -93,17 +92,16 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
     }
 };
 
-// Returns whether an input requires a gradient. Raises for forward-mode gradients.
 template <class Other>
-bool wants_gradient(const Other&) {
+bool requires_gradient(const Other&) {
     return false;
 }
-bool wants_gradient(const Tensor& t) {
+bool requires_gradient(const Tensor& t) {
     if (!t.defined()) return false;
     TORCH_CHECK_NOT_IMPLEMENTED(!t._fw_grad(/*level=*/0).defined(), kNoGradient);
     return t.requires_grad();
 }
-bool wants_gradient(const OptionalTensor& t) { return t && wants_gradient(*t); }
+bool requires_gradient(const OptionalTensor& t) { return t && requires_gradient(*t); }
 
 template <class Op, class... Inputs>
 Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&... inputs) {
@@ -111,9 +109,8 @@ Result without_gradient(const Op& op, c10::DispatchKeySet keys, const Inputs&...
         const at::AutoDispatchBelowAutograd guard;
         return op.redispatch(keys & c10::after_autograd_keyset, inputs...);
     };
-    // | instead of ||, so that every input is checked for forward-mode gradients
-    const bool wants = (wants_gradient(inputs) | ...);
-    if (!wants || !at::GradMode::is_enabled()) return call();
+    const bool requires_grad = (requires_gradient(inputs) | ...);
+    if (!requires_grad || !at::GradMode::is_enabled()) return call();
     const auto outputs = NoGradient::apply(call(), inputs...);
     return {outputs[0], outputs[1]};
 }

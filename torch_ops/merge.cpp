@@ -1,4 +1,4 @@
-// volta_fa::merge_attention_states and the same in place: all their registrations.
+// Registers volta_fa::merge_attention_states and its in-place form.
 
 #include "rust.h"
 

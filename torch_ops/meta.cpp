@@ -1,4 +1,5 @@
-// Shapes and dtypes without data: what torch.compile and fake tensors see. SymInt throughout; Rust checks all that is known.
+// Meta kernels of fwd and bwd: return shapes and dtypes for torch.compile and fake tensors. Sizes may be symbolic; Rust checks
+// known ones.
 
 #include "ops.h"
 #include "rust.h"

@@ -1,4 +1,4 @@
-// volta_fa::fwd_mla: all its registrations.
+// Registers volta_fa::fwd_mla.
 
 #include "ops.h"
 #include "rust.h"

@@ -1,4 +1,4 @@
-// What the registrations share: the ops' types, and typed handles to the ops.
+// Types of the ops and typed handles to them, for all registrations.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ inline const c10::TypedOperatorHandle<FwdOp>& fwd_op() {
     return op;
 }
 
-// Casts `t` to the cache's dtype under autocast, because the cache is updated in place. With a quantized cache, uses the
-// autocast dtype.
+// Casts `t` to the cache's dtype under autocast, because the cache is updated in place. With a quantized cache, uses the autocast
+// dtype.
 Tensor cast_to_cache_dtype(const Tensor& cache, const Tensor& t, c10::DeviceType device);
 
 inline const c10::TypedOperatorHandle<BwdOp>& bwd_op() {

@@ -1,4 +1,4 @@
-// Calling Rust: volta_fa_abi.h is generated from src/ffi.rs and src/shim.rs.
+// Calls Rust. cbindgen generates volta_fa_abi.h from src/ffi.rs and src/shim.rs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ inline std::string take_string(char* text) {
     return copy;
 }
 
-// Raise the Python exception that a failed call asks for.
+// Raises the exception of a failed call.
 inline void check(Status status) {
     if (status.code == 0) return;
     const std::string message = take_string(status.message);
@@ -29,17 +29,17 @@ inline void check(Status status) {
     TORCH_CHECK(false, message);
 }
 
-// Take over a tensor that Rust released.
+// Takes ownership of a tensor that Rust released.
 inline Tensor take_tensor(void* handle) {
     std::unique_ptr<Tensor> owned(static_cast<Tensor*>(handle));
     return std::move(*owned);
 }
 
-// The current cudaStream_t of the tensor's device; null on the CPU (stream.cpp).
+// Returns the current cudaStream_t of the tensor's device; null on the CPU (stream.cpp).
 void* current_stream(const Tensor& t);
 
-// The arguments that both ops have, all but the stream. They borrow the tensors. fwd without dropout returns an empty
-// rng_state, which is none.
+// Returns the arguments that both ops have, without the stream. They borrow the tensors. An rng_state without elements, which fwd
+// returns without dropout, counts as none.
 template <class Int>
 AttentionArgs attention_args(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& rng_state,
                              VOLTA_FA_OPTION_PARAMETERS(Int)) {

@@ -1,4 +1,4 @@
-// The operator schemas.
+// Schemas of fwd, bwd and the internal operators.
 
 #include "ops.h"
 #include "rust.h"
@@ -56,7 +56,7 @@ TORCH_LIBRARY(volta_fa, m) {
         "Tensor? rng_state=None, " VOLTA_FA_OPTION_SCHEMA
         ", bool attn_bias_requires_grad=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dattn_bias, Tensor dsinks)",
         {at::Tag::pt2_compliant_tag});
-    // For our own tools and tests, not part of the interface: JSON about the build, plans, timed simulations.
+    // internal, for the package's tools and tests: JSON about the build, plans and timed simulations
     m.def("_info() -> str", [] { return volta_fa::take_string(volta_fa_info()); });
     m.def(
         "_plan(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int headdim, int headdim_v, "

@@ -1,16 +1,16 @@
-// PyTorch's own scaled_dot_product_attention, run by volta_fa where it can.
+// Runs PyTorch's own scaled_dot_product_attention with volta_fa.
 //
-// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls that. This file replaces
-// its composite kernel by one that calls volta_fa::fwd, or PyTorch's own if volta_fa is off or cannot serve the call.
-// Overriding the composite instead of the fused ops avoids imitating their auxiliary outputs, allows grouped heads and
-// headdims up to 256, and shows volta_fa::fwd in torch.compile's graphs.
+// aten::scaled_dot_product_attention is a composite op: it chooses an implementation and calls it. This file replaces its
+// composite kernel by one that calls volta_fa::fwd. If volta_fa is off or cannot compute a call, the kernel calls PyTorch's
+// composite. At this level there is no metadata of fused implementations to imitate, grouped heads and any headdim work, and
+// torch.compile sees volta_fa::fwd in its graph.
 //
-// The replacement is registered at CompositeImplicitAutograd, like the original. With a kernel at a backend or autograd
-// key, torch.export would no longer decompose the op. torch.compile would miss a kernel registered after its first
-// trace, because it caches the key to which a call resolved.
+// The replacement is composite like the original. With a kernel at a backend or autograd key, torch.export would keep the op
+// in graphs that must be decomposed. torch.compile would not notice such a kernel after its first trace, because it remembers
+// the key that a call resolved to.
 //
-// It is registered when the library is loaded, and stays: dispatch tables may not change while other threads call the
-// op. A few atomics switch it on and off.
+// Loading the library replaces the kernel once, because dispatch tables must not change while other threads call the op.
+// Atomics switch volta_fa on and off.
 
 #include "ops.h"
 #include "rust.h"
@@ -39,15 +39,16 @@ constexpr const char* variable = "VOLTA_FA_ENABLE_SDPA";
 constexpr int64_t max_devices = 64;
 
 std::atomic<bool> cpu_enabled{false};
-// a bit for each CUDA device
+// one bit per CUDA device
 std::atomic<uint64_t> cuda_enabled{0};
-std::atomic<uint64_t> cuda_undecided{0};  // decided by their first call: loading may not initialize CUDA
+std::atomic<uint64_t> cuda_undecided{0};  // decided at the first call: before it, CUDA must not be initialized
 
-std::mutex configuring;         // guards all writes to this state
-bool newer_devices_too{false};  // "force": undecided devices may be newer than Turing
-uint64_t warned_of{0};          // a bit for each device that caused a warning
+std::mutex configuring;         // protects changes of the above
+bool newer_devices_too{false};  // whether undecided devices may run kernels through PTX
+uint64_t warned_of{0};          // devices after their warning
 
-// Enables or disables an undecided device. The environment variable is read before devices are known, so the first call decides.
+// Decides about a device at its first call. The library reads the environment variable when it loads, and must not initialize CUDA
+// then.
 void decide(int64_t device) {
     std::string refused;
     {
@@ -76,7 +77,7 @@ bool enabled_on(const at::Device& device) {
     return cuda_enabled & bit;
 }
 
-// on_first_use: "1" or "force", for all CUDA devices beside the named ones; or "".
+// Enables the CPU and named CUDA devices. on_first_use: "1" or "force" for all other CUDA devices, or "".
 void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first_use) {
     uint64_t cuda = 0;
     for (const auto device : cuda_devices) {
@@ -91,7 +92,7 @@ void configure(bool cpu, at::IntArrayRef cuda_devices, std::string_view on_first
     newer_devices_too = on_first_use == "force";
 }
 
-// What VOLTA_FA_ENABLE_SDPA said when the library was loaded, as arguments of configure().
+// Returns the value of VOLTA_FA_ENABLE_SDPA at the first call, when the library loads, as arguments of configure().
 std::tuple<bool, std::string> from_environment() {
     static const auto found = [] {
         const char* text = std::getenv(variable);
@@ -108,7 +109,7 @@ std::tuple<bool, std::string> from_environment() {
 enum class Decision : size_t {
     ran,
     traced,
-    // the rest are reasons to fall back
+    // reasons to fall back
     attn_mask,
     dropout,
     dtype,
@@ -123,7 +124,7 @@ enum class Decision : size_t {
     count
 };
 
-// Names as sdpa_stats() shows them; docs/guides/sdpa.md explains each.
+// Names of decisions in sdpa_stats(); docs/guides/sdpa.md explains each.
 constexpr std::array<const char*, static_cast<size_t>(Decision::count)> decision_names = {
     "ran",     "traced", "attn_mask", "dropout",     "dtype", "forward_mode", "functorch",
     "headdim", "layout", "scale",     "sdpa_kernel", "shape", "subclass"};
@@ -150,8 +151,8 @@ struct Call {
     }
 };
 
-// Returns whether a graph is being recorded, or only shapes computed. These modes have their own slots, apart from users'
-// modes (FlopCounterMode, selective checkpointing), under which a call is eager.
+// Returns true while PyTorch records a graph or only computes shapes. Modes of users (FlopCounterMode, selective checkpointing)
+// have other keys, and calls under them are eager.
 bool traced() {
     using c10::impl::TorchDispatchModeKey;
     using c10::impl::TorchDispatchModeTLS;
@@ -160,7 +161,7 @@ bool traced() {
            TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL);
 }
 
-// Returns whether any fused backend that volta_fa replaces is enabled (sdpa_kernel). The CPU has only flash.
+// Returns true if the user allows a fused implementation that volta_fa replaces. The CPU has only one.
 bool fused_allowed(const Call& c) {
     const auto& context = at::globalContext();
     return context.userEnabledFlashSDP() || (c.q.is_cuda() && context.userEnabledMemEfficientSDP());
@@ -175,7 +176,7 @@ bool dtype_supported(const Call& c) {
     return c.q.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
 }
 
-// Expects (batch, heads, seqlen, headdim), matching batches and heads, and no broadcast.
+// Returns true for (batch, heads, seqlen, headdim) tensors of equal batch and matching heads, without broadcast.
 bool shape_supported(const Call& c) {
     if (c.q.dim() != 4 || c.k.dim() != 4 || c.v.dim() != 4) return false;
     const auto &q = c.q.sym_sizes(), &k = c.k.sym_sizes(), &v = c.v.sym_sizes();
@@ -183,8 +184,8 @@ bool shape_supported(const Call& c) {
     return c.enable_gqa ? k[1] > 0 && q[1] % k[1] == 0 : q[1] == k[1];
 }
 
-// Expects a mask that PyTorch takes: bool, fp32 or q's dtype, rank 2 to 4, broadcast to (batch, heads, seqlen_q,
-// seqlen_k), and no causal mask beside it.
+// Returns true for masks that PyTorch accepts: rank 2 to 4, broadcast to (batch, heads, seqlen_q, seqlen_k), and not with
+// is_causal.
 bool mask_supported(const Call& c) {
     if (!c.has_mask()) return true;
     const Tensor& mask = *c.attn_mask;
@@ -201,8 +202,8 @@ bool mask_supported(const Call& c) {
 
 bool headdim_supported(const Tensor& t) { return t.sym_size(3) >= 1 && t.sym_size(3) <= max_headdim; }
 
-// Returns why PyTorch's implementation must run; nothing if volta_fa can. Wrong arguments (a mask of another dtype, tensors of
-// several devices) count as a reason too: PyTorch then raises the error its users know.
+// Returns the reason to run PyTorch's implementation; nothing if volta_fa can compute the call. Wrong arguments (a mask of another
+// dtype, tensors on several devices) are a reason too: PyTorch then raises its own error.
 std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!fused_allowed(c)) return Decision::sdpa_kernel;
     // nested and sparse tensors
@@ -212,8 +213,8 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
     if (!dtype_supported(c)) return Decision::dtype;
     constexpr c10::DispatchKeySet functorch{c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper};
     if (c.any([&](const Tensor& t) { return t.key_set().has_any(functorch); })) return Decision::functorch;
-    // A subclass other than DTensor implements PyTorch's ops and not volta_fa's. A tracer has its own subclasses, which look
-    // like any other.
+    // A subclass other than DTensor has rules for PyTorch's ops but not for volta_fa's. Under a tracer all subclasses pass, because
+    // tracers have subclasses of their own.
     if (!traced() && c.any([](const Tensor& t) { return is_subclass(t) && !has_rules(t); })) return Decision::subclass;
     if (!shape_supported(c) || c.any([&](const Tensor& t) { return t.device() != c.q.device(); })) return Decision::shape;
     if (!mask_supported(c)) return Decision::attn_mask;
@@ -224,10 +225,10 @@ std::optional<Decision> reason_to_fall_back(const Call& c) {
 
 // ---- the call --------------------------------------------------------------------------------------------------------
 
-// volta_fa::fwd wants a contiguous last dimension.
+// Returns a tensor with a contiguous last dimension, which volta_fa::fwd requires.
 Tensor readable(const Tensor& t) { return t.sym_stride(3) == 1 ? t : t.contiguous(); }
 
-// The mask with all four dimensions.
+// Returns the mask with four dimensions.
 OptionalTensor bias(const Call& c) {
     if (!c.has_mask()) return std::nullopt;
     Tensor mask = *c.attn_mask;
@@ -243,10 +244,10 @@ Tensor run(const Call& c) {
     options.dropout_p = c.dropout_p;
     options.softmax_scale = c.scale;
     options.is_causal = c.is_causal;
-    // is_causal is aligned top-left here, query i sees the keys j <= i, and bottom-right in volta_fa:
+    // PyTorch aligns is_causal top-left: query i sees keys j <= i. volta_fa aligns it bottom-right:
     // j <= i + seqlen_k - seqlen_q + window_right.
     if (c.is_causal && k.sym_size(2) > seqlen_q) {
-        // no query sees these keys; without them the two alignments are one
+        // no query sees the keys removed here; without them the alignments are equal
         k = k.narrow_symint(2, 0, seqlen_q);
         v = v.narrow_symint(2, 0, seqlen_q);
     } else if (c.is_causal && k.sym_size(2) < seqlen_q) {
@@ -286,9 +287,9 @@ struct Silence : c10::WarningHandler {
 
 const bool loaded = [] {
     {
-        Silence silence;  // PyTorch warns of a kernel that is replaced
+        Silence silence;  // PyTorch warns about replaced kernels
         const c10::WarningUtils::WarningHandlerGuard guard(&silence);
-        // leaked: as the process ends, other threads may still call the op
+        // leaked, because other threads may call the op while the process ends
         auto* library =
             new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
         library->impl("scaled_dot_product_attention", scaled_dot_product_attention);

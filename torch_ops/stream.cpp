@@ -1,4 +1,4 @@
-// The stream that a call on a GPU runs in, without linking anything of CUDA.
+// Finds the current CUDA stream without linking CUDA libraries.
 
 #include "rust.h"
 
@@ -13,16 +13,17 @@ void* volta_fa::current_stream(const Tensor& t) {
     return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(t.device()).native_handle();
 }
 
-#else  // c10::Stream does not tell its handle yet
+#else  // c10::Stream has no native_handle() yet
 
 #include <dlfcn.h>
 
 namespace {
 
-// Of torch's C interface for ahead-of-time compiled models: 0 is success.
+// Function of torch's C interface for ahead-of-time compiled models; returns 0 on success.
 using CurrentStream = int32_t(int32_t device_index, void** stream);
 
-// Where a tensor is on a GPU, libtorch_cuda is loaded; but a Python process has it in no scope that dlsym(RTLD_DEFAULT) searches.
+// Finds the function in libtorch_cuda, which every process with CUDA tensors has loaded. In a Python process dlsym(RTLD_DEFAULT)
+// does not search it.
 CurrentStream* find_current_stream() {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     return library ? reinterpret_cast<CurrentStream*>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;

@@ -1,4 +1,4 @@
-// Tensors whose class is one of Python's.
+// Tensor subclasses in Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,10 +7,10 @@ namespace volta_fa {
 
 using at::Tensor;
 
-// Whether calls with it go to its class first.
+// Returns true if the dispatcher calls the tensor's Python class first.
 bool is_subclass(const Tensor& t);
 
-// Whether it is a subclass whose rules for the ops exist; loads them.
+// Returns true if the tensor's subclass has rules for the ops; loads the rules.
 bool has_rules(const Tensor& t);
 
 }  // namespace volta_fa

@@ -1,8 +1,8 @@
-// The C functions under tch, over ATen: those that src/ needs. torch-sys declares thousands, and would compile them all, which
-// takes minutes and binds Rust to one release of torch; its feature doc-only leaves that out. A function that src/ begins to use
-// and this file lacks fails the link with its name. The signatures are torch-sys': tests/test_package.py compares them.
+// Implements the C functions of tch that src/ uses, with ATen. torch-sys would compile thousands, in minutes, and bind Rust to one
+// torch release; its feature doc-only prevents that. If src/ uses a function that this file lacks, linking fails with its name.
+// tests/test_package.py compares the signatures with those of torch-sys.
 //
-// No exception crosses into Rust: its text is kept for get_and_reset_last_err, which tch calls after every call of these.
+// No exception crosses into Rust. Its text stays for get_and_reset_last_err, which tch calls after each of these functions.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -41,12 +41,12 @@ namespace {
 using at::Scalar;
 using at::Tensor;
 
-// Of the last call of this thread that failed and was not asked for yet; from malloc, since tch frees it.
+// Text of this thread's last error that tch has not fetched yet; from malloc, because tch frees it.
 thread_local char* last_error = nullptr;
 
 void keep_error(const char* text) { std::free(std::exchange(last_error, strdup(text))); }
 
-// What `body` returns; after an exception `failed`, and the error is kept.
+// Returns the result of `body`. After an exception, keeps the error and returns `failed`.
 template <class Body, class Value>
 Value guarded(Value failed, const Body& body) noexcept {
     try {
@@ -64,7 +64,7 @@ void guarded(const Body& body) noexcept {
     guarded(0, [&] { return body(), 0; });
 }
 
-// A new tensor for Rust to own.
+// Gives a new tensor to Rust.
 template <class Body>
 Tensor* owned(const Body& body) noexcept {
     return guarded(static_cast<Tensor*>(nullptr), [&] { return new Tensor(body()); });
@@ -75,7 +75,7 @@ void give(Tensor** out, const Body& body) noexcept {
     *out = owned(body);
 }
 
-// Several new tensors for Rust to own: all of them or, after an exception, none.
+// Gives several new tensors to Rust: all or, after an exception, none.
 template <class Body>
 void give_all(Tensor** out, const Body& body) noexcept {
     guarded([&] {
@@ -88,7 +88,7 @@ void give_all(Tensor** out, const Body& body) noexcept {
     });
 }
 
-// How tch writes ATen's types.
+// Conversions from tch's types to ATen's.
 
 std::optional<Tensor> optional_tensor(const Tensor* t) { return t ? std::optional(*t) : std::nullopt; }
 
@@ -110,7 +110,7 @@ std::optional<at::ScalarType> optional_kind(int kind) { return kind < 0 ? std::n
 
 std::optional<double> number(double value, int8_t is_none) { return is_none ? std::nullopt : std::optional(value); }
 
-// CUDA's by index, the others by negative numbers, of which the library meets the CPU's only.
+// tch numbers CUDA devices by index and others by negative numbers. The library only uses the CPU's.
 constexpr int kCpu = -1;
 
 at::Device device_of(int device) {
@@ -138,7 +138,7 @@ Scalar* ats_float(double value) {
 }
 void ats_free(Scalar* self) { delete self; }
 
-// ---- What a tensor is. ----
+// ---- Properties of a tensor. ----
 
 Tensor* at_shallow_clone(Tensor* self) {
     return owned([&] { return *self; });
@@ -185,7 +185,7 @@ Tensor* at_tensor_of_data(const void* data, const int64_t* dims, size_t ndims, s
         return made;
     });
 }
-// `data` is written: torch-sys declares what tch passes.
+// Writes `data`, although torch-sys declares it const.
 void at_copy_data(Tensor* self, const void* data, size_t numel, size_t elt_size_in_bytes) {
     guarded([&] {
         check_element_size(*self, elt_size_in_bytes);
@@ -202,7 +202,7 @@ int at_get_num_threads() {
     return guarded(1, [] { return at::get_num_threads(); });
 }
 
-// ---- Made from nothing. ----
+// ---- Creation. ----
 
 void atg_arange(Tensor** out, Scalar* end, int kind, int device) {
     give(out, [&] { return at::arange(*end, options(kind, device)); });
@@ -229,7 +229,7 @@ void atg_zeros_like(Tensor** out, Tensor* self) {
     give(out, [&] { return at::zeros_like(*self); });
 }
 
-// ---- The same elements, seen otherwise; copied where that is needed. ----
+// ---- Views and copies. ----
 
 void atg_contiguous(Tensor** out, Tensor* self) {
     give(out, [&] { return self->contiguous(); });
@@ -298,7 +298,7 @@ void atg_index_put_(Tensor** out, Tensor* self, Tensor* const* indices_data, int
     give(out, [&] { return self->index_put_(optional_tensors(indices_data, indices_len), *values, accumulate != 0); });
 }
 
-// ---- Element by element. ----
+// ---- Elementwise. ----
 
 void atg_abs(Tensor** out, Tensor* self) {
     give(out, [&] { return self->abs(); });
@@ -428,7 +428,7 @@ void atg_zero_(Tensor** out, Tensor* self) {
     give(out, [&] { return self->zero_(); });
 }
 
-// ---- Verdicts. ----
+// ---- Comparisons and logic. ----
 
 void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
     give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
@@ -470,7 +470,7 @@ void atg_lt_tensor(Tensor** out, Tensor* self, Tensor* other) {
     give(out, [&] { return self->lt(*other); });
 }
 
-// ---- Sums and the like. ----
+// ---- Reductions and products. ----
 
 void atg_amax(Tensor** out, Tensor* self, const int64_t* dim_data, int dim_len, int keepdim) {
     give(out, [&] { return self->amax(list(dim_data, dim_len), keepdim != 0); });

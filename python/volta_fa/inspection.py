@@ -23,12 +23,12 @@ def info() -> dict[str, Any]:
         library: path of the native library.
         simulator: whether the library can run its kernels in the simulator (`VOLTA_FA_SIMULATE=1`).
         cuda_driver: whether this machine has a CUDA driver.
-        devices: for each CUDA device its name, compute capability, kernel family (the preferred one of those that it runs; None:
-            it is unsupported) and whether it runs that family's machine code as it is (else: compiled by the driver from PTX).
+        devices: for each CUDA device its name, compute capability, preferred kernel family (None: the device is unsupported), and whether
+            it runs that family's machine code (else the driver compiles PTX).
         tuning: for each CUDA device, and for the simulator where it is switched on (of), its tuning file: device, driver and volta_fa (what
             the file has to be made on), path, outcome (off, missing, read or ignored; then why), the number of choices, the kernels
             that failed, and overridden: whether the process was given another tuning instead. docs/reference/tuning-file.md has more.
-        problems: what of card, driver and torch does not fit each other, each in a line with its remedy.
+        problems: mismatches of GPU, driver and torch, each one line with its remedy.
         families: for each kernel family its name, lowest compute capability and number of variants.
         variants: for each compiled kernel its name, family, sm, pass, features (those it has code for), required_features (those
             the problem must use), needs and requires (their old names), source, headdims, tile sizes, threads, blocks an SM, registers
@@ -73,10 +73,10 @@ def _build() -> dict[str, Any]:
 
 
 def kernel_family(device: torch.device) -> str | None:
-    """Name of the kernel family that fp16 and bf16 tensors of this device get, where it holds the problem (another one that the
-    device runs may have to); None where the device runs none.
+    """Returns the name of the kernel family that this device prefers for fp16 and bf16 tensors; None if it runs none.
 
-    CPU tensors are computed by ATen operations, so the CPU has no family.
+    If that family has no kernel for a problem, another family of the device may compute it. The CPU has no family, because ATen operations
+    compute its tensors.
     """
     if device.type != "cuda":
         return None
@@ -84,7 +84,7 @@ def kernel_family(device: torch.device) -> str | None:
 
 
 def families(capability: tuple[int, int]) -> list[dict[str, Any]]:
-    """The families that such a device runs, name and whether natively, in the order of preference; one without a name for none."""
+    """Returns the families that such a device runs, in the order of preference: name, and whether natively. One without a name for none."""
     return json.loads(torch.ops.volta_fa._families(*capability)) or [{"name": None, "native": False}]
 
 
@@ -92,7 +92,7 @@ def _device(index: int) -> dict[str, Any]:
     capability = torch.cuda.get_device_capability(index)
     try:
         preferred = families(capability)[0]
-    except ValueError as error:  # VOLTA_FA_FAMILY names one that this device does not run: the report says so
+    except ValueError as error:  # VOLTA_FA_FAMILY names a family that this device does not run
         preferred = {"name": f"none: {error}", "native": False}
     return {
         "index": index,
@@ -113,5 +113,5 @@ def _tunings(has_simulator: bool) -> list[dict[str, Any]]:
 def _tuning(index: int) -> dict[str, Any]:
     try:
         return json.loads(torch.ops.volta_fa._tuning(index))
-    except RuntimeError as error:  # the library finds no driver: the report says so
+    except RuntimeError as error:  # the library finds no driver
         return {"outcome": "unknown", "why": str(error).splitlines()[0]}

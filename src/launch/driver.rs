@@ -1,6 +1,6 @@
 //! Launches through the CUDA driver, on PyTorch's stream and in its (primary) context.
 //!
-//! libcuda is opened on first use; a machine without a driver loads this library all the same.
+//! Opens libcuda on first use, so this library loads on a machine without a driver.
 
 use super::tuning::{self, DeviceTuning};
 use super::{load_errors, only_family, KernelLaunch, Launcher};
@@ -13,21 +13,21 @@ use std::collections::HashMap;
 use std::ffi::{c_void, CString};
 use std::sync::{Mutex, OnceLock, RwLock};
 
-/// A CUDA stream of one device, as PyTorch hands it over.
+/// A CUDA stream of one device, from PyTorch.
 pub struct Driver {
-    /// as PyTorch counts, `cuda:0` being 0
+    /// PyTorch's device index: 0 for `cuda:0`.
     pub device: usize,
-    /// `cudaStream_t`; null is the default stream
+    /// `cudaStream_t`; null is the default stream.
     pub stream: *mut c_void,
 }
 
-/// What is known of a device for as long as the process lives.
+/// Properties of a device that do not change while the process lives.
 #[derive(Clone, Copy)]
 struct DeviceState {
     limits: DeviceLimits,
     context: sys::CUcontext,
 }
-// SAFETY: contexts are process-wide handles; the driver synchronises their use.
+// SAFETY: contexts are process-wide handles; the driver synchronizes their use.
 unsafe impl Send for DeviceState {}
 unsafe impl Sync for DeviceState {}
 
@@ -39,10 +39,10 @@ unsafe impl Sync for Function {}
 
 static DEVICES: RwLock<Vec<(usize, DeviceState)>> = RwLock::new(Vec::new());
 static FUNCTIONS: OnceLock<RwLock<HashMap<(usize, &'static str), Function>>> = OnceLock::new();
-/// Loading is rare and slow (PTX is compiled by the driver): one at a time, each kernel once.
+/// Serializes loading, so that each kernel is loaded once. Loading is rare and slow, because the driver may compile PTX.
 static LOADING: Mutex<()> = Mutex::new(());
 
-/// Is there a CUDA driver on this machine?
+/// Returns true if this machine has a CUDA driver.
 pub fn is_available() -> bool {
     // SAFETY: tries to open libcuda, nothing else.
     unsafe { sys::is_culib_present() }
@@ -51,7 +51,7 @@ pub fn is_available() -> bool {
 fn check<T>(what: &str, r: std::result::Result<T, result::DriverError>) -> Result<T> {
     r.map_err(|e| {
         let name = e.error_name().map(|s| s.to_string_lossy().into_owned()).unwrap_or_else(|_| format!("{:?}", e.0));
-        // These stay with the context until the process ends, so whatever met them first is the cause.
+        // These errors stay with the context until the process ends, so an earlier kernel may have caused them.
         const STICKY: [sys::CUresult; 4] = [
             sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
             sys::CUresult::CUDA_ERROR_LAUNCH_FAILED,
@@ -82,18 +82,18 @@ impl Driver {
         Ok(state)
     }
 
-    /// Compute capability (major, minor), whatever the environment leaves to plans.
+    /// Returns the compute capability (major, minor). The environment does not restrict it.
     ///
     /// # Errors
-    /// Where there is no driver or no such device.
+    /// There is no driver or no such device.
     pub fn capability(&self) -> Result<(i32, i32)> {
         Ok(self.state()?.limits.capability)
     }
 
-    /// The tuning of the device, whose context this leaves alone.
+    /// Returns the tuning of the device, without a context.
     ///
     /// # Errors
-    /// Where there is no driver or no such device; trouble with the file is none.
+    /// There is no driver or no such device. An unusable file is not an error.
     pub fn tuning(&self) -> Result<&'static DeviceTuning> {
         tuning::of_device(self.device, || {
             let (device, limits) = self.attributes()?;
@@ -102,7 +102,7 @@ impl Driver {
         })
     }
 
-    /// What the driver says of the device without a context.
+    /// Queries the device and its limits without a context.
     fn attributes(&self) -> Result<(sys::CUdevice, DeviceLimits)> {
         if !is_available() {
             return Err(Error::runtime("no CUDA driver on this machine (libcuda.so.1 not found): cuda tensors need one"));
@@ -129,12 +129,12 @@ impl Driver {
     fn query(&self) -> Result<DeviceState> {
         let (device, limits) = self.attributes()?;
         let limits = DeviceLimits { tuning: self.tuning()?.tuning(), ..limits };
-        // SAFETY: as above; the reference is never released: PyTorch holds the context for the process' life too.
+        // SAFETY: as above. The reference is never released: PyTorch too holds the context as long as the process lives.
         let context = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
         Ok(DeviceState { limits, context })
     }
 
-    /// Make the device's primary context current on this thread, which may be one that never used CUDA.
+    /// Makes the device's primary context current on this thread, which may not have used CUDA before.
     fn enter(&self, state: &DeviceState) -> Result<()> {
         if check("cuCtxGetCurrent", result::ctx::get_current())? != Some(state.context) {
             // SAFETY: the context is retained.
@@ -160,8 +160,8 @@ impl Driver {
     }
 }
 
-/// The driver's version as nvidia-smi prints it; where its kernel module is out of sight (WSL, some containers), that of the CUDA that
-/// it supports.
+/// Returns the driver's version as nvidia-smi prints it. If its kernel module is not visible (WSL, some containers), returns the CUDA
+/// version that it supports.
 fn driver_version() -> Result<String> {
     let module = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     if !module.trim().is_empty() {
@@ -193,11 +193,11 @@ impl Driver {
         }
     }
 
-    /// The variant's code, in the best form that the driver takes.
+    /// Loads the variant's code in the first form that the driver accepts.
     fn module(&self, variant: &Variant, limits: &DeviceLimits, what: &str) -> Result<sys::CUmodule> {
         let image = kernels::image(variant);
         let forms: &[Code] = match variant.family.code_for(limits.sm()) {
-            // a driver that is older than the compiler of the machine code may still compile the PTX
+            // a driver older than the compiler of the machine code may still compile the PTX
             Some(Code::Cubin) => &[Code::Cubin, Code::Ptx],
             Some(Code::Ptx) => &[Code::Ptx],
             None => return Err(Error::runtime(format!("{what}: this is an sm_{} device", limits.sm()))),
@@ -208,7 +208,7 @@ impl Driver {
                 Code::Cubin => image.cubin()?,
                 Code::Ptx => image.ptx()?,
             };
-            // SAFETY: `code` is a whole cubin or NUL-terminated PTX.
+            // SAFETY: `code` is a complete cubin or NUL-terminated PTX.
             match unsafe { result::module::load_data(code.as_ptr().cast()) } {
                 Err(e) if load_errors::is_refusal(e.0) => answers.push((form, e.0)),
                 done => return check(what, done),
@@ -237,7 +237,7 @@ impl Launcher for Driver {
         // SAFETY: the kernel takes one argument, of the size of `params` (a test compares the two); the tensors
         // behind its pointers are alive, and PyTorch's allocator keeps their memory for this stream.
         let r = unsafe { result::launch_kernel(f.0, (x, y, z), (v.threads, 1, 1), v.shared_bytes, self.stream.cast(), &mut arguments) };
-        // the text is put together where there is an error alone
+        // formats the text only after an error
         r.or_else(|e| check(&format!("launching {}", v.name), Err(e)))
     }
 }

@@ -14,25 +14,25 @@ use crate::plan::{DeviceLimits, FAMILY_VARIABLE};
 /// Memory that a launch may access. The simulator maps these ranges and no others; a GPU has its own protection.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryRange {
-    /// the tensor's name, for error messages
+    /// Name of the tensor, for error messages.
     pub name: &'static str,
-    /// first byte; a device address, under the simulator a host address
+    /// First byte: a device address, under the simulator a host address.
     pub ptr: *mut u8,
-    /// 0 for a tensor without elements
+    /// Size; 0 for a tensor without elements.
     pub bytes: usize,
-    /// whether kernels write it: outputs, accumulators and scratch
+    /// Whether kernels write it: outputs, accumulators and scratch.
     pub writable: bool,
 }
 
 /// One kernel launch.
 pub struct KernelLaunch<'a> {
-    /// the kernel; threads and shared memory of a block are in it
+    /// The kernel, with the threads and shared memory of a block.
     pub variant: &'static Variant,
-    /// blocks: in x and y as planned, in z one for each batch entry
+    /// Blocks: x and y as planned, z one per batch entry.
     pub grid: [u32; 3],
-    /// the kernel's single by-value argument
+    /// The kernel's single by-value argument.
     pub params: &'a [u8],
-    /// memory that the kernel may access through its pointers, for launchers that use ranges
+    /// Memory that the kernel may access through its pointers, for launchers that use ranges.
     pub ranges: &'a [MemoryRange],
 }
 
@@ -74,13 +74,13 @@ pub trait Launcher {
     /// Returns the limits of the device, which the planner relies on.
     ///
     /// # Errors
-    /// Where there is no driver, and for an unknown family in the environment.
+    /// There is no driver, or the environment names an unknown family.
     fn limits(&self) -> Result<DeviceLimits>;
 
     /// Enqueues the launch.
     ///
     /// # Errors
-    /// Where the module cannot be loaded or the launch fails; nothing has run then.
+    /// The module cannot be loaded or the launch fails. The kernel has not run then.
     fn launch(&self, launch: &KernelLaunch) -> Result<()>;
 }
 

@@ -19,23 +19,23 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// Outcome of reading a device's tuning file.
 pub enum Outcome {
-    /// not read: the environment switches files off
+    /// Not read: the environment disables files.
     Off,
-    /// there is no file
+    /// The file does not exist.
     Missing,
-    /// read, and used by plans
+    /// Read, and used by plans.
     Read(&'static Tuning),
-    /// not used, for this reason
+    /// Not used, for this reason.
     Ignored(String),
 }
 
 /// A device and its tuning file.
 pub struct DeviceTuning {
-    /// the card that the file must be made on
+    /// GPU and software on which the file must be made.
     pub card: Card,
-    /// path of the file, whether it exists or not; None: there is no home folder
+    /// Path of the file, which need not exist; None: the environment has no home folder.
     pub path: Option<PathBuf>,
-    /// what became of it
+    /// Outcome of reading the file.
     pub outcome: Outcome,
 }
 
@@ -49,7 +49,7 @@ impl DeviceTuning {
     }
 }
 
-/// By device: one each for as long as the process lives.
+/// Tuning files by device. Entries live as long as the process.
 static FOUND: RwLock<Vec<(usize, &'static DeviceTuning)>> = RwLock::new(Vec::new());
 static FORCED: AtomicPtr<Tuning> = AtomicPtr::new(std::ptr::null_mut());
 static PARSED: Mutex<Option<HashMap<String, &'static Tuning>>> = Mutex::new(None);
@@ -83,9 +83,9 @@ pub fn look_up(card: Card, limits: &DeviceLimits) -> &'static DeviceTuning {
             Ok(None) if given.is_none() => Outcome::Missing,
             Ok(None) => ignored(path, "there is no such file"),
             Ok(Some(tuning)) => {
-                let (tuning, refused) = tuning.usable_on(*COMPILED, limits.sm(), limits.shared_bytes_per_block);
-                if !refused.is_empty() {
-                    warn(&format!("choices of the tuning {} are ignored: {}", path.display(), refused.join("; ")));
+                let (tuning, rejected) = tuning.usable_on(*COMPILED, limits.sm(), limits.shared_bytes_per_block);
+                if !rejected.is_empty() {
+                    warn(&format!("choices of the tuning {} are ignored: {}", path.display(), rejected.join("; ")));
                 }
                 Outcome::Read(Box::leak(Box::new(tuning)))
             }

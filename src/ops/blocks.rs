@@ -1,4 +1,4 @@
-//! Parameter blocks: what kernels read of a call's tensors and problem.
+//! Fills parameter blocks from a call's tensors and problem.
 //!
 //! [`readable`] copies tensors that kernels cannot read, and [`Blocks`] points into the others. Callers hold the tensors while launches
 //! are enqueued; the caching allocator keeps the memory for their stream.

@@ -127,8 +127,8 @@ pub fn backward(inputs: &Inputs, saved: &Saved, given: &Attention, mode: Backwar
         if let Some(prepare) = &plan.prepare {
             run(launcher, prepare, batches, bytes_of(&params), &ranges)?;
         }
-        for round in 0..plan.rounds {
-            params.first_key_block = (round * plan.dq_accum_splits) as i32;
+        for launch_number in 0..plan.main_launches {
+            params.first_key_block = (launch_number * plan.dq_accum_splits) as i32;
             run(launcher, &plan.main, batches, bytes_of(&params), &ranges)?;
         }
         if let Some(tail) = &plan.tail {

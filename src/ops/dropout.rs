@@ -1,4 +1,4 @@
-//! Dropout: which probabilities are kept.
+//! Dropout: decides which probabilities are kept.
 //!
 //! Every (batch, head, row, column) has its own 15-bit random number, independent of tiles. One call of Philox4x32 computes the numbers of
 //! four columns, starting at a multiple of 4, in two rows: `row`, whose bit 2 is clear, and `row + 4`. The key is the seed. The counter is

@@ -1,4 +1,4 @@
-//! What operators take and return, and where they compute.
+//! Inputs and results of operators, and the choice of a backend.
 
 use crate::error::{Error, Result};
 use crate::launch::driver::Driver;
@@ -69,7 +69,7 @@ impl Inputs {
     }
 }
 
-/// What `volta_fa::bwd` takes beyond the inputs of `volta_fa::fwd`.
+/// Arguments of `volta_fa::bwd` beyond the inputs of `volta_fa::fwd`.
 pub(crate) struct Saved {
     pub dout: Tensor,
     pub out: Tensor,
@@ -77,7 +77,7 @@ pub(crate) struct Saved {
     pub attn_bias_requires_grad: bool,
 }
 
-/// What `volta_fa::bwd` returns.
+/// Results of `volta_fa::bwd`.
 pub(crate) struct Gradients {
     pub dq: Tensor,
     pub dk: Tensor,
@@ -88,14 +88,14 @@ pub(crate) struct Gradients {
     pub dsinks: Option<Tensor>,
 }
 
-/// What computes a call.
+/// Backend of a call.
 pub(super) enum Target {
     Cpu,
     Kernels(Box<dyn Launcher>),
 }
 
 impl Target {
-    /// Chooses by q.
+    /// Chooses a backend by q.
     pub fn of(q: &TensorDesc, stream: *mut c_void) -> Result<Target> {
         match q.device {
             Device::Cuda(device) => Ok(Target::Kernels(Box::new(Driver { device, stream }))),
@@ -106,7 +106,7 @@ impl Target {
         }
     }
 
-    /// Returns what validation needs to know of it.
+    /// Returns the backend as validation sees it.
     pub fn backend(&self) -> Backend {
         match self {
             Target::Cpu => Backend::Cpu,

@@ -1,4 +1,4 @@
-//! Launches of planned kernels, and the memory that they touch.
+//! Launches planned kernels and lists the memory they access.
 
 use super::inputs::Inputs;
 use crate::error::Result;
@@ -34,8 +34,8 @@ pub fn run(launcher: &dyn Launcher, planned: &PlannedKernel, batches: i64, param
     launcher.launch(&KernelLaunch { variant: planned.variant, grid: planned.grid(batches), params, ranges })
 }
 
-/// Returns 48 bits that no other call of this process has and that uninitialized memory does not hold by chance. By them the blocks of a
-/// call recognize what another of its blocks wrote into memory that is not zeroed (csrc/semaphore.cuh).
+/// Returns 48 bits that no other call of this process has. Uninitialized memory is unlikely to hold them. They mark semaphores of a call's
+/// blocks in memory that is not zeroed (csrc/semaphore.cuh).
 pub fn launch_id() -> u64 {
     static FIRST: OnceLock<u64> = OnceLock::new();
     static CALLS: AtomicU64 = AtomicU64::new(0);

@@ -1,4 +1,4 @@
-//! Planning the backward pass: what becomes of dq, which blocks of keys a launch has, and what lies in scratch memory.
+//! Plans the backward pass: how kernels compute dq, the key blocks of each launch, and the scratch memory.
 
 use super::choose::{choose, Chosen};
 use super::device::DeviceLimits;
@@ -15,109 +15,114 @@ use std::sync::LazyLock;
 /// The kernels of a backward pass, launched in this order, and the scratch memory that they share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardPlan {
-    /// row statistics from out, dout and softmax_lse; zeros in dq's accumulators, where there are any. None: `main` does all
+    /// Computes row statistics from out, dout and softmax_lse, and zeroes dq's accumulators. None: `main` computes everything.
     pub prepare: Option<PlannedKernel>,
-    /// dk and dv, and dq into its accumulators; `rounds` launches of this grid
+    /// Computes dk and dv, and adds to dq's accumulators if there are any, in `main_launches` launches of this grid.
     pub main: PlannedKernel,
-    /// dq from its accumulators, or computed without one. None: `main` does all
+    /// Computes dq, from its accumulators if there are any. None: `main` computes everything.
     pub finish: Option<PlannedKernel>,
-    /// whether each sum has a fixed order: asked for, or better on this card
+    /// Whether each sum has a fixed order, by request, by tuning, or because the chosen kernels have no atomics.
     pub deterministic: bool,
-    /// launches of `main`, each for the next blocks of keys of every head
-    pub rounds: u32,
-    /// the last keys of every head, where they would be a round of their own of large blocks
+    /// Launches of `main`, each for the next key blocks of every head.
+    pub main_launches: u32,
+    /// Launch for the last keys of every head, if large blocks would need another wave for them.
     pub tail: Option<Tail>,
-    /// accumulators of dq. 0: it has a kernel of its own, or `main` does all
+    /// Accumulators of dq. 0: `finish` computes dq without one, or `main` computes everything.
     pub dq_accum_splits: u32,
-    /// how these three lay out the row statistics
+    /// Layout of the row statistics.
     pub scratch: Scratch,
-    /// rows of an entry in dq's accumulator and in the row statistics; of all entries together where packed
+    /// Rows of an entry in dq's accumulators and in the row statistics; rows of all entries if packed.
     pub scratch_rows: i64,
-    /// columns of dq's accumulators; 0: there are none
+    /// Columns of dq's accumulators; 0 without accumulators.
     pub headdim_rounded: i64,
 }
 
 impl BackwardPlan {
-    /// All kernels, in the order of their launches.
+    /// Returns all kernels in the order of their launches.
     pub fn kernels(&self) -> impl Iterator<Item = PlannedKernel> {
         [self.prepare, Some(self.main), self.tail.map(|tail| tail.kernel), self.finish].into_iter().flatten()
     }
 }
 
-/// A last launch with smaller blocks than those before.
+/// A last launch of the main kernel with smaller blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tail {
-    /// for all blocks from the first on
+    /// Kernel on a grid of the remaining key blocks.
     pub kernel: PlannedKernel,
-    /// number of its first block of keys
+    /// Number of its first key block, in units of its own block size.
     pub first_block: u32,
 }
 
-/// What a tail of one round of small blocks takes, in times of a round of large ones: 0.4 to 0.66 (docs/design/volta-backward.md).
+/// Time of a tail of one wave of small blocks, relative to a wave of large blocks: 0.4 to 0.66 (docs/design/volta-backward.md).
 const TAIL: f64 = 0.67;
 
-/// Blocks of keys of a head that a GPU is done with in one round less than with all, and the smaller variant, where that takes the rest in
-/// one round. Not under a causal mask, whose last blocks are short.
+/// Returns the key blocks of a head that fit one wave less than all blocks need, and a smaller variant that computes the rest in one wave.
+///
+/// None if there is no such variant, and under a causal mask, because its last blocks are short.
 fn blocks_before_tail(kernels: Kernels, main: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(u64, &'static Variant)> {
     let (rows, heads) = rows_and_heads(main, a);
     let heads = (heads * a.batch) as u64;
     let blocks = (rows as u64).div_ceil(main.block_rows.into());
-    let before = ((blocks * heads).div_ceil(places(main, d)) - 1) * places(main, d) / heads;
+    let before = ((blocks * heads).div_ceil(resident_blocks(main, d)) - 1) * resident_blocks(main, d) / heads;
     let left = (rows as u64).saturating_sub(before * u64::from(main.block_rows));
-    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= places(v, d);
+    let fits = |v: &Variant| v.block_rows < main.block_rows && left.div_ceil(v.block_rows.into()) * heads <= resident_blocks(v, d);
     if before == 0 || a.window.right.is_some() {
         return None;
     }
     of_all_sizes(kernels, main, d).find(|v| fits(v)).map(|v| (before, v))
 }
 
-/// Blocks that run at once.
-fn places(v: &Variant, d: &DeviceLimits) -> u64 {
+/// Returns the blocks that the GPU holds at once.
+fn resident_blocks(v: &Variant, d: &DeviceLimits) -> u64 {
     u64::from(d.sms * v.blocks_per_sm)
 }
 
-/// Blocks of keys of a head in each of the main kernel's launches, where a deterministic pass goes by these; and whether that is expected to
-/// be faster than a kernel of its own for dq. `blocks` are a head's, behind which a tail has `tail` more.
+/// Returns the key blocks of a head in each launch of a deterministic main kernel, and whether the estimate is faster than a separate dq
+/// kernel. A head has `blocks` large blocks, and then `tail` small blocks in a tail.
 ///
-/// Blocks of one launch add to an accumulator each, and launches follow one another, so the order of every sum is fixed. More
-/// accumulators fill the GPU, and take their time to be zeroed and added up. All of that in times of one block:
-/// - an accumulator is written and read once, 8 bytes an element, while a block computes 10 * block_rows flops for each element of the
-///   rows of dq that it meets. On a V100 (docs/design/volta-backward.md) the kernels compute 76 TFLOP/s, and memory gives 0.83 TB/s;
-/// - the other mode has seven products for five, in one launch, and no accumulator.
-fn blocks_of_a_round(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
+/// Each block of a launch adds to its own accumulator, and launches run in order, so the order of every sum is fixed. More
+/// accumulators fill the GPU, but zeroing and adding them takes time. The estimate counts in times of one block:
+/// - An accumulator is written and read once, 8 bytes per element. A block computes 10 * block_rows flops for each element of its rows
+///   of dq. On a V100 (docs/design/volta-backward.md) kernels compute 76 TFLOP/s, and memory transfers 0.83 TB/s.
+/// - The separate dq kernel needs seven products instead of five, in one launch, without accumulators.
+fn blocks_of_launch(main: &Variant, blocks: u64, tail: u64, a: &Attention, d: &DeviceLimits) -> Option<(u32, bool)> {
     const FLOPS_A_BYTE: f64 = 76.0 / 0.83;
     const OTHER_MODE: f64 = 7.0 / 5.0;
-    // fp32, so twice as many times the memory of q
-    const MOST: u64 = 8;
+    // accumulators are fp32: 16 times the memory of q
+    const MAX_SPLITS: u64 = 8;
     let (rows, heads) = rows_and_heads(main, a);
-    let (heads, places) = ((heads * a.batch) as u64, places(main, d));
-    let block_times = |blocks: u64| (blocks * heads).div_ceil(places) as f64;
+    let (heads, resident_blocks) = ((heads * a.batch) as u64, resident_blocks(main, d));
+    let block_times = |blocks: u64| (blocks * heads).div_ceil(resident_blocks) as f64;
     let block_rows = f64::from(main.block_rows);
     let met = match a.window {
         Window { left: Some(left), right: Some(right) } => ((left + right) as f64 + block_rows).min(a.seqlen_q as f64),
         _ => a.seqlen_q as f64,
     };
-    let of_a_sum = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / places as f64);
+    let per_accumulator = 0.8 * FLOPS_A_BYTE / block_rows * (a.seqlen_q as f64 / met) * (heads as f64 / resident_blocks as f64);
     let of_tail = if tail > 0 { TAIL } else { 0.0 };
-    let cost = |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * of_a_sum;
-    // a tail begins where a launch ends, and has sums for its blocks
-    let possible = (1..=blocks.min(MOST)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
+    let cost =
+        |sums: u64| (blocks / sums) as f64 * block_times(sums) + block_times(blocks % sums) + of_tail + sums as f64 * per_accumulator;
+    // a tail begins where a launch ends, and needs an accumulator for each of its blocks
+    let possible = (1..=blocks.min(MAX_SPLITS)).filter(|&sums| tail == 0 || (blocks % sums == 0 && tail <= sums));
     let best = possible.min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
     let all = (rows as u64).div_ceil(main.block_rows.into());
     Some((best as u32, cost(best) < OTHER_MODE * block_times(all)))
 }
 
-/// Plan the backward pass of a non-empty problem. The main kernel adds to dq by atomics, in any order. Where that has to be
-/// deterministic, it is launched several times, so that one block at a time adds to an accumulator, or a kernel of its own computes S
-/// and dP again for dq, whichever is faster. The kernel of its own it is too where the card's tuning says that this is faster, or that a
-/// kernel with atomics failed which no other can replace; the other way round it never goes.
+/// Plans the backward pass of a non-empty problem.
+///
+/// By default the main kernel adds to dq by atomics, in any order. A deterministic pass takes the faster of two plans. It launches the main
+/// kernel several times, so that one block at a time adds to an accumulator. Or a separate kernel computes S and dP again for dq.
+///
+/// The separate kernel also runs if the tuning chooses it, or if a kernel with atomics failed and no other replaces it. No tuning makes a
+/// deterministic pass depend on the order of blocks.
 pub fn backward(a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
     backward_among(*COMPILED, a, mode, d)
 }
 
-/// The same with other kernels to choose from.
+/// Plans the backward pass with these kernels to choose from.
 pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let Some(main) = whole(kernels, a, mode, d) else { return in_parts(kernels, a, mode, d) };
+    let Some(main) = fused(kernels, a, mode, d) else { return in_parts(kernels, a, mode, d) };
     if d.tuning.is_some() && main.reason != Reason::Tuned {
         let parts = in_parts(kernels, a, mode, d)?;
         let of_tuning = |k: &PlannedKernel| matches!(k.reason, Reason::Tuned | Reason::TunedMode);
@@ -132,25 +137,24 @@ pub fn backward_among(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &D
         scratch: scratch(main.variant),
         scratch_rows: scratch_rows(main.variant, a),
         deterministic: true,
-        rounds: 1,
+        main_launches: 1,
         tail: None,
         dq_accum_splits: 0,
         headdim_rounded: 0,
     })
 }
 
-/// One kernel for all of it, where all keys of a head are one block, which then has its dq to itself.
+/// Plans one fused kernel if one block has all keys of a head, so no other block adds to its dq.
 ///
-/// That saves two launches, and dq's accumulator the way to memory and back. But rows then have their statistics from the one block,
-/// 0.01 us a row, where a few microseconds of launches are saved: so not of many rows, unless there are blocks enough to
-/// fill the GPU with other work meanwhile.
-fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
+/// This saves two launches, a few microseconds, and the accumulator's memory traffic. But the one block also computes the statistics of all
+/// rows, at 0.01 us per row. So the plan takes it for few rows, or for enough blocks to fill the GPU with other work meanwhile.
+fn fused(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Option<PlannedKernel> {
     const FEW_ROWS: i64 = 512;
-    const ENOUGH_ROUNDS: u64 = 2;
-    // before anything is looked up: most problems are larger
+    const MIN_WAVES: u64 = 2;
+    // maximum keys of any fused kernel: most problems are larger, and need no search
     static MAX_KEYS: LazyLock<u32> = LazyLock::new(|| {
-        let whole = COMPILED.variants().filter(|v| v.pass == Pass::BackwardFused);
-        whole.map(|v| v.block_rows).max().unwrap_or(0)
+        let fused = COMPILED.variants().filter(|v| v.pass == Pass::BackwardFused);
+        fused.map(|v| v.block_rows).max().unwrap_or(0)
     });
     if a.seqlen_k > i64::from(*MAX_KEYS) {
         return None;
@@ -158,12 +162,12 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     let holds_all = |v: &Variant| a.seqlen_k <= i64::from(v.block_rows);
     let [large] = choose(kernels, kernels::FUSED_BACKWARD, &Shape::of(a), features(a, mode), d).ok()?;
     let is_tuned = large.1 == Reason::Tuned;
-    // instead of one that failed, or of another family's, rather the parts of a pass
+    // if the cheapest one failed or belongs to a later family, separate kernels are better
     if !is_tuned && large.1 != Reason::Cheapest {
         return None;
     }
     let kernel = if is_tuned { large } else { smaller(kernels, large.0, a, d).unwrap_or(large) };
-    // tiles that waste less on padding
+    // separate kernels with less padding
     let is_narrower =
         |v: &Variant| v.features == kernel.0.features && v.headdim < kernel.0.headdim && v.headdim as i64 >= a.headdim.max(a.headdim_v);
     if !is_tuned && kernels.of(&kernel.0.family, Pass::Backward).any(is_narrower) {
@@ -171,31 +175,33 @@ fn whole(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) 
     }
     let rows = a.nheads / a.nheads_k * a.seqlen_q;
     let blocks = (a.nheads_k * a.batch) as u64;
-    let pays = rows <= FEW_ROWS || blocks >= ENOUGH_ROUNDS * places(kernel.0, d);
+    let pays = rows <= FEW_ROWS || blocks >= MIN_WAVES * resident_blocks(kernel.0, d);
     (holds_all(kernel.0) && (is_tuned || pays)).then(|| planned(kernel, a))
 }
 
-/// In kernels for what comes before the products, for these, and for dq.
+/// Plans separate kernels: preprocess, main, and postprocess or dq.
 fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimits) -> Result<BackwardPlan> {
-    let (shape, needs) = (Shape::of(a), features(a, mode));
-    let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, needs, d);
-    let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, needs, d);
+    let (shape, requested) = (Shape::of(a), features(a, mode));
+    let with_atomics = || choose(kernels, kernels::BACKWARD, &shape, requested, d);
+    let without = || choose(kernels, kernels::DETERMINISTIC_BACKWARD, &shape, requested, d);
     let because = |chosen: Chosen<3>, why| chosen.map(|(v, reason)| (v, if reason == Reason::Tuned { reason } else { why }));
     let sized = |chosen: Chosen<3>| {
         chosen.map(|(large, reason)| {
             let small = if reason == Reason::Tuned { None } else { smaller(kernels, large, a, d) };
-            // why it is this set of kernels at all says more than why the blocks are small
+            // the reason for this set of kernels says more than the reason for small blocks
             let of_mode = matches!(reason, Reason::TunedMode | Reason::FailedAvoided);
             small.map_or((large, reason), |(v, why)| (v, if of_mode { reason } else { why }))
         })
     };
-    // What becomes of dq: all blocks of keys add to one accumulator; in launches of so many blocks each has its own; a kernel computes it.
     enum Dq {
+        /// All key blocks add to one accumulator.
         Atomics,
-        Rounds(u32),
-        Own,
+        /// In launches of this many key blocks per head, each block has its own accumulator.
+        Launches(u32),
+        /// A separate kernel computes dq.
+        Separate,
     }
-    // large blocks of a head, and a variant with as many small blocks behind them
+    // large blocks of a head, and the variant and number of small blocks after them
     let split = |(main, reason): (&'static Variant, Reason), with_tail: bool| {
         let (rows, _) = rows_and_heads(main, a);
         let found = if with_tail && reason != Reason::Tuned { blocks_before_tail(kernels, main, a, d) } else { None };
@@ -207,27 +213,27 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
             None => ((rows as u64).div_ceil(main.block_rows.into()), None),
         }
     };
-    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, needs)).and_then(|_| without().ok());
+    let tuned_mode = d.tuning.filter(|t| t.without_atomics(&shape, requested)).and_then(|_| without().ok());
     let has_key_block_offset = |is_faster: bool| {
         let chosen = with_atomics().ok().filter(|[_, (main, _), _]| main.family.has_key_block_offset).map(sized)?;
         let main = chosen[1];
         let (found, parts) = [true, false].into_iter().find_map(|with_tail| {
             let parts @ (blocks, tail) = split(main, with_tail);
-            Some((blocks_of_a_round(main.0, blocks, tail.map_or(0, |(_, n)| n), a, d)?, parts))
+            Some((blocks_of_launch(main.0, blocks, tail.map_or(0, |(_, n)| n), a, d)?, parts))
         })?;
         let (blocks, pays) = found;
-        (pays || !is_faster).then_some((Dq::Rounds(blocks), chosen, parts))
+        (pays || !is_faster).then_some((Dq::Launches(blocks), chosen, parts))
     };
-    let whole = |dq, chosen: Chosen<3>| (dq, chosen, split(chosen[1], false));
+    let without_tail = |dq, chosen: Chosen<3>| (dq, chosen, split(chosen[1], false));
     let (dq, chosen, (blocks, tail)) = match (tuned_mode, mode.deterministic) {
-        (Some(chosen), _) => whole(Dq::Own, sized(because(chosen, Reason::TunedMode))),
+        (Some(chosen), _) => without_tail(Dq::Separate, sized(because(chosen, Reason::TunedMode))),
         (None, true) => {
             let own = without();
             let is_forced = |&(v, reason): &(&Variant, Reason)| v.pass != Pass::BackwardPreprocess && reason == Reason::Tuned;
             let forced = own.as_ref().is_ok_and(|chosen| chosen.iter().any(is_forced));
             match if forced { None } else { has_key_block_offset(own.is_ok()) } {
                 Some(found) => found,
-                None => whole(Dq::Own, sized(own?)),
+                None => without_tail(Dq::Separate, sized(own?)),
             }
         }
         (None, false) => match with_atomics() {
@@ -236,25 +242,25 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
                 (Dq::Atomics, chosen, split(chosen[1], chosen[1].0.family.has_key_block_offset))
             }
             Err(e) if d.tuning.is_some_and(|t| !t.failed().is_empty()) => {
-                whole(Dq::Own, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
+                without_tail(Dq::Separate, sized(because(without().map_err(|_| e)?, Reason::FailedAvoided)))
             }
             Err(e) => return Err(e),
         },
     };
     let [prepare, main, finish] = chosen.map(|kernel| planned(kernel, a));
-    let (of_a_round, dq_accum_splits) = match dq {
+    let (of_launch, dq_accum_splits) = match dq {
         Dq::Atomics => (blocks as u32, 1),
-        Dq::Rounds(blocks) => (blocks, blocks),
-        Dq::Own => (blocks as u32, 0),
+        Dq::Launches(blocks) => (blocks, blocks),
+        Dq::Separate => (blocks as u32, 0),
     };
     let (_, heads) = rows_and_heads(main.variant, a);
     let of_blocks = |kernel: (&'static Variant, Reason), blocks: u32| of_rows(kernel, i64::from(blocks * kernel.0.block_rows), heads, a);
-    let main = of_blocks((main.variant, main.reason), of_a_round);
+    let main = of_blocks((main.variant, main.reason), of_launch);
     let tail = tail.map(|(v, n)| Tail {
         kernel: of_blocks((v, Reason::Tail), n as u32),
         first_block: (blocks * u64::from(main.variant.block_rows / v.block_rows)) as u32,
     });
-    let rounds = (blocks as u32).div_ceil(of_a_round);
+    let main_launches = (blocks as u32).div_ceil(of_launch);
     Ok(BackwardPlan {
         prepare: Some(prepare),
         main,
@@ -262,7 +268,7 @@ fn in_parts(kernels: Kernels, a: &Attention, mode: BackwardMode, d: &DeviceLimit
         scratch: scratch(main.variant),
         scratch_rows: scratch_rows(main.variant, a),
         deterministic: !matches!(dq, Dq::Atomics),
-        rounds,
+        main_launches,
         tail,
         dq_accum_splits,
         headdim_rounded: if dq_accum_splits == 0 { 0 } else { main.variant.headdim as i64 },

@@ -1,13 +1,13 @@
-//! The part of parameter blocks that all passes share.
+//! Parameters that all attention kernels share.
 
 use crate::params;
 use crate::problem::Attention;
 
-/// Fills the part for `batches` entries.
+/// Returns the parameters of a launch of `batches` entries.
 pub fn problem_block(a: &Attention, batches: i64) -> params::Problem {
     let unbounded = a.seqlen_q + a.seqlen_k;
     let side = |w: Option<i64>| w.map_or(unbounded, |w| w.min(unbounded)) as i32;
-    // A zero scale makes all visible keys equal. So does a tiny one, and kernels can divide by it.
+    // A zero scale gives all visible keys equal weight. So does a tiny one, and kernels can divide by it.
     const TINY: f32 = 1e-30;
     let scale = (a.softmax_scale as f32).abs().max(TINY);
     params::Problem {

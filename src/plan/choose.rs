@@ -1,4 +1,4 @@
-//! Choosing kernels: the cheapest of the first family that has one for each pass, unless the card's tuning says otherwise.
+//! Chooses kernels: the tuning's choice, else the cheapest applicable kernels of the first family that has one for each pass.
 
 use super::device::{DeviceLimits, FAMILY_VARIABLE};
 use super::kernel::Reason;
@@ -6,18 +6,19 @@ use crate::error::{Error, Result};
 use crate::kernels::{CacheFormat, Code, Family, Feature, FeatureSet, Kernels, Pass, Variant};
 use crate::tuning::{Shape, Tuning};
 
-/// What a kernel that covers `needs` costs; the first difference decides, and where there is none the order of the table, which
-/// has larger blocks first.
-/// - What it is prepared for in vain: each takes registers and instructions of every step.
-/// - Its columns, since padding is computed on.
-pub(super) fn cost(v: &Variant, needs: FeatureSet) -> (u32, u32) {
-    (v.features.without(needs).count(), v.headdim + v.headdim_v)
+/// Returns the cost of a kernel for a problem with these features. Compares in this order:
+/// - features that the problem does not use, because each takes registers and instructions in every step;
+/// - columns, because kernels compute padding too.
+///
+/// Kernels of equal cost keep the order of the table, with larger blocks first.
+pub(super) fn cost(v: &Variant, features: FeatureSet) -> (u32, u32) {
+    (v.features.without(features).count(), v.headdim + v.headdim_v)
 }
 
-/// The families that the device runs, in the order of preference.
+/// Returns the families that the device runs, in the order of preference.
 ///
 /// # Errors
-/// Where it runs families, but not the only one that is allowed.
+/// The device runs families, but not the only allowed one.
 pub fn families(kernels: Kernels, d: &DeviceLimits) -> Result<Vec<(&'static Family, Code)>> {
     let mut found = kernels.families_for(d.sm());
     if let (Some(only), false) = (d.only, found.is_empty()) {
@@ -36,82 +37,86 @@ pub(super) fn names(families: &[(&'static Family, Code)]) -> String {
     families.iter().map(|(f, _)| f.name).collect::<Vec<_>>().join(" or ")
 }
 
-/// Kernels of ALiBi alone begin their sums with -slope * distance, so a sum of products loses what that number has no bits for. Rows
-/// near a key that they see give it almost all weight: there the number is small. Rows that lie before the first key by more than this get
-/// other kernels, which add it once: at a slope of 1 it is 739 in units of log2, whose last bit, 2^-14, some 32 steps of a sum
-/// get wrong by a third each in the root mean square, 1e-4 in all; rounding a probability to fp16 costs 2e-4.
-/// (The lengths of packed sequences are the device's to know: of theirs the longest count.)
+/// Maximum positions between a row and the first key, for kernels of ALiBi alone. Other kernels compute rows further away.
+///
+/// Kernels of ALiBi alone start their sums of products with -slope * distance, so a large distance takes bits from the products. Rows near
+/// a visible key give it almost all weight, and there the distance is small. At this limit and a slope of 1 the start is 739 in log2 units,
+/// with a last bit of 2^-14. About 32 steps each lose a third of it (RMS), in total 1e-4. Rounding a probability to fp16 costs 2e-4.
+///
+/// The host does not know the lengths of packed sequences. For them the maximum lengths count.
 pub(super) const FAR: i64 = 512;
 
-/// Whether a kernel computes this shape, with what is needed, and fits the device.
-pub(super) fn holds(v: &Variant, shape: &Shape, needs: FeatureSet, d: &DeviceLimits) -> bool {
+/// Returns true if a kernel computes this shape with these features, and fits the device's shared memory.
+pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d: &DeviceLimits) -> bool {
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
-        && v.features.contains(needs)
-        && needs.contains(v.required_features)
+        && v.features.contains(features)
+        && features.contains(v.required_features)
         && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))
         && v.shared_bytes <= d.shared_bytes_per_block
 }
 
-/// The cheapest of those that hold the shape and did not fail.
+/// Returns the cheapest applicable kernel that did not fail in `avoid`.
 pub(super) fn cheapest(
     of: impl Iterator<Item = &'static Variant>,
     shape: &Shape,
-    needs: FeatureSet,
+    features: FeatureSet,
     d: &DeviceLimits,
     avoid: Option<&Tuning>,
 ) -> Option<&'static Variant> {
-    of.filter(|v| holds(v, shape, needs, d) && !avoid.is_some_and(|t| t.has_failed(v))).min_by_key(|v| cost(v, needs))
+    of.filter(|v| is_applicable(v, shape, features, d) && !avoid.is_some_and(|t| t.has_failed(v))).min_by_key(|v| cost(v, features))
 }
 
 /// A kernel of each pass of a set.
 pub(super) type Chosen<const N: usize> = [(&'static Variant, Reason); N];
 
-/// Kernels for these passes, all of one family: the first that has one for each that holds the problem. The card's tuning has the first
-/// word about them, where what it says is possible; else it is the cheapest. A kernel that failed there is none.
+/// Chooses kernels of one family for these passes: the first family that has an applicable kernel for each pass.
+///
+/// Takes the tuning's choices if they are applicable, else the cheapest kernels. Families with a tuned kernel come first. Never takes a
+/// kernel that failed in the tuning.
 pub(super) fn choose<const N: usize>(
     kernels: Kernels,
     passes: [Pass; N],
     shape: &Shape,
-    needs: FeatureSet,
+    features: FeatureSet,
     d: &DeviceLimits,
 ) -> Result<Chosen<N>> {
     let mut families = families(kernels, d)?;
-    let asked = passes.map(|pass| (pass, needs.intersection(pass.info().features)));
-    let holds = |v: &Variant, needs| holds(v, shape, needs, d);
+    let requested = passes.map(|pass| (pass, features.intersection(pass.info().features)));
+    let is_applicable = |v: &Variant, features| is_applicable(v, shape, features, d);
     let failed = |v: &Variant| d.tuning.is_some_and(|t| t.has_failed(v));
-    let cheapest = |family, (pass, needs), avoid| cheapest(kernels.of(family, pass), shape, needs, d, avoid);
-    // what the device would prefer without a tuning
+    let cheapest = |family, (pass, features), avoid| cheapest(kernels.of(family, pass), shape, features, d, avoid);
+    // the preferred family without a tuning
     let first = families.first().map(|(f, _)| f.name);
-    let tuned = |t: &'static Tuning, family: &Family, (pass, needs): (Pass, FeatureSet)| {
-        t.kernels(pass, shape, needs).find(|v| v.family.name == family.name && holds(v, needs) && !failed(v))
+    let tuned = |t: &'static Tuning, family: &Family, (pass, features): (Pass, FeatureSet)| {
+        t.kernels(pass, shape, features).find(|v| v.family.name == family.name && is_applicable(v, features) && !failed(v))
     };
     if let Some(t) = d.tuning {
-        families.sort_by_cached_key(|(f, _)| asked.iter().all(|&of| tuned(t, f, of).is_none()));
+        families.sort_by_cached_key(|(f, _)| requested.iter().all(|&of| tuned(t, f, of).is_none()));
     }
-    let mut stands_in = false;
+    let mut is_fallback = false;
     for (family, _) in &families {
-        let found = asked.map(|of| {
+        let found = requested.map(|of| {
             let usual = if Some(family.name) == first { Reason::Cheapest } else { Reason::LaterFamily };
             let Some(t) = d.tuning else { return Some((cheapest(family, of, None)?, usual)) };
             if let Some(v) = tuned(t, family, of) {
                 return Some((v, Reason::Tuned));
             }
             let v = cheapest(family, of, d.tuning)?;
-            let is_usual = !stands_in && cheapest(family, of, None) == Some(v);
+            let is_usual = !is_fallback && cheapest(family, of, None) == Some(v);
             Some((v, if is_usual { usual } else { Reason::FailedAvoided }))
         });
         if found.iter().all(Option::is_some) {
-            return Ok(found.map(|chosen| chosen.expect("all of them are there")));
+            return Ok(found.map(|chosen| chosen.expect("each pass has a kernel")));
         }
-        stands_in |= asked.iter().all(|&(pass, needs)| kernels.of(family, pass).any(|v| holds(v, needs)));
+        is_fallback |= requested.iter().all(|&(pass, features)| kernels.of(family, pass).any(|v| is_applicable(v, features)));
     }
-    let would_do = |&(pass, needs): &(Pass, FeatureSet)| {
+    let excluded = |&(pass, features): &(Pass, FeatureSet)| {
         let of_pass = families.iter().flat_map(move |(family, _)| kernels.of(family, pass));
-        of_pass.filter(|v| failed(v) && holds(v, needs)).map(|v| v.name).collect::<Vec<_>>()
+        of_pass.filter(|v| failed(v) && is_applicable(v, features)).map(|v| v.name).collect::<Vec<_>>()
     };
-    let failed = asked.iter().flat_map(would_do).collect::<Vec<_>>();
+    let failed = requested.iter().flat_map(excluded).collect::<Vec<_>>();
     Err(Error::unsupported(match kernels.families().map(|f| f.sm).min() {
         Some(oldest) if families.is_empty() => format!(
             "this GPU has compute capability {}.{}; volta_fa's kernels need {}.{} or newer",
@@ -121,10 +126,10 @@ pub(super) fn choose<const N: usize>(
             oldest % 10
         ),
         _ => {
-            let asked: Vec<_> =
-                passes.iter().fold(FeatureSet::NONE, |set, p| set.union(p.info().features)).intersection(needs).iter().collect();
-            let with = if asked.is_empty() { "" } else { " with " };
-            let asked: Vec<_> = asked.into_iter().map(Feature::name).collect();
+            let requested: Vec<_> =
+                passes.iter().fold(FeatureSet::NONE, |set, p| set.union(p.info().features)).intersection(features).iter().collect();
+            let with = if requested.is_empty() { "" } else { " with " };
+            let requested: Vec<_> = requested.into_iter().map(Feature::name).collect();
             let headdims = match shape.headdim {
                 0 => String::new(), // any
                 _ => format!(
@@ -140,14 +145,14 @@ pub(super) fn choose<const N: usize>(
             let only = if d.only.is_some() { format!(" ({FAMILY_VARIABLE} allows no other family)") } else { String::new() };
             let failed = match failed.as_slice() {
                 [] => String::new(),
-                names => format!("; what would do failed on this GPU (`python -m volta_fa check`): {}", names.join(", ")),
+                names => format!("; excluded because they failed `python -m volta_fa check` on this GPU: {}", names.join(", ")),
             };
             format!(
                 "there is no {} {} ({}){with}{}{headdims} in this GPU's {} bytes of shared memory a block{only}{failed}",
                 names(&families),
                 if N == 1 { "kernel" } else { "set of kernels" },
                 passes.map(|pass| format!("{pass:?}")).join(", "),
-                asked.join(", "),
+                requested.join(", "),
                 d.shared_bytes_per_block
             )
         }

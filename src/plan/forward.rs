@@ -1,4 +1,4 @@
-//! Planning the forward pass, over dense or packed keys or over a KV cache.
+//! Plans the forward pass over dense keys, packed keys or a KV cache.
 
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
@@ -15,18 +15,18 @@ use crate::problem::{Attention, Keys, Queries};
 use crate::tuning::Shape;
 use std::cell::Cell;
 
-/// Plan the forward pass of a non-empty problem.
+/// Plans the forward pass of a non-empty problem.
 pub fn forward(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     forward_among(*COMPILED, a, d)
 }
 
-/// The same with other kernels to choose from.
+/// Plans the forward pass with these kernels to choose from.
 pub fn forward_among(kernels: Kernels, a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     forward_pass(kernels, kernels::FORWARD, a, features(a, BackwardMode::default()), d)
 }
 
-fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
-    let [large] = choose(kernels, pass, &Shape::of(a), needs, d)?;
+fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, features: FeatureSet, d: &DeviceLimits) -> Result<PlannedKernel> {
+    let [large] = choose(kernels, pass, &Shape::of(a), features, d)?;
     let small = if large.1 == Reason::Tuned { None } else { smaller(kernels, large.0, a, d) };
     let stream_k = if pass == kernels::FORWARD { stream_k(kernels, large, a, d) } else { None };
     Ok(match (small, stream_k) {
@@ -35,10 +35,10 @@ fn forward_pass(kernels: Kernels, pass: [Pass; 1], a: &Attention, needs: Feature
     })
 }
 
-/// The same tiles on a grid of equal shares, where all blocks of rows take as long and it is expected to pay, or where the card's tuning says so.
+/// Plans a stream-K grid of the same tiles if every row tile takes the same time and the estimate is faster, or if the tuning chooses it.
 fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &DeviceLimits) -> Option<PlannedKernel> {
     let shape = Shape::of(a);
-    // so many batch entries take several launches
+    // a larger batch takes several launches
     if (a.queries, a.keys) != (Queries::Dense, Keys::Dense) || a.batch > MAX_GRID_YZ || usual.1 == Reason::Tuned {
         return None;
     }
@@ -50,11 +50,11 @@ fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &Devi
     }
     let (rows, heads) = rows_and_heads(variant, a);
     let row_blocks = (rows as u64).div_ceil(u64::from(variant.block_rows)) * (heads * a.batch) as u64;
-    let asked = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
-    type Asked = (u64, u32, u32, u32, u32);
-    thread_local!(static LAST: PlanCache<Asked, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
-    let (row_blocks, keys, step, sms, places_per_sm) = asked;
-    let (plan, pays) = cached_plan(&LAST, asked, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, places_per_sm))).ok()??;
+    let key = (row_blocks, a.seqlen_k as u32, variant.step, d.sms, variant.blocks_per_sm);
+    type Key = (u64, u32, u32, u32, u32);
+    thread_local!(static LAST: PlanCache<Key, Option<(StreamKPlan, bool)>> = const { Cell::new(None) });
+    let (row_blocks, keys, step, sms, blocks_per_sm) = key;
+    let (plan, pays) = cached_plan(&LAST, key, d, || Ok(StreamKPlan::of(row_blocks, keys, step, sms, blocks_per_sm))).ok()??;
     if !is_tuned && !pays {
         return None;
     }
@@ -62,8 +62,7 @@ fn stream_k(kernels: Kernels, usual: (&Variant, Reason), a: &Attention, d: &Devi
     Some(PlannedKernel { variant, blocks: [plan.blocks(), 1], reason, stream_k: Some(plan) })
 }
 
-/// Plan the forward kernel of a KV cache, for a call that is not empty. `a`: the same call as an attention, with headdims in whole groups
-/// of 8.
+/// Plans the forward kernel over a KV cache for a call that is not empty. The headdims of `a` are multiples of 8.
 pub fn prefill(a: &Attention, d: &DeviceLimits) -> Result<PlannedKernel> {
     forward_pass(*COMPILED, [Pass::Prefill], a, features(a, BackwardMode::default()).union(FeatureSet::PAGED), d)
 }

@@ -1,4 +1,4 @@
-//! Block sizes: where smaller blocks than the cheapest kernel's are faster.
+//! Chooses block sizes: smaller blocks than the cheapest kernel's where they are faster.
 
 use super::device::DeviceLimits;
 use super::grid::rows_and_heads;
@@ -6,7 +6,7 @@ use super::kernel::Reason;
 use crate::kernels::{Kernels, Variant};
 use crate::problem::Attention;
 
-/// Variants that differ in the size of blocks alone.
+/// Returns the variants that differ from `large` in block size alone, fit the device and did not fail.
 pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &DeviceLimits) -> impl Iterator<Item = &'static Variant> {
     let d = *d;
     kernels
@@ -15,13 +15,13 @@ pub(super) fn of_all_sizes(kernels: Kernels, large: &'static Variant, d: &Device
         .filter(move |v| v.shared_bytes <= d.shared_bytes_per_block && !d.tuning.is_some_and(|t| t.has_failed(v)))
 }
 
-/// The variant of the same headdims with smaller blocks, where its grid
-/// - is resident on the GPU all at once: then it takes one block's time, and a smaller block takes less. One
-///   block too many and it takes two, which is what the large block takes for the same rows;
-/// - or has no more blocks than the large one's (all rows fit one block): half of those rows were padding;
-/// - or runs in rounds of so many fewer rows at once that it pays for what smaller blocks lose: a family with three sizes;
-/// - or would, under a mask that makes blocks uneven, be resident in large blocks, of which the longest then decides, while more warps share a row of the
-///   small ones: these end sooner.
+/// Returns the variant of the same headdims with smaller blocks in one of these cases:
+/// - All its blocks are resident at once. The grid takes one block's time, and a smaller block takes less. One more block
+///   doubles the time, to that of a large block for the same rows.
+/// - Its grid has no more blocks than that of large blocks. All rows fit one block, and half of the large block's rows were padding.
+/// - Its waves compute enough fewer rows to pay for the lower speed of smaller blocks. This applies to families with three sizes.
+/// - A mask makes blocks uneven and all large blocks are resident at once, so the longest block decides. Small blocks
+///   with more warps per row end sooner.
 ///
 /// Figures: `docs/design/volta-forward.md`, `docs/design/volta-backward.md`, `docs/design/turing-forward.md`.
 pub(super) fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, d: &DeviceLimits) -> Option<(&'static Variant, Reason)> {
@@ -29,12 +29,12 @@ pub(super) fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, 
         let (rows, heads) = rows_and_heads(v, a);
         (rows as u64).div_ceil(v.block_rows as u64) * (heads * a.batch) as u64
     };
-    // rows that an SM has worked on when it is done, side by side and one after the other
+    // rows that an SM computes in all waves
     let rows = |v: &Variant| {
         let at_once = u64::from(v.blocks_per_sm).min(blocks(v).div_ceil(d.sms.into()));
         blocks(v).div_ceil(u64::from(d.sms * v.blocks_per_sm)) * at_once * u64::from(v.block_rows)
     };
-    // 32 rows a warp instead of 48 are 10% slower, 16 are 25 to 30%
+    // 32 rows per warp instead of 48 are 10% slower, 16 are 25 to 30% slower
     const WORTH_IT: (u64, u64) = (7, 10);
     of_all_sizes(kernels, large, d).fold(None, |best: Option<(&'static Variant, Reason)>, v| {
         let now = best.map_or(large, |(now, _)| now);
@@ -55,9 +55,10 @@ pub(super) fn smaller(kernels: Kernels, large: &'static Variant, a: &Attention, 
     })
 }
 
-/// Whether the mean row sees at most three quarters of the keys that the last one sees, which is all of them: causal masks of about as many
-/// keys as queries. (Row i sees seqlen_k - seqlen_q + i + right keys, on the mean seqlen_k - seqlen_q / 2 + right.) A chunk of a prompt
-/// behind many tokens is even, and so is a window.
+/// Returns true if the mean row sees at most three quarters of all keys: causal masks with about as many keys as queries.
+///
+/// Row i sees seqlen_k - seqlen_q + i + right keys, the mean row seqlen_k - seqlen_q / 2 + right. A chunk of a prompt after many tokens is
+/// even, and so is a window.
 pub(super) fn is_uneven(a: &Attention) -> bool {
     let is_window = a.window.left.is_some_and(|left| left < a.seqlen_k);
     !is_window && a.window.right.is_some_and(|right| right.saturating_mul(4).saturating_add(a.seqlen_k) <= 2 * a.seqlen_q)

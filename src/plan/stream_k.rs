@@ -1,8 +1,8 @@
 //! Stream-K grids: which splits the blocks of `csrc/volta/forward/stream_k.cuh` compute, and in which order they start.
 //!
 //! A grid of R equal row tiles takes R / resident_blocks waves, and the last wave may leave most of the GPU idle. A stream-K grid computes
-//! only full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks. GPUs start blocks in the
-//! order of the grid, each on the first free slot, so the order decides when a split starts.
+//! only full waves with one block per tile. It divides the keys of the other tiles evenly among the resident blocks. GPUs start blocks in
+//! the order of the grid, each on the first free slot, so the order decides when a split starts.
 
 use crate::limits::MAX_STREAM_K_SPLITS;
 use crate::params::{FwdStreamKParams, StreamKSplit};
@@ -15,10 +15,10 @@ const FIXED_KEYS: u32 = 160;
 const COMBINE_KEYS: u32 = 30;
 /// Run time of a block alone on its SM, relative to two co-resident blocks: 3/4 per iteration at headdims 64 and 128, 4/5 overall.
 const ALONE: (u64, u64) = (4, 5);
-/// Most splits of a tile: one block reads the results of all.
+/// Maximum splits of a tile, because one block reads the results of all.
 const MAX_SPLITS_PER_TILE: u32 = 16;
 const _: () = assert!(size_of::<FwdStreamKParams>() <= 4096, "kernel parameters have at most 4096 bytes");
-/// Required gain, because estimates are inexact: 1 / 25.
+/// Maximum ratio of the estimate to that of one block per tile: estimates are inexact.
 const WORTH_IT: (u64, u64) = (24, 25);
 
 /// How a grid of row tiles with equal iterations is divided.
@@ -34,7 +34,7 @@ pub struct StreamKPlan {
     pub iterations: u32,
     /// Keys of an iteration.
     pub step: u32,
-    /// Equal shares of the stream-K tiles: one per resident block, or fewer so that no share has splits of two tiles.
+    /// Equal shares of the stream-K tiles: one per resident block, or fewer if no share spans two tiles.
     pub shares: u32,
     /// Splits of all shares.
     pub splits: u32,
@@ -59,13 +59,13 @@ impl Split {
 pub struct StreamKSchedule {
     /// In the order of the grid.
     pub splits: Vec<StreamKSplit>,
-    /// Most splits of a tile.
+    /// Maximum splits of a tile.
     pub max_splits: u32,
 }
 
 impl StreamKPlan {
-    /// Returns the best division of this grid and whether it is expected to be faster than one block per tile; None: nothing to divide, or no
-    /// possible division.
+    /// Returns the best division of this grid and whether it is expected to be faster than one block per tile; None: nothing to divide, or
+    /// no possible division.
     pub fn of(tiles: u64, keys: u32, step: u32, sms: u32, blocks_per_sm: u32) -> Option<(StreamKPlan, bool)> {
         let (iterations, resident_blocks) = (keys.div_ceil(step), sms * blocks_per_sm);
         let resident = u64::from(resident_blocks);
@@ -92,8 +92,8 @@ impl StreamKPlan {
 
     /// Returns the splits of each share.
     ///
-    /// Tiles lie on a line, one after the other, which is cut in equal lengths. A share that continues in the next tile has the fixed time
-    /// twice, so each tile begins with the length of that time.
+    /// Lays all tiles on a line and cuts it into equal lengths. A share that continues in the next tile has the fixed time twice, so each
+    /// tile begins with the length of that time.
     fn line(&self) -> Vec<Vec<Split>> {
         let fixed = if self.is_even() { 0 } else { u64::from(FIXED_KEYS.div_ceil(self.step)) };
         let of_tile = u64::from(self.iterations) + fixed;
@@ -127,7 +127,7 @@ impl StreamKPlan {
     /// Returns when the last block ends, in keys, and the number of splits; None: too many splits for the parameters of a kernel.
     fn time_and_splits(&self) -> Option<(u64, u32)> {
         let keys_of = |splits: usize, iterations: u32| splits as u32 * FIXED_KEYS + iterations * self.step;
-        let (longest, most, splits) = if self.is_even() {
+        let (longest, max_of_tile, splits) = if self.is_even() {
             let splits = self.shares / self.stream_k_tiles;
             let all = self.shares.min(self.stream_k_tiles * self.iterations);
             (keys_of(1, self.iterations.div_ceil(splits)), splits.min(self.iterations), all)
@@ -136,13 +136,13 @@ impl StreamKPlan {
             let longest = line.iter().map(|share| keys_of(share.len(), share.iter().map(Split::iterations).sum())).max()?;
             (longest, *self.splits_of_tiles(&line).iter().max()?, line.iter().map(Vec::len).sum::<usize>() as u32)
         };
-        if splits as usize > MAX_STREAM_K_SPLITS || most > MAX_SPLITS_PER_TILE {
+        if splits as usize > MAX_STREAM_K_SPLITS || max_of_tile > MAX_SPLITS_PER_TILE {
             return None;
         }
         let waves = u64::from(self.data_parallel_tiles / self.resident_blocks);
         // without full waves all blocks begin together, and load their queries together
         let longest = if waves == 0 { longest + if self.is_even() { 1 } else { 2 } * FIXED_KEYS } else { longest };
-        Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + most * COMBINE_KEYS), splits))
+        Some((waves * u64::from(keys_of(1, self.iterations)) + u64::from(longest + max_of_tile * COMBINE_KEYS), splits))
     }
 
     /// Returns the number of blocks of the grid.

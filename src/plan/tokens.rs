@@ -1,4 +1,4 @@
-//! Planning kernels that do not attend: merging states, appending to a KV cache, dequantizing one.
+//! Plans kernels without attention: merging states, appending to a KV cache, dequantizing a KV cache.
 
 use super::cached::{cached_plan, PlanCache};
 use super::choose::choose;
@@ -11,13 +11,13 @@ use crate::problem::MergedStates;
 use crate::tuning::Shape;
 use std::cell::Cell;
 
-/// Plan the merge of non-empty states. Its kernel takes any headdim.
+/// Plans the merge of non-empty states. Its kernel takes any headdim.
 pub fn merge(m: &MergedStates, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::Merge], &Shape::of_states(m), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, m.seqlen_q, m.nheads))
 }
 
-/// Plan the kernel that appends to a KV cache of this kind, rows tokens to each of nheads_k heads. It takes any headdim.
+/// Plans the kernel that appends `rows` tokens to each of `nheads_k` heads of a KV cache. It takes any headdim.
 pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) -> Result<PlannedKernel> {
     thread_local!(static LAST: PlanCache<(i64, i64, CacheFormat), PlannedKernel> = const { Cell::new(None) });
     cached_plan(&LAST, (rows, nheads_k, cache), d, || {
@@ -26,13 +26,13 @@ pub fn append(rows: i64, nheads_k: i64, cache: CacheFormat, d: &DeviceLimits) ->
     })
 }
 
-/// Plan the kernel that makes numbers of a quantized KV cache, rows tokens of each of nheads_k heads. It takes any headdim.
+/// Plans the kernel that dequantizes `rows` tokens of each of `nheads_k` heads of a KV cache. It takes any headdim and format.
 pub fn dequantize(rows: i64, nheads_k: i64, d: &DeviceLimits) -> Result<PlannedKernel> {
     let [kernel] = choose(*COMPILED, [Pass::Dequantize], &of_tokens(rows, nheads_k), FeatureSet::NONE, d)?;
     Ok(on_grid(kernel, rows, nheads_k))
 }
 
-/// A pass over tokens of a KV cache, whatever their headdim and format.
+/// Returns the shape of a pass over tokens of a KV cache, for any headdim and format.
 fn of_tokens(rows: i64, nheads_k: i64) -> Shape {
     let (headdim, headdim_v, cache) = (0, 0, CacheFormat::Unquantized);
     Shape {

@@ -1,5 +1,5 @@
-//! Compiles every kernel variant, in parallel and cached by content, and writes the Rust table that
-//! embeds them: `embedded.rs` in OUT_DIR, one `Image` a variant, in the order of the variant tables.
+//! Compiles all kernel variants in parallel, cached by content. Writes `embedded.rs` in OUT_DIR, with one `Image` per variant in the order
+//! of the variant tables.
 
 use crate::nvrtc::{Binary, Compiler, PTX_VERSIONS};
 use crate::tables::variants::Variant;
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Compression is paid once a build, decompression once a process and kernel.
+/// Compression level: a build compresses once, a process decompresses each kernel once.
 const ZSTD_LEVEL: i32 = 19;
 
 pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path) -> Result<()> {
@@ -34,7 +34,7 @@ pub fn embed(compiler: &Compiler, variants: &[Variant], cache: &Path, out: &Path
     Ok(())
 }
 
-/// The cache folder of one variant, compiled first if its content is new.
+/// Returns the cache folder of one variant; compiles the variant if its content is new.
 fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBuf> {
     let sources = include_closure(Path::new(variant.source))?;
     let params_header = compiler.params_header(&sources.values().map(String::as_str).collect::<String>());
@@ -47,12 +47,12 @@ fn cached(compiler: &Compiler, variant: &Variant, cache: &Path) -> Result<PathBu
     for (name, data) in [("cubin.zst", &cubin), ("ptx.zst", &ptx)] {
         std::fs::write(entry.join(name), zstd::encode_all(&data[..], ZSTD_LEVEL)?)?;
     }
-    // written last: its presence says that the entry is whole
+    // written last, so its presence marks a complete entry
     std::fs::write(entry.join("facts"), format!("registers: {registers}, spill_bytes: {spill_bytes}\n"))?;
     Ok(entry)
 }
 
-/// Hash of all that decides the machine code and the PTX: compiler, options, PTX versions, parameter blocks, sources.
+/// Returns the hash of everything that affects machine code and PTX: compiler, options, PTX versions, parameter blocks, sources.
 fn key(compiler: &Compiler, variant: &Variant, params_header: &str, sources: &BTreeMap<PathBuf, String>) -> String {
     let mut hash = Sha256::new();
     hash.update(format!("{:?} {:?} {PTX_VERSIONS:?}", compiler.version, Compiler::options(variant)));
@@ -73,7 +73,7 @@ fn without_comments(text: &str) -> String {
         .fold(String::with_capacity(text.len()), |code, line| code + line + "\n")
 }
 
-/// `source` and every file below csrc/ that it includes, directly or not, without comments; paths are relative to csrc/.
+/// Returns `source` and all files below csrc/ that it includes, directly or not, without comments. Paths are relative to csrc/.
 fn include_closure(source: &Path) -> Result<BTreeMap<PathBuf, String>> {
     let mut seen = BTreeMap::new();
     let mut todo = vec![source.to_path_buf()];

@@ -16,11 +16,11 @@ type Program = *mut c_void;
 /// A compiled kernel.
 pub struct Binary {
     pub cubin: Vec<u8>,
-    /// of the lowest version that its instructions need
+    /// PTX of the lowest version that has all its instructions.
     pub ptx: Vec<u8>,
-    /// per thread, as ptxas reports it
+    /// Registers per thread, from ptxas.
     pub registers: u32,
-    /// bytes of spill stores and loads, as ptxas reports them
+    /// Bytes of spill stores and loads, from ptxas.
     pub spill_bytes: u32,
 }
 
@@ -38,10 +38,10 @@ const PARAMS_HEADER: &CStr = c"volta_fa_params.h";
 const PRELUDE: &str =
     "typedef unsigned short uint16_t;\ntypedef int int32_t;\ntypedef unsigned int uint32_t;\ntypedef long long int64_t;\ntypedef unsigned long long uint64_t;\n";
 
-/// What of PTX is newer than its targets, and the PTX ISA that brought it (NVIDIA's "Release Notes" of the ISA): an opcode, and those of
-/// its modifiers that decide; without an opcode the modifier of any. Part of every variant's cache key.
+/// PTX instructions that are newer than their targets, and the PTX ISA that introduced them (NVIDIA's "Release Notes" of the ISA). A row is
+/// an opcode with the deciding modifier, or a modifier of any opcode. Part of each variant's cache key.
 ///
-/// A row that is missing gives PTX that no driver compiles: the tests let ptxas assemble what is embedded.
+/// With a missing row no driver compiles the PTX, so the tests assemble embedded PTX with ptxas.
 pub const PTX_VERSIONS: &[(&str, (u32, u32))] = &[
     ("activemask", (6, 2)),
     ("red.noftz", (6, 2)),
@@ -61,7 +61,7 @@ pub const PTX_VERSIONS: &[(&str, (u32, u32))] = &[
     ("movmatrix", (7, 8)),
 ];
 
-/// The first PTX ISA that has the target.
+/// Returns the first PTX ISA that has the target.
 fn first_version_of(sm: u32) -> (u32, u32) {
     match sm {
         ..=72 => (6, 0),
@@ -70,10 +70,10 @@ fn first_version_of(sm: u32) -> (u32, u32) {
     }
 }
 
-/// The PTX with the lowest version that has all its instructions: a driver refuses versions that are newer than itself, whatever the
-/// instructions, and NVRTC writes its own.
+/// Sets the lowest version that has all instructions of the PTX. NVRTC writes its own version, and drivers reject versions newer than
+/// themselves.
 fn for_old_drivers(ptx: &str, sm: u32) -> Result<String> {
-    // which bytes of a vector load are used: a hint for tools, and as a directive newer than most drivers
+    // removes hints about used bytes of vector loads: most drivers are older than this directive
     let kept: Vec<&str> = ptx.lines().filter(|line| !line.trim_start().starts_with(".pragma \"used_bytes_mask")).collect();
     let code = kept.iter().map(|line| line.split("//").next().unwrap_or(""));
     let words = code.flat_map(|line| line.split(|c: char| !(c.is_ascii_alphanumeric() || "_.:".contains(c))));
@@ -86,7 +86,7 @@ fn for_old_drivers(ptx: &str, sm: u32) -> Result<String> {
     Ok(kept.iter().enumerate().map(|(i, line)| if i == version { &lowest } else { *line }).collect::<Vec<_>>().join("\n") + "\n")
 }
 
-/// Is `instruction`, as `mma.sync.aligned.m8n8k4.row.col`, one of those that a row of [`PTX_VERSIONS`] means?
+/// Returns true if a row of [`PTX_VERSIONS`] matches `instruction`, for example `mma.sync.aligned.m8n8k4.row.col`.
 fn is_instance(instruction: &str, row: &str) -> bool {
     let (opcode, modifiers) = row.split_once('.').unwrap_or((row, ""));
     let mut words = instruction.split('.');
@@ -94,21 +94,20 @@ fn is_instance(instruction: &str, row: &str) -> bool {
     (opcode.is_empty() || opcode == found) && (modifiers.is_empty() || words.any(|word| word == modifiers))
 }
 
-/// The bits of `FEATURES`, as `kFeatureLengths` and so on. Enumerators, since variables would leave their addresses in the cubin.
-fn needs() -> String {
-    let bits = Feature::ALL.map(|need| format!("kFeature{need:?} = {}u", FeatureSet::of(&[need]).bits()));
+/// Defines the bits of `FEATURES` in C++, `kFeatureLengths` and so on. Enumerators leave no addresses in the cubin, variables would.
+fn feature_bits() -> String {
+    let bits = Feature::ALL.map(|feature| format!("kFeature{feature:?} = {}u", FeatureSet::of(&[feature]).bits()));
     format!("enum : unsigned {{ {} }};\n", bits.join(", "))
 }
 
-/// The types of src/params.rs in C++, one by one: a kernel gets those that its sources name, and is not compiled again when others
-/// change.
+/// The types of src/params.rs in C++. A kernel gets only those that its sources name, so changes of others do not recompile it.
 struct ParamsHeader {
-    /// name and definition, each after what it is made of
+    /// Name and definition; each type comes after the types of its members.
     types: Vec<(String, String)>,
 }
 
 impl ParamsHeader {
-    /// Of what cbindgen wrote: each type ends with a line of its own.
+    /// Reads the header that cbindgen wrote. Each definition ends with a line `};`.
     fn read(header: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(header)?;
         let types = text.split_inclusive("\n};\n").filter_map(|item| {
@@ -122,7 +121,7 @@ impl ParamsHeader {
         Ok(ParamsHeader { types: types.collect() })
     }
 
-    /// The types that `sources` name, and what these are made of.
+    /// Returns the types that `sources` name, and the types of their members.
     fn of(&self, sources: &str) -> String {
         let mut named: HashSet<&str> = identifiers(sources).collect();
         let mut kept = Vec::new();
@@ -133,17 +132,17 @@ impl ParamsHeader {
             }
         }
         kept.reverse();
-        format!("#pragma once\n{PRELUDE}{}{}", needs(), kept.concat())
+        format!("#pragma once\n{PRELUDE}{}{}", feature_bits(), kept.concat())
     }
 }
 
-/// The words of C++ code.
+/// Returns the words of C++ code.
 fn identifiers(code: &str) -> impl Iterator<Item = &str> {
     code.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).filter(|word| !word.is_empty())
 }
 
 impl Compiler {
-    /// Open NVRTC: from the toolkit at $VOLTA_FA_CUDA_HOME, else from the PyPI wheel.
+    /// Opens NVRTC, from the toolkit at $VOLTA_FA_CUDA_HOME or else from the PyPI wheel.
     pub fn load(python: &Environment, params_header: &Path) -> Result<Self> {
         println!("cargo:rerun-if-env-changed=VOLTA_FA_CUDA_HOME");
         let (nvrtc, mut include_dirs) = match std::env::var_os("VOLTA_FA_CUDA_HOME") {
@@ -164,7 +163,7 @@ impl Compiler {
             }
         };
         include_dirs.insert(0, PathBuf::from("csrc"));
-        // SAFETY: NVRTC's initialisers have no preconditions.
+        // SAFETY: NVRTC's initializers have no preconditions.
         let library = unsafe { Library::new(&nvrtc) }.with_context(|| format!("cannot open {}", nvrtc.display()))?;
         let params = ParamsHeader::read(params_header)?;
         let mut compiler = Compiler { library, include_dirs, params, version: (0, 0) };
@@ -181,12 +180,12 @@ impl Compiler {
         Ok(compiler)
     }
 
-    /// The generated header as a kernel of these sources sees it: part of its cache key.
+    /// Returns the generated header for a kernel of these sources: part of its cache key.
     pub fn params_header(&self, sources: &str) -> String {
         self.params.of(sources)
     }
 
-    /// Command line of one variant, without machine paths: part of its cache key.
+    /// Returns the command line of one variant, without machine paths: part of its cache key.
     pub fn options(variant: &Variant) -> Vec<String> {
         let mut options = vec![
             format!("--gpu-architecture=sm_{}", variant.family.sm),
@@ -210,7 +209,7 @@ impl Compiler {
         if matches!(variant.pass.info().params, ParamBlock::Decode | ParamBlock::Append) {
             options.push(format!("-DCACHE_FORMAT={:?}", variant.cache));
         }
-        // what Rust and the kernels both rely on: the family's table has it, and its headers take it from here
+        // the scratch layout is in the family's table, for Rust and kernels
         if let (ParamBlock::Backward, Some(scratch)) = (variant.pass.info().params, variant.family.scratch) {
             let list = |at: &[u32]| at.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
             options.push(format!("-DROW_ROUNDING={}", scratch.row_rounding));
@@ -271,10 +270,10 @@ impl Compiler {
         }
     }
 
-    /// One of NVRTC's size + content pairs.
+    /// Returns an output of NVRTC, from a pair of functions for its size and its contents.
     ///
     /// # Safety
-    /// `program` is a live program, and the two names are such a pair.
+    /// `program` is a live program, and the names are such a pair.
     unsafe fn blob(&self, program: Program, size: &[u8], get: &[u8]) -> Result<Vec<u8>> {
         let size: Symbol<unsafe extern "C" fn(Program, *mut usize) -> c_int> = self.library.get(size)?;
         let get: Symbol<unsafe extern "C" fn(Program, *mut c_char) -> c_int> = self.library.get(get)?;
@@ -290,7 +289,7 @@ impl Compiler {
     }
 }
 
-/// The decimal number that ends right before `marker`.
+/// Returns the decimal number directly before `marker`.
 fn number_before(text: &str, marker: &str) -> Option<u32> {
     let head = &text[..text.find(marker)?];
     let digits = head.len() - head.chars().rev().take_while(char::is_ascii_digit).count();

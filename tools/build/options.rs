@@ -1,18 +1,18 @@
-//! Writes `volta_fa_options.h`: the C++ view of the option lists (src/options.rs).
+//! Writes `volta_fa_options.h`, the C++ form of the option lists (src/options.rs).
 
 use crate::options::{Kind, KvCacheOptionArgs, MlaOptionArgs, OptionArgs, Row, KVCACHE_OPTIONS, MLA_OPTIONS, OPTIONS};
 use anyhow::Result;
 use std::path::Path;
 
-/// What C++ calls an option of this kind: as a parameter, in the C ABI, in the schema.
+/// C++ types of an option kind: as parameter, as member, in the C ABI and in the schema.
 struct Spelling {
     parameter: &'static str,
     member: &'static str,
     c: &'static str,
     schema: &'static str,
-    /// makes the C value of the parameter (torch_ops/arguments.h)
+    /// Function that converts the parameter to its C value (torch_ops/arguments.h).
     to_c: &'static str,
-    /// takes a saved value out of its IValue
+    /// Method of IValue that returns a saved value.
     restore: &'static str,
 }
 
@@ -38,32 +38,32 @@ fn is_tensor(row: &Row) -> bool {
     matches!(row.kind, Kind::Tensor | Kind::Differentiable | Kind::Written)
 }
 
-/// A list, as C++ names what it makes of it.
+/// An option list and the C++ names for it.
 struct List {
     rows: &'static [Row],
-    /// the struct of the C ABI, and its size in Rust
+    /// Struct of the C ABI; `args_size` is its size in Rust.
     args: &'static str,
     args_size: usize,
-    /// the function that fills it
+    /// Function that fills the struct.
     fill: &'static str,
-    /// the options by name
+    /// Struct of the options by name.
     members: &'static str,
-    /// what its macros begin with
+    /// Prefix of the macros.
     macros: &'static str,
 }
 
 impl List {
-    /// `f` of each row that `which` takes, between commas.
+    /// Returns `f` of each row for which `which` is true, separated by commas.
     fn list(&self, which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
         self.rows.iter().filter(|row| which(row)).map(f).collect::<Vec<_>>().join(", ")
     }
 
-    /// `f` of each row that `which` takes, a line each.
+    /// Returns `f` of each row for which `which` is true, one per line.
     fn lines(&self, which: impl Fn(&Row) -> bool, f: impl Fn(&Row) -> String) -> String {
         self.rows.iter().filter(|row| which(row)).map(|row| format!("    {}\n", f(row))).collect()
     }
 
-    /// The schema where options of the kind Written are written into. The op's own arguments have the names a and b.
+    /// Returns the schema of an overload that writes into options of the kind Written. The op's own arguments have the alias sets a and b.
     fn writing_schema(&self) -> String {
         let written = |row: &Row| self.rows.iter().filter(|r| r.kind == Kind::Written).position(|r| r.name == row.name);
         self.list(
@@ -78,24 +78,24 @@ impl List {
         )
     }
 
-    /// What every registration of an op with these options needs.
+    /// Returns the code for registrations of an op with these options.
     fn registration(&self) -> String {
         let all = |_: &Row| true;
         let List { args, args_size, fill, members, macros, .. } = self;
         format!(
             "
-// The options of a call on their way to Rust.
+// Options of a call for Rust.
 struct {args} {{
 {c_fields}}};
 static_assert(sizeof({args}) == {args_size}, \"Rust and C++ disagree about {args}\");
 
 namespace volta_fa {{
 
-// The options as C++ parameters, as arguments and in the schema. Int is c10::SymInt above the backends and int64_t in them.
+// Options as C++ parameters, as arguments and in the schema. Int is int64_t in backends and c10::SymInt above them.
 #define {macros}_PARAMETERS(Int) {parameters}
 #define {macros}_ARGUMENTS {arguments}
 #define {macros}_SCHEMA \"{schema}\"
-// ... of an overload that writes: `c` and on are the names of what it writes into
+// Schema of an overload that writes: alias sets from `c` on are options that it writes into.
 #define {macros}_WRITING_SCHEMA \"{writing_schema}\"
 
 template <class Int>
@@ -103,7 +103,7 @@ template <class Int>
     return {{{to_c}}};
 }}
 
-// The options by name, with the schema's defaults.
+// Options by name, with the schema's defaults.
 template <class Int>
 struct {members} {{
 {member_list}}};
@@ -125,23 +125,23 @@ struct {members} {{
         )
     }
 
-    /// What the gradient of an op with these options needs beside.
+    /// Returns the code for the gradient of an op with these options.
     fn gradient(&self) -> String {
         let List { members, macros, .. } = self;
         format!(
             "
 namespace volta_fa {{
 
-// Those that may need a gradient.
+// Options that may need a gradient.
 #define VOLTA_FA_DIFFERENTIABLE_OPTIONS {differentiable}
 #define VOLTA_FA_DIFFERENTIABLE_MEMBERS(options) {differentiable_members}
 
-// fwd's inputs, numbered as in its schema.
+// Numbers of fwd's inputs, in the order of its schema.
 struct FwdInput {{
     enum : size_t {{ q, k, v, {arguments}, generator, count }};
 }};
 
-// What autograd saves of a call: tensors by number, the rest by name.
+// Numbers of the tensors that autograd saves; it saves other options by name.
 struct SavedTensor {{
     enum : size_t {{ q, k, v, out, softmax_lse, rng_state, {tensor_names}, count }};
 }};
@@ -151,7 +151,7 @@ template <class Map, class Int = c10::SymInt>
 void save_options(Map &saved, {macros}_PARAMETERS(Int)) {{
 {save}}}
 
-// `tensors` are those of SavedTensor.
+// Returns the saved options; `tensors` are in the order of SavedTensor.
 template <class Map, class Tensors, class Int = c10::SymInt>
 {members}<Int> saved_options(Map &saved, const Tensors &tensors) {{
     {members}<Int> options;

@@ -1,4 +1,4 @@
-//! Where the active Python has NVRTC with its headers, from the PyPI wheels. Nothing is imported, and torch is not looked at.
+//! Finds NVRTC and its headers in the PyPI wheels of the active Python, without importing any package.
 
 use anyhow::{bail, Context, Result};
 use std::path::PathBuf;
@@ -20,9 +20,9 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Ask `python` of an active environment, else `python3`.
+    /// Queries `python` of an active environment, else `python3`.
     pub fn query() -> Result<Self> {
-        // Not PATH: it differs between shells.
+        // not PATH, which differs between shells
         for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
             println!("cargo:rerun-if-env-changed={name}");
         }

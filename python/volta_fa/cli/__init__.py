@@ -1,4 +1,4 @@
-"""The command line: `python -m volta_fa`. One module a command."""
+"""The command line: `python -m volta_fa`, with one module per command."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is the command's."""
+    """Runs one command and returns its exit status."""
     arguments = build_parser().parse_args(argv)
     try:
         status = arguments.run(arguments)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"volta_fa: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # `... | head`: who reads has seen enough, and Python must not flush again at exit
+        # the reader closed the pipe (`... | head`), so Python must not flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`python -m volta_fa check`: is this card right, how fast is it, and what serves it best?"""
+"""`python -m volta_fa check`: checks and times the kernels on this GPU, and tunes the choice of kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose(name: str) -> str:
     """`cuda:N`, `cpu` or `simulator`. That a torch which has no code for the card stays out is the check's to say."""
     count = torch.cuda.device_count()
-    # a card that torch cannot see is not one that was checked
+    # a GPU that torch cannot see must not count as checked
     hidden = diagnostics.problems() if not count and (name == "auto" or name.startswith("cuda")) else []
     if hidden:
         raise CommandError(f"--device {name}: {'; '.join(hidden)} (--device cpu works everywhere)")

@@ -1,4 +1,4 @@
-"""`python -m volta_fa demo`: train a small GPT with volta_fa and with PyTorch's attention, and compare."""
+"""`python -m volta_fa demo`: trains a small GPT with volta_fa and with PyTorch's attention, and compares."""
 
 from __future__ import annotations
 

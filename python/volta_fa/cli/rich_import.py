@@ -1,4 +1,4 @@
-"""The command line prints with rich; the operators do not need it, so a wheel does not require it."""
+"""Checks for rich. Only the command line needs it, so the wheel does not require it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..errors import CommandError
 
 
 def require_rich(*also: str) -> None:
-    """Raise CommandError unless rich, and the packages named in `also`, are installed."""
+    """Raises CommandError unless rich, and the packages named in `also`, are installed."""
     import importlib.util
 
     missing = [package for package in ("rich", *also) if importlib.util.find_spec(package) is None]

@@ -1,11 +1,11 @@
-"""The demo: one small language model trained with volta_fa and with PyTorch's attention, compared.
+"""Trains a small language model with volta_fa and with PyTorch's attention, and compares the two.
 
-data.py       the text and its batches
-model.py      the GPT and the attentions it is trained with
-train.py      the trainings, side by side on the same batches
-agreement.py  do they differ by more than rounding?
-report.py     what the user sees: progress, tables, plot
-ranks.py      volta_fa's training with its sequences sharded over several processes
+data.py       loads the text and draws batches
+model.py      defines the GPT and its attentions
+train.py      trains side by side on the same batches
+agreement.py  decides whether trainings differ by more than rounding
+report.py     prints progress and tables, draws the plot
+ranks.py      shards volta_fa's sequences over several processes
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .agreement import CONTROLS, Comparison, compare
 from .model import Attention, RoundedAttention, torch_attention, volta_attention
 from .train import Run, Settings
 
-# Sizes: the CPU's finish within two minutes on two cores; the GPU's are meant to keep a V100 or a T4 busy for a minute or a few.
+# Sizes: on two CPU cores the demo takes less than two minutes, on a V100 or T4 an estimated one to three minutes.
 _CPU = Settings(layers=4, nheads=4, headdim=32, seqlen=128, batch=8, steps=150)
 _CUDA = Settings(layers=6, nheads=6, headdim=64, seqlen=512, batch=16, steps=300, half=True)
 _QUICK_STEPS = 15
 
 
 def settings_for(device: torch.device, *, steps: int | None = None, quick: bool = False) -> Settings:
-    """The demo's model and training on this device; `steps` overrides the number of steps."""
+    """Returns model and training settings for this device; `steps` overrides the number of steps."""
     settings = _CUDA if device.type == "cuda" else _CPU
     if steps is None:
         steps = _QUICK_STEPS if quick else settings.steps
@@ -36,7 +36,7 @@ def settings_for(device: torch.device, *, steps: int | None = None, quick: bool 
 def run_demo(
     settings: Settings, device: torch.device, output: Path, *, attention: Attention = volta_attention, kind: type[Run] = Run
 ) -> Comparison:
-    """Train, print, write the plot into `output`, and judge. `attention` is what is put to the test, in a run of this kind."""
+    """Trains, prints, plots into `output`, and compares. `attention` is the implementation under test, in a run of this `kind`."""
     text, files = data.read_corpus()
     tokens = data.encode(text)
     rounded: dict[str, Attention] = {f"{report.CONTROL} {i}": RoundedAttention(settings.seed + i) for i in range(CONTROLS)}

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the source of Python's own standard library."""
+"""Loads text that every Python installation has: the source of its standard library."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from ..errors import CommandError
 
-#: Enough that a few hundred steps never see a window twice by rule, little enough to read at once.
+#: Large enough that a few hundred steps rarely repeat a window, small enough to read at once.
 CORPUS_BYTES = 1_500_000
 
-# One token a character: newline, the printable ASCII characters, and one for all others.
+# One token per character: newline, the printable ASCII characters, and one for all others.
 _OTHER = 0
 _ALPHABET = "\n" + "".join(chr(c) for c in range(32, 127))
 VOCABULARY = 1 + len(_ALPHABET)
 
 
 def read_corpus(limit: int = CORPUS_BYTES) -> tuple[bytes, int]:
-    """The top-level modules of the standard library in order of their names, up to `limit` bytes.
+    """Returns the top-level modules of the standard library in order of their names, up to `limit` bytes.
 
-    Returns the text and the number of files it came from. The same Python gives the same text.
+    Returns the text and the number of files. The same Python gives the same text.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
@@ -37,7 +37,7 @@ def read_corpus(limit: int = CORPUS_BYTES) -> tuple[bytes, int]:
 
 
 def encode(text: bytes) -> torch.Tensor:
-    """One token id a byte."""
+    """Returns one token id per byte."""
     table = torch.full((256,), _OTHER, dtype=torch.long)
     for token, character in enumerate(_ALPHABET, start=1):
         table[ord(character)] = token
@@ -45,7 +45,7 @@ def encode(text: bytes) -> torch.Tensor:
 
 
 class Batches:
-    """An endless, seeded stream of (input, target) windows at random places of the text."""
+    """Yields (input, target) windows at random positions of the text, endlessly, from a seed."""
 
     def __init__(self, tokens: torch.Tensor, batch: int, seqlen: int, seed: int):
         self._windows = tokens.unfold(0, seqlen + 1, 1)

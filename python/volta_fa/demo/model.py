@@ -1,4 +1,4 @@
-"""A small GPT whose attention is an argument, and the attentions that the demo compares."""
+"""Defines a small GPT with the attention as an argument, and the attentions that the demo compares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def volta_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`volta_fa::fwd`; autograd calls `volta_fa::bwd`."""
+    """Computes attention with `volta_fa::fwd`; autograd calls `volta_fa::bwd`."""
     return torch.ops.volta_fa.fwd(q, k, v, is_causal=True)[0]
 
 
 def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own, by whichever kernel it chooses on this device."""
+    """Computes PyTorch's attention with the kernel that PyTorch chooses."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -26,7 +26,7 @@ def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 class RoundedAttention:
     """PyTorch's attention with every output element, and every incoming gradient, moved by one rounding error.
 
-    What training makes of this difference is what it makes of any other correct implementation's rounding.
+    Training amplifies this difference as it amplifies the rounding of any correct implementation.
     """
 
     def __init__(self, seed: int):
@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # (batch, seqlen, 3, nheads, headdim): q, k and v are strided views, which the op takes as they are
+        # (batch, seqlen, 3, nheads, headdim): q, k and v are strided views, which the op takes without copies
         q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, self.headdim)).unbind(2)
         return self.project(self.attention(q, k, v).flatten(2))
 
@@ -82,7 +82,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """`positions`: (seqlen), of a shard's tokens; from 0 on unless given."""
+        """Computes the loss. `positions`: (seqlen) positions of a shard's tokens; from 0 on by default."""
         at = self.position[: tokens.shape[1]] if positions is None else self.position[positions]
         x = self.blocks(self.token(tokens) + at)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())

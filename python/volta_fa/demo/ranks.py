@@ -1,4 +1,4 @@
-"""The demo over several processes: PyTorch's training in each as it is, volta_fa's with its sequences sharded over them."""
+"""Runs the demo in several processes: each trains PyTorch's model alone, and all share the sequences of volta_fa's model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..errors import CommandError
 from . import report, run_demo
 from .train import Run, Settings
 
-#: What one process may be late by: a busy machine's worst, not a long wait for one that is gone.
+#: Maximum delay of a process: enough on a busy machine, short after a process has died.
 _TIMEOUT = timedelta(minutes=5)
 
 
 class ShardedRun(Run):
-    """Every process has its positions of each window; together they take the step of one with all of them."""
+    """Trains on this process's positions of each window. All processes together take the step of a single one."""
 
     def _forward_backward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         positions = shard_sequence(torch.arange(tokens.shape[1], device=tokens.device), dim=0)
         mine, expected = shard_sequence(tokens), shard_sequence(target)
         with torch.autocast(tokens.device.type, torch.float16, enabled=self.half):
-            # its share of the mean over all positions
+            # this process's part of the mean over all positions
             loss = self.model(mine, expected, positions) * (mine.numel() / tokens.numel())
         self.scaler.scale(loss).backward()
         total = loss.detach().clone()
@@ -41,7 +41,7 @@ def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: Path) -> bool:
-    """Whether the trainings agree."""
+    """Returns whether the trainings agree."""
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise CommandError(
             f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s), and each rank needs one; "
@@ -50,7 +50,7 @@ def run_on_ranks(ranks: int, settings: Settings, device: torch.device, output: P
     if not dist.is_available():
         raise CommandError(f"--ranks {ranks}: torch {torch.__version__} was built without torch.distributed")
     if settings.seqlen < 2 * ranks:
-        raise CommandError(f"--ranks {ranks}: expected at most {settings.seqlen // 2}, of which each has two chunks of a window")
+        raise CommandError(f"--ranks {ranks}: expected at most {settings.seqlen // 2}, because each rank has two chunks of a window")
     with tempfile.TemporaryDirectory() as folder:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(_work, (ranks, settings, device.type, output.absolute(), folder), nprocs=ranks)

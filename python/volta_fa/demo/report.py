@@ -1,4 +1,4 @@
-"""What the demo shows: what it found, progress, results, and the plot."""
+"""Prints the demo's setup, progress and results, and draws the plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _console = Console(highlight=False)
 
 
 def silence() -> None:
-    """Of several processes that do the same, one reports."""
+    """Disables output: of several processes only one reports."""
     _console.quiet = True
 
 
@@ -34,14 +34,14 @@ def say(text: str) -> None:
 
 
 def _code(major: int, minor: int) -> str:
-    """How a GPU of this compute capability gets the kernels that it prefers."""
+    """Describes the form in which a GPU of this compute capability runs its preferred kernels."""
     if families((major, minor))[0]["native"]:
         return f"machine code for sm_{major}{minor}"
     return "through PTX that the driver compiles"
 
 
 def introduce(settings: Settings, device: torch.device, tokens: int, files: int, runs: Sequence[Run]) -> None:
-    """What was found on this machine, and what will be done with it."""
+    """Prints the machine, the model and the planned runs."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         found = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
@@ -68,7 +68,7 @@ def introduce(settings: Settings, device: torch.device, tokens: int, files: int,
 
 
 class Progress:
-    """A progress bar, with the losses side by side above it at intervals."""
+    """Shows a progress bar, and the losses side by side above it at intervals."""
 
     _ROWS = 10
     _FORMAT = "{:>6}  {:>10}  {:>10}  {:>12}  {:>12}"
@@ -117,7 +117,7 @@ def summarise(runs: Sequence[Run], peaks: Sequence[int], comparison: Comparison)
 
 
 def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -> Path:
-    """Draw the losses and their difference into `output`/losses.png; returns its path."""
+    """Draws the losses and their difference into `output`/losses.png, and returns the path."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -130,7 +130,7 @@ def plot(output: Path, reference: Run, candidate: Run, comparison: Comparison) -
     losses.set(title="A small GPT on the source of Python's standard library", ylabel="training loss (nats a character)")
     losses.legend()
     differences.semilogy(steps, comparison.loss_allowed, color="#8c8c8c", linestyle="--", label="explained by rounding")
-    # a logarithmic axis leaves out the steps whose losses are equal to the bit
+    # a logarithmic axis omits steps with bitwise identical losses
     differences.semilogy(
         steps, comparison.loss_differences, ".", color="#c0392b", label=f"|{candidate.name} - {reference.name}|, where not 0"
     )
@@ -149,7 +149,7 @@ def announce_plot(path: Path) -> None:
 
 
 def judge(comparison: Comparison) -> None:
-    """The last line."""
+    """Prints the conclusion."""
     if comparison.agree:
         _console.print("[green]The two trainings agree to within rounding.[/green]")
         return

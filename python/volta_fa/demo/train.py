@@ -1,4 +1,4 @@
-"""Training several copies of one model side by side, which differ in their attention only."""
+"""Trains several copies of one model side by side. They differ only in their attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from .data import VOCABULARY, Batches
 from .model import GPT, Attention
 
-#: GradScaler's default. A loss averaged over thousands of tokens leaves gradients of scores that fp16 would flush to
-#: zero with a much smaller scale, each attention in its own places: more than rounding.
+#: GradScaler's default. The loss is a mean over thousands of tokens, so gradients of scores are small. With a much smaller scale fp16 would
+#: flush them to zero, each attention at other elements: a larger difference than rounding.
 LOSS_SCALE = 2.0**16
 
 
@@ -27,9 +27,9 @@ class Settings:
     batch: int
     steps: int
     learning_rate: float = 1e-3
-    #: steps over which the learning rate rises from zero
+    #: Steps in which the learning rate rises from zero.
     warmup: int = 20
-    #: fp16 autocast with GradScaler; else fp32
+    #: Whether to use fp16 autocast with GradScaler; else fp32.
     half: bool = False
     seed: int = 1
 
@@ -65,7 +65,7 @@ class Run:
         return loss.detach()
 
     def gradients(self, weights: Mapping[str, torch.Tensor], tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """All gradients of one batch at these weights, in one float64 vector."""
+        """Returns all gradients of one batch at these weights, in one float64 vector."""
         self.model.load_state_dict(weights)
         self._forward_backward(tokens, target)
         flat = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).double() / self.scaler.get_scale()
@@ -73,7 +73,7 @@ class Run:
         return flat
 
     def peak_memory(self, tokens: torch.Tensor, target: torch.Tensor) -> int:
-        """Bytes that one forward and backward allocate at their highest point, gradients included."""
+        """Returns the peak bytes that one forward and backward allocate, gradients included."""
         if tokens.is_cuda:
             torch.cuda.synchronize(tokens.device)
             torch.cuda.reset_peak_memory_stats(tokens.device)
@@ -87,10 +87,10 @@ class Run:
 
 
 def cpu_peak(work: Callable[[], object]) -> int:
-    """The highest sum of what `work` took from ATen's CPU allocator and had not given back.
+    """Returns the peak bytes that `work` holds from ATen's CPU allocator.
 
-    The process's own high-water mark would not do: the allocator keeps what the first run freed, and the
-    second run would seem to need nothing.
+    The peak of the process does not help: the allocator keeps memory that the first run freed, so the second
+    run would seem to need none.
     """
     # Kineto, which records the allocations, would report a CUDA build without a driver as an error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -107,7 +107,7 @@ def cpu_peak(work: Callable[[], object]) -> int:
 def make_runs(
     settings: Settings, device: torch.device, attentions: Mapping[str, Attention], kinds: Mapping[str, type[Run]] | None = None
 ) -> list[Run]:
-    """One run for each attention, all from the same weights; of the kind that is given for its name."""
+    """Returns one run per attention, all from the same weights. `kinds` gives the class of a run by its name."""
     runs: list[Run] = []
     for name, attention in attentions.items():
         torch.manual_seed(settings.seed)
@@ -120,14 +120,14 @@ def make_runs(
             attention=attention,
         ).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-        # A constant scale: a step skipped by one run and not by another would look like a wrong gradient.
+        # a constant scale: if only one run skipped a step, that would look like a wrong gradient
         scaler = GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=10**9, enabled=settings.half)
         runs.append((kinds or {}).get(name, Run)(name, model, optimizer, scaler, settings.half))
     return runs
 
 
 def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device, on_step: Callable[[int], None]) -> None:
-    """Advance all runs together, step by step on the same batches; `on_step` is told each finished step."""
+    """Trains all runs together, step by step on the same batches. Calls `on_step` after each step."""
     runs = list(runs)
     batches = Batches(tokens, settings.batch, settings.seqlen, settings.seed)
     for step in range(settings.steps):
@@ -139,7 +139,7 @@ def train(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device:
 
 
 def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor, device: torch.device) -> list[int]:
-    """Peak memory of one training step of each run."""
+    """Returns the peak memory of one training step of each run, in bytes."""
     batch = _fresh_batch(settings, tokens, device)
     return [run.peak_memory(*batch) for run in runs]
 
@@ -147,7 +147,7 @@ def measure_memory(settings: Settings, runs: Iterable[Run], tokens: torch.Tensor
 def gradient_distances(
     settings: Settings, reference: Run, others: Iterable[Run], tokens: torch.Tensor, device: torch.device
 ) -> list[float]:
-    """|g - g_reference| / |g_reference| of each of the others, at the reference's weights, which they then hold."""
+    """Returns |g - g_reference| / |g_reference| of each other run at the reference's weights. Overwrites their weights."""
     batch = _fresh_batch(settings, tokens, device)
     weights = reference.model.state_dict()
     expected = reference.gradients(weights, *batch)
@@ -155,5 +155,5 @@ def gradient_distances(
 
 
 def _fresh_batch(settings: Settings, tokens: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """A batch that the training did not see."""
+    """Returns a batch from another seed than the training's."""
     return [t.to(device) for t in next(Batches(tokens, settings.batch, settings.seqlen, settings.seed + 1))]

@@ -1,46 +1,45 @@
-//! How a problem is cut.
+//! Cuts a problem into chunks.
 
 use crate::problem::Attention;
 
-/// Score rows of a group that a chunk takes when memory allows: each element of K and V that the matrix
-/// products load is used this often. From 128 up, a product of this shape runs at the speed of a large one.
+/// Score rows of a group in a chunk if memory allows. Matrix products use each loaded element of K and V this often. From 128 rows on, a
+/// product of this shape is as fast as a large one.
 const CHUNK_ROWS: i64 = 128;
-/// The fewest rows of a chunk, at any length: below, the products degrade to matrix-vector speed.
+/// Minimum rows of a chunk: with fewer, products degrade to matrix-vector speed.
 pub const MIN_CHUNK_ROWS: i64 = 16;
-/// Scores of a chunk: 2^20 fp32 scores are 4 MiB, the caches (L2 of the cores together, or a share of
-/// the L3) of the machines that this runs on. Four passes read them back after the product wrote them.
+/// Scores of a chunk: 2^20 fp32 scores are 4 MiB and fit a CPU's caches (L2 of all cores, or a part of L3). Four passes read them again
+/// after the product.
 pub const CHUNK_SCORES: i64 = 1 << 20;
 
-/// Some query positions of some groups, against every key that any of these rows sees.
+/// Query positions of some groups, and all keys that any of these rows sees.
 ///
-/// A chunk has at most `max(CHUNK_SCORES, seqlen_k * max(MIN_CHUNK_ROWS, heads per group))` scores, so
-/// the buffers that hold them are O(seqlen).
+/// A chunk has at most `max(CHUNK_SCORES, seqlen_k * max(MIN_CHUNK_ROWS, heads per group))` scores, so buffers for them are O(seqlen).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chunk {
-    /// the first group, counted over batch entries and their key heads
+    /// First group, counted over batch entries and their KV heads.
     pub group: i64,
-    /// so many groups, one after the other
+    /// Number of consecutive groups.
     pub groups: i64,
-    /// the first query position
+    /// First query position.
     pub row: i64,
-    /// so many positions, each a score row for every query head of a group
+    /// Number of query positions. Each has a score row per query head of a group.
     pub rows: i64,
-    /// the first key
+    /// First key.
     pub key: i64,
-    /// so many keys
+    /// Number of keys.
     pub keys: i64,
 }
 
-/// The window as offsets from the row index: row `i` sees the keys `i + first ..= i + last`.
+/// Returns the window as offsets (first, last) from the row index: row `i` sees the keys `i + first ..= i + last`.
 pub(super) fn window_offsets(a: &Attention) -> (i64, i64) {
     let offset = a.seqlen_k - a.seqlen_q;
-    // no bound is wider than this; clamping keeps a user's i64::MAX from overflowing
+    // clamps to the widest useful bound, so that i64::MAX does not overflow
     let reach = a.seqlen_q + a.seqlen_k;
     let clamp = |bound: Option<i64>| bound.map_or(reach, |w| w.min(reach));
     (offset - clamp(a.window.left), offset + clamp(a.window.right))
 }
 
-/// Query heads of a group.
+/// Returns the query heads of a group.
 pub(super) fn heads_per_group(a: &Attention) -> i64 {
     if a.nheads_k == 0 {
         1
@@ -49,7 +48,7 @@ pub(super) fn heads_per_group(a: &Attention) -> i64 {
     }
 }
 
-/// Cut the problem into chunks. Rows without any key are in none of them.
+/// Cuts the problem into chunks. Rows without keys are in no chunk.
 pub fn chunks(a: &Attention) -> Vec<Chunk> {
     let groups = a.batch * a.nheads_k;
     let heads = heads_per_group(a).max(1);

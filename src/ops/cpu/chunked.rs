@@ -1,4 +1,4 @@
-//! Attention chunk by chunk: what ATen's flash operator does not cover.
+//! Computes attention chunk by chunk, for problems that ATen's flash operator does not cover.
 
 use super::chunk::{chunks, heads_per_group, window_offsets};
 use super::layout::{compute_kind, from_groups, lse_from_rows, rows_from_lse, to_groups};
@@ -7,13 +7,13 @@ use super::{Chunk, Part, Sums};
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// A problem on its way through the chunks.
+/// A problem with tensors in the layout of the matrix products.
 struct Work<'a> {
     part: &'a Part,
     heads: i64,
     kind: Kind,
     chunks: Vec<Chunk>,
-    /// q times softmax_scale
+    /// q times softmax_scale.
     scaled_q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -35,31 +35,29 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Memory for the scores of any one chunk. Allocated once: fresh memory of this size would cost its
-    /// page faults at every chunk.
+    /// Allocates memory for the scores of the largest chunk, once, because new memory of this size would fault its pages in each chunk.
     fn buffer(&self) -> Result<Tensor> {
         let scores = self.chunks.iter().map(|c| c.groups * c.rows * self.heads * c.keys).max().unwrap_or(0);
         Ok(Tensor::f_empty([scores], (self.kind, Device::Cpu))?)
     }
 
-    /// The chunk's (groups, rows * heads, keys) matrix in a buffer.
+    /// Returns the chunk's (groups, rows * heads, keys) matrix in a buffer.
     fn matrix(&self, buffer: &Tensor, c: &Chunk) -> Result<Tensor> {
         let rows = c.rows * self.heads;
         Ok(buffer.f_narrow(0, 0, c.groups * rows * c.keys)?.f_view([c.groups, rows, c.keys])?)
     }
 
-    /// The chunk's part of something with a row per query and head.
+    /// Returns the chunk's part of a tensor with a row per query and head.
     fn rows(&self, t: &Tensor, c: &Chunk) -> Result<Tensor> {
         Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.row * self.heads, c.rows * self.heads)?)
     }
 
-    /// The chunk's part of something with a row per key.
+    /// Returns the chunk's part of a tensor with a row per key.
     fn keys(&self, t: &Tensor, c: &Chunk) -> Result<Tensor> {
         Ok(t.f_narrow(0, c.group, c.groups)?.f_narrow(1, c.key, c.keys)?)
     }
 
-    /// The logits of the chunk, -inf where the mask hides a key, in `buffer`. `tanh` keeps what the gradient of a
-    /// softcap needs.
+    /// Computes the logits of the chunk in `buffer`, -inf for hidden keys. Stores the softcap's tanh in `tanh` for the gradient.
     fn scores(&self, buffer: &Tensor, tanh: Option<&mut Tensor>, c: &Chunk) -> Result<Tensor> {
         let mut scores = self.matrix(buffer, c)?;
         let _ = self.rows(&self.scaled_q, c)?.f_bmm_out(&scores, &self.keys(&self.k, c)?.f_transpose(1, 2)?)?;
@@ -76,8 +74,8 @@ impl<'a> Work<'a> {
         Ok(scores)
     }
 
-    /// Put -inf where the chunk's window hides a key. Only the columns that are hidden from some row are
-    /// touched: a triangle at either end. A fill and not a sum with -inf, which would make a NaN of +inf.
+    /// Fills -inf where the chunk's window hides a key, only in columns that are hidden from some row: a triangle at either end. Adding
+    /// -inf instead would turn +inf into NaN.
     fn mask(&self, scores: &Tensor, c: &Chunk) -> Result<()> {
         let (first, last) = window_offsets(&self.part.a);
         let by_head = scores.f_view([c.groups, c.rows, self.heads, c.keys])?;
@@ -108,7 +106,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     let a = &part.a;
     let work = Work::new(part)?;
     let (groups, rows) = (a.batch * a.nheads_k, a.seqlen_q * work.heads);
-    // what rows without any key keep
+    // the result of rows without keys
     let out = Tensor::f_zeros([groups, rows, a.headdim_v], (work.kind, Device::Cpu))?;
     let lse = Tensor::f_full([groups, rows, 1], f64::INFINITY, (work.kind, Device::Cpu))?;
 
@@ -116,15 +114,14 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     for c in &work.chunks {
         let mut p = work.scores(&buffer, None, c)?;
         let mut max = p.f_amax(-1, true)?;
-        // one fused pass, each row staying in L1; in place
+        // one fused pass in place: a row stays in L1
         let _ = p.f_internal_softmax_out(&p, -1, false)?;
         let masked = max.f_eq(f64::NEG_INFINITY)?;
         if masked.f_any()?.f_int64_value(&[])? != 0 {
             let _ = p.f_masked_fill_(&masked, 0.0)?;
             let _ = max.f_masked_fill_(&masked, f64::INFINITY)?;
         }
-        // The largest probability of a row is exp(0) / sum, so this is max + ln(sum); in a fully masked
-        // row it is +inf - ln(0) = +inf.
+        // The largest probability of a row is exp(0) / sum, so this is max + ln(sum). In a fully masked row it is +inf - ln(0) = +inf.
         let _ = max.f_sub_(&p.f_amax(-1, true)?.f_log_()?)?;
         work.rows(&lse, c)?.f_copy_(&max)?;
         if let Some(factors) = work.dropout_factors(c)? {
@@ -177,7 +174,7 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor, sums: &S
         let _ = ds.f_bmm_out(&work.rows(&dq, c)?, &work.keys(&work.k, c)?)?;
         let _ = work.keys(&dk, c)?.f_baddbmm_(&ds.f_transpose(1, 2)?, &q_rows)?;
     }
-    // dk has its factor from the scaled q
+    // dk has the factor already, from the scaled q
     let dq = dq.f_mul_scalar_(a.softmax_scale)?;
     Ok([from_groups(&dq, a.batch, work.heads)?, from_groups(&dk, a.batch, 1)?, from_groups(&dv, a.batch, 1)?])
 }

@@ -1,4 +1,4 @@
-//! Attention of batch entries that all have the same lengths: ATen's flash operator where it can, else [`chunked`].
+//! Computes attention of batch entries with equal lengths, with ATen's flash operator if possible, else [`chunked`].
 
 use super::layout::compute_kind;
 use super::{chunked, flash, Part, Sums};
@@ -11,7 +11,7 @@ pub fn forward(part: &Part) -> Result<(Tensor, Tensor)> {
     Ok((out.f_to_kind(part.q.kind())?.f_contiguous()?, lse.f_to_kind(Kind::Float)?.f_contiguous()?))
 }
 
-/// [`forward`] in the type of the arithmetic.
+/// Computes [`forward`], with the log-sum-exp in the type of the arithmetic.
 fn attend(part: &Part) -> Result<(Tensor, Tensor)> {
     let by_flash = if flash::covers(part) { flash::forward(part)? } else { None };
     let (out, lse) = by_flash.map_or_else(|| chunked::forward(part), Ok)?;
@@ -21,7 +21,7 @@ fn attend(part: &Part) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// The sinks as (nheads, 1), to go with a log-sum-exp.
+/// Returns the sinks as (nheads, 1), to broadcast with a log-sum-exp.
 fn per_row(sinks: &Tensor, lse: &Tensor) -> Result<Tensor> {
     Ok(sinks.f_to_kind(lse.kind())?.f_unsqueeze(1)?)
 }
@@ -30,18 +30,17 @@ fn per_row(sinks: &Tensor, lse: &Tensor) -> Result<Tensor> {
 fn add_sinks(mut out: Tensor, lse: &Tensor, sinks: &Tensor) -> Result<(Tensor, Tensor)> {
     let of_keys = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;
     let total = of_keys.f_logaddexp(&per_row(sinks, lse)?)?;
-    // neither a key nor a sink
+    // rows without a key or a sink
     let none = total.f_eq(f64::NEG_INFINITY)?;
     let share = of_keys.f_sub(&total)?.f_exp_()?.f_masked_fill(&none, 0.0)?;
     let _ = out.f_mul_(&share.f_transpose(1, 2)?.f_unsqueeze(3)?)?;
     Ok((out, total.f_masked_fill(&none, f64::INFINITY)?))
 }
 
-/// The log-sum-exp that gradients are computed with, in the type of the arithmetic.
+/// Returns the log-sum-exp for gradients, in the type of the arithmetic.
 ///
-/// softmax_lse is fp32 for every input type: its rounding alone puts a relative error of 1e-7 and more on each probability. So
-/// fp64 computes its own again, and takes the given value only where that is a different number altogether: the sum over more
-/// keys than these, as ring attention passes it.
+/// softmax_lse is fp32 for every input type, and its rounding alone adds a relative error of 1e-7 or more to each probability. So fp64
+/// computes its own again. It takes a given value only if that differs by more than rounding: ring attention passes sums over more keys.
 fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
     let given = softmax_lse.f_to_kind(compute_kind(part.q.kind()))?;
     if given.kind() != Kind::Double {
@@ -52,7 +51,7 @@ fn gradient_lse(part: &Part, softmax_lse: &Tensor) -> Result<Tensor> {
     Ok(own.f_where_self(&own.f_isclose(&given, rtol, atol, false)?, &given)?)
 }
 
-/// Adds the gradient of the sinks to `sum`: like any key's dS, with dP = 0.
+/// Adds the gradient of the sinks to `sum`: the dS of a key with dP = 0.
 fn add_dsinks(sum: &Tensor, sinks: &Tensor, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Result<()> {
     let kind = lse.kind();
     let delta = out.f_to_kind(kind)?.f_mul(&dout.f_to_kind(kind)?)?.f_sum_dim_intlist([-1_i64].as_slice(), false, kind)?;

@@ -1,7 +1,7 @@
-//! Attention by ATen's flash operator for the CPU, which computes all heads in one parallel region.
+//! Computes attention with ATen's flash operator for the CPU, which computes all heads in one parallel region.
 //!
-//! The operator takes windows, ALiBi and biases as an additive mask. Such problems are cut into [`Block`]s of query rows, so
-//! that masks take O(seqlen) memory and keys outside a block's window cost nothing.
+//! The operator takes windows, ALiBi and biases as an additive mask. This module divides such problems into [`Block`]s of query rows. So
+//! masks take O(seqlen) memory, and keys outside a block's window cost nothing.
 
 use super::chunk::{heads_per_group, window_offsets};
 use super::layout::compute_kind;
@@ -10,16 +10,16 @@ use super::Part;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// Mask elements of a block: 16 MiB in fp32, small beside the scores that SDPA's mask would hold.
+/// Mask elements of a block: 16 MiB in fp32, much less than a mask of all scores.
 const MASK_ELEMENTS: i64 = 1 << 22;
 /// Minimum rows of a block with a mask per head: the operator's tiles have 32 rows or more.
 const MIN_ROWS: i64 = 64;
-/// Rows of a block, as many as its window is wide: its keys are then at most twice those that a row sees.
+/// Range for rows of a block. A block has as many rows as its window is wide, so it has at most twice the keys that a row sees.
 const ROWS: std::ops::RangeInclusive<i64> = 256..=1024;
 /// Largest |q| and |k| whose products are finite in fp32. A sum of -inf and an infinite score would be NaN.
 const LARGEST_FACTOR: f64 = 1e18;
 
-/// Returns whether the operator can compute the forward pass, and the backward pass without the gradient of a bias.
+/// Returns true if the operator can compute the forward pass, and the backward pass without the gradient of a bias.
 pub fn covers(part: &Part) -> bool {
     let a = &part.a;
     // the operator multiplies the -inf of hidden keys by the scale
@@ -51,7 +51,7 @@ enum Fold {
 }
 
 impl Fold {
-    /// The calls that cover all heads, few and large.
+    /// Returns the calls that cover all heads, as few as possible.
     fn all(part: &Part) -> Vec<Fold> {
         let (group, batch) = (heads_per_group(&part.a), part.a.batch);
         match (group, part.a.seqlen_q) {
@@ -62,7 +62,7 @@ impl Fold {
         }
     }
 
-    /// (batch, rows, nheads, headdim) as the operator's (batch, heads, rows, headdim), a view.
+    /// Views (batch, rows, nheads, headdim) as the operator's (batch, heads, rows, headdim).
     fn queries(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
         let by_group = || t.f_unflatten(2, [nheads_k, -1]);
         Ok(match self {
@@ -73,7 +73,7 @@ impl Fold {
         })
     }
 
-    /// (batch, keys, nheads_k, headdim) likewise. The group's batch entries read the same memory.
+    /// Views (batch, keys, nheads_k, headdim) likewise. Batch entries of a group share memory.
     fn keys(self, t: &Tensor, group: i64) -> Result<Tensor> {
         match self {
             Fold::Entry(_) => Ok(self.key_gradient(t)?.f_expand([group, -1, -1, -1], false)?),
@@ -81,7 +81,7 @@ impl Fold {
         }
     }
 
-    /// The part of dk or dv to which [`Fold::add_keys`] adds.
+    /// Views the part of dk or dv to which [`Fold::add_keys`] adds.
     fn key_gradient(self, t: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Fold::Entry(entry) => t.f_narrow(0, entry, 1)?.f_transpose(1, 2)?,
@@ -99,12 +99,12 @@ impl Fold {
         Ok(())
     }
 
-    /// (batch, nheads, rows) as the operator's (batch, heads, rows), a view.
+    /// Views (batch, nheads, rows) as the operator's (batch, heads, rows).
     fn lse(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
         Ok(self.queries(&t.f_transpose(1, 2)?.f_unsqueeze(3)?, nheads_k)?.f_squeeze_dim(3)?)
     }
 
-    /// A (batch, nheads, rows, keys) mask, in which sizes may be 1, as the operator's.
+    /// Views a (batch, nheads, rows, keys) mask, whose sizes may be 1, as the operator's.
     fn mask(self, t: &Tensor, nheads_k: i64) -> Result<Tensor> {
         let [entries, nheads, ..] = t.size()[..] else { unreachable!("a mask has four dimensions") };
         let of_entry = |entry: i64| t.f_narrow(0, if entries == 1 { 0 } else { entry }, 1);
@@ -128,12 +128,12 @@ struct Problem<'a> {
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    /// A bias that the operator takes as it is.
+    /// Bias that the operator takes without a copy.
     plain_bias: Option<Tensor>,
 }
 
-/// Converts a (batch, seqlen, heads, headdim) tensor to `kind`. Copies also where rows overlap or elements of a row are apart,
-/// which BLAS cannot read, and where rows are not aligned to 16 bytes: BLAS may round their products in another way.
+/// Converts a (batch, seqlen, heads, headdim) tensor to `kind`. Also copies tensors that BLAS cannot read, with overlapping rows or strided
+/// elements. Also copies rows off 16-byte boundaries, because BLAS may round their products differently.
 fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let t = t.f_to_kind(kind)?;
     let (sizes, strides) = (t.size(), t.stride());
@@ -143,7 +143,7 @@ fn readable(t: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if dense { t } else { t.f_contiguous()? })
 }
 
-/// Whether every element is finite and its products are.
+/// Returns true if every element and its products are finite.
 fn is_moderate(t: &Tensor) -> Result<bool> {
     let all: [i64; 0] = [];
     let small = t.f_amax(all, false)?.f_lt(LARGEST_FACTOR)?.f_logical_and(&t.f_amin(all, false)?.f_neg()?.f_lt(LARGEST_FACTOR)?)?;
@@ -158,7 +158,7 @@ impl<'a> Problem<'a> {
         Ok(Problem { part, kind, group: heads_per_group(&part.a), q, k, v, plain_bias })
     }
 
-    /// Whether the operator gets masks.
+    /// Returns true if the operator gets masks.
     fn has_masks(&self, blocks: &[Block]) -> bool {
         let (first, last) = window_offsets(&self.part.a);
         self.part.alibi_slopes.is_some()
@@ -166,7 +166,7 @@ impl<'a> Problem<'a> {
             || blocks.iter().any(|b| !b.is_causal && (b.hidden_left(first).is_some() || b.hidden_right(last).is_some()))
     }
 
-    /// How many masks one block has, a row of which it stores for each of its rows; 0 if one row serves all.
+    /// Returns the number of masks of a block with a stored row per query row; 0 if one row applies to all.
     fn stored_masks(&self, has_window: bool) -> i64 {
         let bias = self.part.attn_bias.as_ref().map(|t| t.size());
         let alibi = self.part.alibi_slopes.as_ref().map(|t| t.size());
@@ -207,7 +207,7 @@ impl<'a> Problem<'a> {
             .collect()
     }
 
-    /// What the operator adds to the scores of the block: (batch or 1, nheads or 1, rows or 1, keys or 1).
+    /// Returns the additive mask of the block: (batch or 1, nheads or 1, rows or 1, keys or 1).
     fn mask(&self, b: &Block) -> Result<Option<Tensor>> {
         if b.is_causal {
             return Ok(None);
@@ -229,7 +229,7 @@ impl<'a> Problem<'a> {
             let shown = mask.map_or_else(|| Tensor::f_zeros([1, 1, b.rows, b.keys], (self.kind, Device::Cpu)), Ok)?;
             mask = Some(shown.f_masked_fill(&hidden, f64::NEG_INFINITY)?);
         }
-        // the operator reads elements of a row one after the other
+        // the operator requires contiguous rows
         mask.map(|t| Ok(if t.size()[3] == 1 || t.stride()[3] == 1 { t } else { t.f_contiguous()? })).transpose()
     }
 
@@ -247,19 +247,19 @@ impl<'a> Problem<'a> {
 }
 
 impl Block {
-    /// The diagonal from which on a window hides later keys; None if it hides none.
+    /// Returns the diagonal from which on a window hides later keys; None if it hides none.
     fn hidden_right(&self, last: i64) -> Option<i64> {
         let diagonal = self.row + last - self.key + 1;
         (diagonal < self.keys).then_some(diagonal)
     }
 
-    /// The diagonal up to which a window hides earlier keys; None if it hides none.
+    /// Returns the diagonal up to which a window hides earlier keys; None if it hides none.
     fn hidden_left(&self, first: i64) -> Option<i64> {
         let diagonal = self.row + first - self.key - 1;
         (diagonal > -self.rows).then_some(diagonal)
     }
 
-    /// The block's part of a bias. Dimensions of size 1 stay.
+    /// Returns the block's part of a bias. Dimensions of size 1 stay.
     fn of_bias(&self, bias: &Tensor) -> Result<Tensor> {
         let mut t = bias.shallow_clone();
         for (dim, start, count) in [(2, self.row, self.rows), (3, self.key, self.keys)] {
@@ -270,13 +270,13 @@ impl Block {
         Ok(t)
     }
 
-    /// Whether the operator's results are those of the whole problem.
+    /// Returns true if one call computes the whole problem.
     fn is_whole(&self, part: &Part, fold: Fold) -> bool {
         fold == Fold::Heads && self.rows == part.a.seqlen_q
     }
 }
 
-/// The bias if none of its numbers has to change, so that no copy is needed.
+/// Returns the bias if the operator can take it without a copy, because no number has to change.
 fn plain(bias: &Tensor, kind: Kind) -> Result<Option<Tensor>> {
     if bias.kind() != kind || (bias.size()[3] > 1 && bias.stride()[3] != 1) {
         return Ok(None);
@@ -286,7 +286,7 @@ fn plain(bias: &Tensor, kind: Kind) -> Result<Option<Tensor>> {
     Ok((!changes).then(|| bias.shallow_clone()))
 }
 
-/// A bias as numbers of type `kind`; -inf where it hides a key.
+/// Converts a bias to numbers of type `kind`; -inf for hidden keys.
 fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     if bias.kind() == Kind::Bool {
         return Ok(Tensor::f_zeros(bias.size(), (kind, Device::Cpu))?.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?);
@@ -295,14 +295,14 @@ fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(if bias.kind() == Kind::Half { numbers } else { numbers.f_threshold(LOWEST_SCORE, f64::NEG_INFINITY)? })
 }
 
-/// Whether no log-sum-exp is 0 and, under a mask, none is NaN: the mask may have met an infinite score of a hidden key.
+/// Returns true if no log-sum-exp is 0 and, under a mask, none is NaN. A NaN may come from the infinite score of a hidden key.
 fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     let all: [i64; 0] = [];
     let is_true = |t: Tensor| Ok::<_, crate::error::Error>(t.f_int64_value(&[])? != 0);
     Ok(!is_true(lse.f_eq(0.0)?.f_any()?)? && (!has_mask || is_true(lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?)?))
 }
 
-/// The log-sum-exp with +inf in rows that the mask hides, where the operator gives 0. None if that leaves a doubt.
+/// Returns the log-sum-exp with +inf in fully masked rows, for which the operator returns 0. None if other rows are 0 or NaN.
 fn settled(lse: Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
     if is_settled(&lse, mask.is_some())? {
         return Ok(Some(lse));
@@ -315,8 +315,7 @@ fn settled(lse: Tensor, mask: Option<&Tensor>) -> Result<Option<Tensor>> {
 
 /// Computes out (batch, seqlen_q, nheads, headdim) and the log-sum-exp (batch, nheads, seqlen_q).
 ///
-/// None if masks meet scores that are not finite, or if a log-sum-exp is exactly 0: the operator gives that for a row all of
-/// whose scores are -inf too.
+/// None if masks meet scores that are not finite, or if a log-sum-exp is exactly 0: the operator also returns 0 for rows with only -inf.
 pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
     let (p, a) = (Problem::new(part)?, &part.a);
     let mut results = None;
@@ -351,7 +350,7 @@ pub fn forward(part: &Part) -> Result<Option<(Tensor, Tensor)>> {
     }))
 }
 
-/// The results of rows that see no key.
+/// Returns the results of rows without keys.
 fn without_keys(p: &Problem) -> Result<(Tensor, Tensor)> {
     let (a, options) = (&p.part.a, (p.kind, Device::Cpu));
     let out = Tensor::f_zeros([a.batch, a.seqlen_q, a.nheads, a.headdim], options)?;
@@ -403,7 +402,7 @@ pub fn backward(part: &Part, dout: &Tensor, out: &Tensor, lse: &Tensor) -> Resul
     }))
 }
 
-/// Gradients of a problem in which no row sees a key.
+/// Returns the gradients of a problem without visible keys.
 fn zeros(p: &Problem) -> Result<[Tensor; 3]> {
     let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (p.kind, Device::Cpu));
     Ok([zeros(&p.q)?, zeros(&p.k)?, zeros(&p.v)?])

@@ -1,9 +1,9 @@
-//! From the tensors' layout to that of the matrix products, and back.
+//! Converts between the layout of tensors and that of matrix products.
 
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 
-/// The type that the arithmetic is done in.
+/// Returns the type of the arithmetic.
 pub fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double {
         Kind::Double
@@ -12,8 +12,8 @@ pub fn compute_kind(kind: Kind) -> Kind {
     }
 }
 
-/// (batch, seqlen, groups * heads, headdim) to (batch * groups, seqlen * heads, headdim), contiguous.
-/// May alias `t`: never to be written to.
+/// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim). The result may alias `t`, so
+/// callers must not write to it.
 pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, seqlen, all_heads, headdim) = t.size4()?;
     let groups = all_heads / heads;
@@ -24,7 +24,7 @@ pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     ])?)
 }
 
-/// The inverse of [`to_groups`], as a new contiguous tensor.
+/// Inverts [`to_groups`], into a new contiguous tensor.
 pub fn from_groups(t: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     let (all_groups, rows, headdim) = t.size3()?;
     let (groups, seqlen) = (all_groups / batch.max(1), rows / heads);
@@ -35,7 +35,7 @@ pub fn from_groups(t: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     Ok(result)
 }
 
-/// (batch, nheads, seqlen) statistics to one column per score row, (batch * groups, seqlen * heads, 1).
+/// Converts (batch, nheads, seqlen) statistics to one per score row: (batch * groups, seqlen * heads, 1).
 pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     let (batch, nheads, seqlen) = lse.size3()?;
     Ok(lse.f_reshape([batch, nheads / heads, heads, seqlen])?.f_transpose(2, 3)?.f_to_kind(kind)?.f_contiguous()?.f_view([
@@ -45,7 +45,7 @@ pub fn rows_from_lse(lse: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {
     ])?)
 }
 
-/// The inverse of [`rows_from_lse`], as a new contiguous tensor.
+/// Inverts [`rows_from_lse`], into a new contiguous tensor.
 pub fn lse_from_rows(rows: &Tensor, batch: i64, heads: i64) -> Result<Tensor> {
     let (all_groups, all_rows, _) = rows.size3()?;
     let (groups, seqlen) = (all_groups / batch.max(1), all_rows / heads);

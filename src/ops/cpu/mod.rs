@@ -1,18 +1,16 @@
-//! The CPU backend: exact attention from ATen operations, with O(seqlen) memory beyond inputs and outputs.
+//! The CPU backend: exact attention with ATen operations, in O(seqlen) memory beyond inputs and outputs.
 //!
-//! ATen's flash operator for the CPU computes most problems ([`flash`]). The rest of this text is about the form that computes the
-//! others ([`chunked`]): softcap, dropout, a headdim of v other than that of q, the gradient of a bias.
+//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: softcap, dropout, different
+//! headdims of q and v, and the gradient of a bias.
 //!
-//! A *group* is one key/value head of one batch entry together with the query heads that read it; its
-//! query rows lie in memory as (seqlen_q * heads per group, headdim), so that grouped-query attention is
-//! a taller matrix product and never a repeated K or V. The work is cut into [`Chunk`]s, some rows of
-//! some groups against every key that these rows see: batched matrix products do the arithmetic, a few
-//! passes in place do the softmax, and keys outside the chunk's window are never touched. Whole score
-//! rows mean no running rescale as the GPU kernels need.
+//! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
+//! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
+//! some groups, with all keys that these rows see. Batched matrix products compute scores and outputs, and a few passes in place compute
+//! the softmax. Score rows are complete, so there is no rescaling as in GPU kernels.
 //!
-//! Entries whose lengths differ are dense problems one after the other ([`Part`]).
+//! Entries of different lengths are separate dense problems ([`Part`]).
 //!
-//! fp16 and bf16 are computed in fp32 and rounded once, at the end.
+//! The arithmetic for fp16 and bf16 is fp32, rounded once at the end.
 
 mod chunk;
 mod chunked;
@@ -30,7 +28,7 @@ use crate::problem::{Attention, Keys, Queries};
 use layout::compute_kind;
 use tch::{Device, Kind, Tensor};
 
-/// Batch entries of equal lengths, and where their rows lie in the whole problem's tensors.
+/// Batch entries of equal lengths, and the positions of their rows in the problem's tensors.
 #[derive(Clone, Copy)]
 struct Span {
     entry: i64,
@@ -42,7 +40,7 @@ struct Span {
 }
 
 impl Span {
-    /// The whole problem, or each of its entries.
+    /// Returns one span for the whole problem, or one per entry if lengths differ.
     fn all(inputs: &Inputs, a: &Attention) -> Result<Vec<Span>> {
         let whole = Span { entry: 0, entries: a.batch, q_start: 0, seqlen_q: a.seqlen_q, k_start: 0, seqlen_k: a.seqlen_k };
         if !a.is_varlen() {
@@ -64,7 +62,7 @@ impl Span {
             .collect())
     }
 
-    /// Rows of a (batch, seqlen, heads, headdim) or a packed tensor, with a batch dimension in either case.
+    /// Returns rows of a (batch, seqlen, heads, headdim) or packed tensor, with a batch dimension.
     fn rows(&self, t: &Tensor, start: i64, count: i64) -> Result<Tensor> {
         Ok(match t.dim() {
             3 => t.f_narrow(0, start, count)?.f_unsqueeze(0)?,
@@ -80,7 +78,7 @@ impl Span {
         self.rows(t, self.k_start, self.seqlen_k)
     }
 
-    /// (batch, nheads, seqlen_q) of a softmax_lse.
+    /// Returns the span's part of a softmax_lse: (batch, nheads, seqlen_q).
     fn lse(&self, t: &Tensor) -> Result<Tensor> {
         Ok(match t.dim() {
             2 => t.f_narrow(1, self.q_start, self.seqlen_q)?.f_unsqueeze(0)?,
@@ -88,7 +86,7 @@ impl Span {
         })
     }
 
-    /// The part of a bias or its gradient. Dimensions of size 1 stay.
+    /// Returns the span's part of a bias or its gradient. Dimensions of size 1 stay.
     fn bias(&self, t: &Tensor) -> Result<Tensor> {
         let mut t = t.shallow_clone();
         for (dim, start, count) in [(0, self.entry, self.entries), (2, 0, self.seqlen_q), (3, 0, self.seqlen_k)] {
@@ -128,35 +126,35 @@ impl Span {
     }
 }
 
-/// A dense problem of its own.
+/// A dense problem: one span of the whole problem.
 struct Part {
     a: Attention,
-    /// which entry of the whole problem its first one is
+    /// Number of its first entry in the whole problem.
     first: i64,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attn_bias: Option<Tensor>,
-    /// (batch or 1, nheads)
+    /// (batch or 1, nheads).
     alibi_slopes: Option<Tensor>,
     sinks: Option<Tensor>,
     dropout: Option<Dropout>,
 }
 
-/// Gradients that all entries add to, in the type of the arithmetic.
+/// Gradients to which all entries add, in the type of the arithmetic.
 struct Sums {
-    /// of the bias' own shape
+    /// Shape of the bias.
     dattn_bias: Option<Tensor>,
-    /// (nheads)
+    /// (nheads).
     dsinks: Option<Tensor>,
 }
 
-/// out and softmax_lse.
+/// Computes (out, softmax_lse).
 ///
 /// The caller has validated the problem and turned autograd off.
 ///
 /// # Errors
-/// Only where ATen fails, as when memory runs out.
+/// ATen fails, for example without memory.
 pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)> {
     let spans = Span::all(inputs, a)?;
     if !a.is_varlen() {
@@ -172,12 +170,12 @@ pub(super) fn forward(inputs: &Inputs, a: &Attention) -> Result<(Tensor, Tensor)
     Ok((out, softmax_lse))
 }
 
-/// Gradients, contiguous, with the shapes and types of their tensors.
+/// Computes contiguous gradients with the shapes and types of their tensors.
 ///
 /// The caller has validated the problem and turned autograd off.
 ///
 /// # Errors
-/// Only where ATen fails, as when memory runs out.
+/// ATen fails, for example without memory.
 pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<Gradients> {
     let sums_of =
         |t: &Option<Tensor>| t.as_ref().map(|t| Tensor::f_zeros(t.size(), (compute_kind(inputs.q.kind()), Device::Cpu))).transpose();
@@ -187,7 +185,7 @@ pub(super) fn backward(inputs: &Inputs, saved: &Saved, a: &Attention) -> Result<
     };
     let spans = Span::all(inputs, a)?;
     let [dq, dk, dv] = if a.is_varlen() {
-        // what keys that are not used keep
+        // the gradient of unused keys
         let zeros = |t: &Tensor| Tensor::f_zeros(t.size(), (t.kind(), Device::Cpu));
         let (dq, dk, dv) = (zeros(&inputs.q)?, zeros(&inputs.k)?, zeros(&inputs.v)?);
         for span in spans {

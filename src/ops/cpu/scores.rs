@@ -1,4 +1,4 @@
-//! What changes the scores of a chunk between the two matrix products: softcap, ALiBi, bias, dropout.
+//! Modifiers of a chunk's scores between the two matrix products: softcap, ALiBi, bias, dropout.
 
 use super::chunk::heads_per_group;
 use super::{Chunk, Part};
@@ -7,10 +7,10 @@ use crate::ops::dropout;
 use crate::problem::Attention;
 use tch::{Device, Kind, Tensor};
 
-/// Random numbers that are worth a thread.
+/// Random numbers per thread.
 const NUMBERS_PER_THREAD: usize = 1 << 16;
 
-/// A bias or its gradient where one group of a chunk reads or adds it: (heads or 1, rows or 1, keys or 1).
+/// Returns one group's part of a bias or its gradient: (heads or 1, rows or 1, keys or 1).
 pub fn bias_of_group(bias: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<Tensor> {
     let heads = heads_per_group(&part.a);
     let (entry, key_head) = (group / part.a.nheads_k, group % part.a.nheads_k);
@@ -23,13 +23,13 @@ pub fn bias_of_group(bias: &Tensor, part: &Part, c: &Chunk, group: i64) -> Resul
     Ok(t.f_squeeze_dim(0)?)
 }
 
-/// One group of a chunk's (groups, rows * heads, keys) matrix, in the order of a bias: (heads, rows, keys).
+/// Views one group of a chunk's (groups, rows * heads, keys) matrix in the order of a bias: (heads, rows, keys).
 pub fn group_of(matrix: &Tensor, part: &Part, c: &Chunk, group: i64) -> Result<Tensor> {
     let heads = heads_per_group(&part.a);
     Ok(matrix.f_select(0, group - c.group)?.f_view([c.rows, heads, c.keys])?.f_transpose(0, 1)?)
 }
 
-/// `softcap * tanh(x / softcap)` in place; `tanh`, where given, keeps the tanh for the gradient.
+/// Computes `softcap * tanh(x / softcap)` in place. Stores the tanh in `tanh`, if given, for the gradient.
 pub fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Result<()> {
     let _ = scores.f_div_scalar_(softcap)?.f_tanh_()?;
     if let Some(tanh) = tanh {
@@ -39,13 +39,13 @@ pub fn cap(scores: &mut Tensor, softcap: f64, tanh: Option<&mut Tensor>) -> Resu
     Ok(())
 }
 
-/// The gradient of [`cap`], `1 - tanh^2`, onto `ds`. Destroys `tanh`.
+/// Multiplies `ds` by the derivative of [`cap`], `1 - tanh^2`. Destroys `tanh`.
 pub fn uncap(ds: &mut Tensor, tanh: &mut Tensor) -> Result<()> {
     let _ = ds.f_mul_(&tanh.f_square_()?.f_neg_()?.f_add_scalar_(1.0)?)?;
     Ok(())
 }
 
-/// ALiBi's bias of some rows and keys, each given as its first and their count: (batch or 1, nheads, rows, keys).
+/// Returns ALiBi's bias (batch or 1, nheads, rows, keys). `rows` and `keys` are first and count.
 pub fn alibi_bias(slopes: &Tensor, a: &Attention, rows: [i64; 2], keys: [i64; 2], kind: Kind) -> Result<Tensor> {
     let positions = |[start, count]: [i64; 2]| Tensor::f_arange_start(start, start + count, (kind, Device::Cpu));
     let rows = positions([rows[0] + a.seqlen_k - a.seqlen_q, rows[1]])?.f_unsqueeze(1)?;
@@ -62,11 +62,11 @@ pub fn add_alibi(scores: &Tensor, slopes: &Tensor, part: &Part, c: &Chunk) -> Re
     Ok(())
 }
 
-/// Scores below this come from a bias that hides keys, and are -inf: in fp32 nothing would be left of what the product added to
-/// them, and no fp32 softmax_lse could tell backward how many they were. The kernels' -2^24 in units of log2 (`csrc/softmax.cuh`).
+/// Minimum score: lower ones come from a bias that hides keys, and count as -inf. At that size fp32 loses the product, and an fp32
+/// softmax_lse cannot hold the number of such keys for backward. Kernels use the same -2^24 in log2 units (`csrc/softmax.cuh`).
 pub const LOWEST_SCORE: f64 = -16777216.0 * std::f64::consts::LN_2;
 
-/// Add a bias in place; -inf where a bool one is False.
+/// Adds a bias in place; -inf for False in a bool bias.
 pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Result<()> {
     for group in c.group..c.group + c.groups {
         let (mut scores, bias) = (group_of(scores, part, c, group)?, bias_of_group(bias, part, c, group)?);
@@ -74,7 +74,7 @@ pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Resul
             scores.f_masked_fill_(&bias.f_logical_not()?, f64::NEG_INFINITY)?
         } else {
             let mut scores = scores.f_add_(&bias)?;
-            // fp16 has no number that low
+            // LOWEST_SCORE is outside the range of fp16
             if bias.kind() == Kind::Half {
                 continue;
             }
@@ -84,7 +84,7 @@ pub fn add_bias(scores: &Tensor, bias: &Tensor, part: &Part, c: &Chunk) -> Resul
     Ok(())
 }
 
-/// What each probability of the chunk is multiplied by: 0 where it is dropped.
+/// Returns the dropout factor of each probability of the chunk; 0 if dropped.
 pub fn dropout_factors(dropout: &dropout::Dropout, part: &Part, c: &Chunk, kind: Kind) -> Result<Tensor> {
     let heads = heads_per_group(&part.a);
     let first_head = part.first * part.a.nheads;

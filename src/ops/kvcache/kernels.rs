@@ -1,4 +1,4 @@
-//! The kernels beside a cache: append, decode, prefill and dequantize.
+//! Launches the kernels for a cache: append, decode, prefill and dequantize.
 
 use super::gather;
 use crate::error::Result;

@@ -1,4 +1,4 @@
-//! Quantized caches by ATen operations: python/volta_fa/kv_cache/formats.py defines what this computes, to the bit.
+//! Reads and writes quantized caches with ATen operations. Results are bitwise identical to python/volta_fa/kv_cache/formats.py.
 
 use crate::error::Result;
 use crate::params::CacheFormat;
