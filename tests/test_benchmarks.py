@@ -96,11 +96,12 @@ def test_table(tmp_path):
 
 
 def test_memory(tmp_path):
-    run("memory", "--device", "cpu", "--seqlens", 512, 1024, "--nheads", 1, *outputs(tmp_path, "memory"))
+    run("memory", "--device", "cpu", "--seqlens", 1024, 2048, "--nheads", 1, *outputs(tmp_path, "memory"))
     found = {(p["implementation"], p["passes"], p["seqlen"]): p["bytes"] for p in results(tmp_path, "memory")["points"]}
-    scores = 1024 * 1024 * 4  # bytes
-    assert found["eager", "forward", 1024] >= 2 * scores  # the scores and their softmax at once
-    assert found["volta_fa", "forward and backward", 1024] <= 2.1 * found["volta_fa", "forward and backward", 512]
+    scores = 2048 * 2048 * 4  # bytes
+    assert found["eager", "forward", 2048] >= 2 * scores  # the scores and their softmax at once
+    # (ATen's attention takes larger blocks from 768 rows on)
+    assert found["volta_fa", "forward and backward", 2048] <= 2.1 * found["volta_fa", "forward and backward", 1024]
 
 
 def test_volta(tmp_path):

@@ -774,7 +774,7 @@ def test_kvcache_refuses_before_it_appends(backend, name):
 @on("cpu-fp32")
 def test_kvcache_of_more_entries(backend):
     q, cache = backend.randn(2, 1, 2, 16), backend.randn(3, 8, 2, 16)
-    refused(ValueError, r"k_cache: got batch 3, expected batch 2, that of q, or cache_batch_idx", flash_attn_with_kvcache, q, cache, cache)
+    refused(ValueError, r"k_cache: got batch 3, expected batch 2, as q, or cache_batch_idx", flash_attn_with_kvcache, q, cache, cache)
     refused(ValueError, r"v_cache: got shape \(2, 7, 2, 16\)", flash_attn_with_kvcache, q, cache[:2], cache[:2, :7])
 
 
