@@ -266,7 +266,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     })
 }
 
-/// A shape and a device, for [`volta_fa_plan`].
+/// A shape and a device, for `volta_fa_plan` (src/ffi.rs).
 #[repr(C)]
 pub struct PlanArgs {
     /// Entries, all of one length. Sizes are from 1 to 2^31 - 1.
