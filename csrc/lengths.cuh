@@ -1,9 +1,10 @@
-// Loads and clamps sequence lengths from GPU memory, which no code has validated. Used by seqlen_info.cuh and cache.cuh.
+// Loads and clamps sequence lengths from GPU memory, which the host may not have validated. Used by seqlen_info.cuh,
+// cache.cuh and decode/partials.cuh.
 #pragma once
 
 #include "volta_fa_params.h"
 
-// Loads one length. Volatile: code that needs it again loads it again, instead of holding a register.
+// Loads one length, page number or index. Volatile: code that needs it again loads it again, instead of holding a register.
 __device__ __forceinline__ int load_length(const int* p) {
     int x;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p));

@@ -150,7 +150,7 @@ def test_quantized_scales_of_any_size(backend, kv_dtype):
 @pytest.mark.parametrize("code", [0x7F, 0xFF], ids=hex)
 @on("sim", "cuda")
 def test_a_code_of_nan(backend, code):
-    """Of e4m3, in a value: the column is NaN, and no other; in what is behind the latent: the row."""
+    """A NaN code of e4m3 in a column that is key and value makes the query's whole output and lse NaN."""
     problem, options = draw(backend, latents([(1, 40), (1, 90)], kv_dtype="fp8_e4m3"))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "1")
     entry, row = (t[3] for t in problem.places[0])
@@ -210,7 +210,7 @@ def test_nothing_to_do(backend):
 
 @on("sim")
 def test_the_grid_is_the_gpus(backend):
-    """Whatever the heads: tiles of rows are in the blocks' schedule."""
+    """128 heads take one launch, without spills: the blocks schedule the row tiles."""
     problem, options = draw(backend, latents([(1, 100)], nheads=128))
     backend.monkeypatch.setenv("VOLTA_FA_SIMULATE", "timing")
     torch.ops.volta_fa._sim_report()

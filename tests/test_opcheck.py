@@ -1,4 +1,4 @@
-"""torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch; on all backends."""
+"""torch.library.opcheck: schema, autograd registration, fake tensors, AOT dispatch; on the CPU, the simulator and a GPU."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-// Loads the rules for tensor subclasses: those of DTensor are in Python (python/volta_fa/distributed/dtensor.py). The first DTensor
-// loads them. Programs without Python have no DTensor.
+// is_subclass: any Python tensor subclass. has_rules: one that volta_fa handles, which is DTensor alone. Its rules are in Python
+// (python/volta_fa/distributed/dtensor.py); the first DTensor loads them. Programs without Python have no DTensor.
 
 #include "subclass.h"
 
@@ -14,7 +14,7 @@ bool is_subclass(const Tensor& t) { return t.defined() && t.key_set().has(c10::D
 bool has_rules(const Tensor& t) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("volta_fa::_has_rules", "").typed<bool(const Tensor&)>();
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
-    // without these keys the call reaches this op and not the subclass
+    // With these keys the call would dispatch to the subclass itself.
     const c10::impl::ExcludeDispatchKeyGuard guard(
         c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
     return op.call(t);
@@ -22,5 +22,5 @@ bool has_rules(const Tensor& t) {
 
 }  // namespace volta_fa
 
-// The Python package implements this op.
+// The Python package implements this op (integrations/dtensor.py).
 TORCH_LIBRARY_FRAGMENT(volta_fa, m) { m.def("_has_rules(Tensor t) -> bool"); }

@@ -1,8 +1,8 @@
 // Loads K and V of a decode warp from global memory straight into operand registers, step by step through the pages.
 //
-// A warp-wide load of 16 bytes per lane covers 64 contiguous bytes of K of eight tokens, or 128 bytes of V of four tokens. So
-// each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used by DecodeMainloop, and by
-// StagedLoader with other coordinates.
+// A warp-wide load of up to 16 bytes per lane (16-bit caches: 16) covers 64 contiguous bytes of K of eight tokens, or 128 bytes of
+// V of four tokens. So each byte of the cache is loaded once, by one lane, without shared memory or barriers. Used by
+// DecodeMainloop, and by StagedLoader with other coordinates.
 #pragma once
 
 #include "decode/cache_registers.cuh"

@@ -22,12 +22,12 @@ pub struct Env<'a> {
     pub block: [u32; 3],
     pub smem_bytes: u32,
     pub local_bytes: u32,
-    /// several host threads simulate CTAs: global atomics take a lock
+    /// True if several host threads simulate CTAs. Global atomics then take a lock.
     pub lock_atomics: bool,
     pub isa: HostIsa,
 }
 
-/// Instruction set of the host the interpreter was compiled for.
+/// The variant of the interpreter that this host can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostIsa {
     /// AVX2, FMA, F16C, BMI1/2, POPCNT, LZCNT

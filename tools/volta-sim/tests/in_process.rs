@@ -1,4 +1,4 @@
-//! The in-process interface, on the prebuilt kernels of fixtures/saxpy.cu. Needs nvdisasm
+//! The in-process interface, on the prebuilt kernels of fixtures/. Needs nvdisasm
 //! (`$VOLTA_SIM_NVDISASM` or `PATH`).
 
 use std::sync::OnceLock;
