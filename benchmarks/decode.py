@@ -9,8 +9,8 @@ The simulation times one SM's share of the launch (tools/volta-sim) at the model
 which stands for a loaded memory. Shares are of the model's DRAM rate. Simulated times include what one SM does for every
 kernel of the call. They leave out launch overhead and the combination of partial results between SMs.
 
-Caches are fp16 (--bfloat: bf16), (pages, page, heads, headdim), with pages in random order. Some cases have a target:
-the share that they must reach. Measured shares are of the copy kernel's rate. PyTorch's attention reads the same keys
+Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random
+order. Some cases have a target: the share that they must reach. Measured shares are of the copy kernel's rate. PyTorch's attention reads the same keys
 from one dense tensor, without pages or lengths.
 """
 
@@ -77,7 +77,7 @@ class Case:
 
 
 def cases(everything: bool) -> Iterator[Case]:
-    # most cases have 65,536 tokens in total, so that launch and combination weigh the same
+    # most cases have 65,536 tokens in total, so that their times compare
     targets = {65536: (0.90, 0.85), 16384: (0.90, 0.85), 4096: (0.80, 0.0), 1024: (0.60, 0.0)}
     for headdim in (64, 128, 256):
         for seqlen, (target, slow_target) in targets.items():
@@ -123,7 +123,7 @@ def problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict]:
     batch, max_seqlen = len(case.lengths), max(case.lengths)
     pages = [-(-n // case.page) for n in case.lengths]
     shape = (sum(pages), case.page, case.nheads_k, case.headdim)
-    # no time depends on the values
+    # equal values: row maxima never move, as is usual after the first tiles
     dtype = case.dtype
     k, v = (aligned(shape, dtype, device).fill_(0.01) for _ in "kv")
     options: dict = {}

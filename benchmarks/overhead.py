@@ -38,7 +38,7 @@ def microseconds(call: Callable[[], object]) -> float:
 def measure() -> dict[str, float]:
     """Times the stages of a call one by one, from the cheapest op to all of SDPA.
 
-    q, k and v are (batch, heads, seqlen, headdim) = (1, 1, 64, 64); fwd_kvcache has one query and pages of 16 tokens.
+    q, k and v have one head of 64 tokens and headdim 64; fwd_kvcache has one query and pages of 16 tokens.
     """
     half = {"device": "cuda", "dtype": torch.float16}
     t = torch.randn(1, 64, 1, 64, **half)  # ours: (batch, seqlen, nheads, headdim)

@@ -1,4 +1,4 @@
-"""Defines what all plots share: no display, one palette, one file size."""
+"""Defines what all plots share: no display, one palette, one resolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records simulated speeds of other projects' V100 attention kernels. Nothing here runs them.
+"""Records speeds of other projects' V100 attention kernels, simulated ones and, as `published`, measured ones. Nothing here runs them.
 
 Their machine code (sm_70, compiled with NVRTC 12.9) ran in tools/volta-sim, the simulator that also times ours:
 docs/log/2026-11-22-simulator-validation.md, items 1 to 4. `published` is a time on a real card.

@@ -4,8 +4,8 @@ A 4-layer character GPT (the demo's) on the source of Python's standard library,
 weights and on the same batches with each attention: volta_fa, PyTorch's scaled_dot_product_attention as it chooses its
 kernel, each of PyTorch's kernels by name, and its choice with every output and gradient element moved by one rounding
 error. Those are all correct, so their distances from PyTorch's own choice are its run-to-run band: training amplifies
-any rounding difference. The loss of volta_fa must stay within the band, and its gradients, at the first and at the
-last weights, be as close to a float64 model's as PyTorch's are (at most three times as far).
+any rounding difference. The loss of volta_fa must stay within twice the band (BAND_FACTOR), and its gradients, at the first and at
+volta_fa's last weights, be as close to a float64 model's as PyTorch's are (at most three times as far).
 Exits 1 if one of these fails.
 """
 

@@ -20,7 +20,7 @@ The last rows of each pass ask for one feature each: a bias is (1, nheads, seqle
 in the case dbias (Volta's kernels write all of that one, so PyTorch's kernels have no part in it);
 deterministic is a backward pass whose sums have a fixed order. One more table has each as a share of plain, the same shape without it.
 Of a Turing chip, which has one head for each SM in all plain cases, a first table has the shares of the tensor pipe at N=4096.
-Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, next to the same case
+Tensors are (batch, seqlen, nheads, headdim), but for one case of each pass and headdim 64 and 128, beside the same case
 in the plain layout: (batch, nheads, seqlen, headdim) memory seen through a transposed view.
 """
 
@@ -287,7 +287,7 @@ def _launch(case: Case, gpu: str, settings: str) -> list[dict]:
 
 
 def _options(case: Case) -> dict:
-    """The op's arguments for the case's feature. No time depends on the values."""
+    """The op's arguments for the case's feature. Values hardly change the time."""
     s = case.shape
     if "bias" in case.feature:
         bias = aligned((1, s.nheads, s.seqlen_q, s.seqlen_k), torch.float16).zero_()

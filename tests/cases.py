@@ -1,4 +1,4 @@
-"""Random attention problems: combinations of everything that `volta_fa.check.cases.Case` can ask for."""
+"""Random attention problems: combinations of the options that `volta_fa.check.cases.Case` can ask for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_case(pick: Callable, lengths: Callable[[], int], headdims, most_entri
         nheads_k=nheads_k,
         is_causal=is_causal,
         window_left=pick(WINDOWS),
-        window_right=-1 if is_causal else pick(WINDOWS),  # the op refuses both
+        window_right=-1 if is_causal else pick(WINDOWS),  # the op refuses is_causal with keys to the right
         softmax_scale=pick((None, None, 0.5, -0.1)),
         softcap=softcap,
         dropout_p=0.0 if softcap else pick((0.0, 0.0, 0.17, 0.5)),

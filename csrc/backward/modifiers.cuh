@@ -1,6 +1,6 @@
 // Softcap, ALiBi, bias and dropout in the backward pass, for any Layout (score_coord.cuh). Formulas: score_mod.cuh. Used by the
-// generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. Turing's kernels of one
-// feature use parts of it.
+// generic kernels of both families between S = Q K^T and the exponent of P, and between dP and dS. The kernels of one feature
+// use parts of it.
 //
 // Kernels call these functions in a rolled loop over a warp's tiles, to fit the instruction cache. Registers cannot be indexed
 // dynamically, so the loop works on the first tile, and next_tile moves the others down by one. Every step reloads the
@@ -115,9 +115,10 @@ __device__ __forceinline__ Philox philox_of(const BwdParams& p, int head) {
     return Philox(p.score_options.rng_state, (p.lengths.first_batch + remat_block_batch()) * p.problem.nheads + head);
 }
 
-// Combines the bits of two Philox calls, this lane's and its partner's. A call serves rows r and r + 4. From each call this
-// keeps the row with or without bit 2 (`has_bit_of_4`), as this lane's rows are. `mine_is`, 0 or 1, is the index of this lane's
-// row that its own call served. The result has the bits of the lane's two rows, numbered by kept_bit.
+// Combines the bits of two Philox calls, this lane's and its partner's. A call has 8 bits: 4 keys of row r and of row r + 4.
+// A lane owns two rows on the same side of such pairs: those with bit 2 set (`has_bit_of_4` = 1) or clear. It made the call for
+// one of its rows, its partner the call for the other. `mine_is`, 0 or 1, is the slot of the row of this lane's call. The result
+// has the bits of the lane's two rows, numbered by kept_bit.
 __device__ __forceinline__ unsigned merge_calls(unsigned mine, unsigned others, int has_bit_of_4, int mine_is) {
     mine = mine >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;
     others = others >> kept_bit(has_bit_of_4, 0) & kBitsOfRow;

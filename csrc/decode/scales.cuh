@@ -38,8 +38,8 @@ constexpr float kTwo112 = 5.1922969e33f;  // 2^112: probabilities are 2^-112 of 
 //
 // Packed probabilities lie between 2^-14 and 2^15 (softmax.cuh), which leaves no room for a scale. So a row has a unit, a power
 // of two: packed is probability * scale / unit, and the output accumulates in units. The unit moves lazily, like row_max: where
-// a product does not fit, and with row_max, so that small scales lose no bits. A negative or non-finite scale makes the row's
-// sum NaN.
+// a product does not fit, and with row_max, so that small scales lose no bits. For a negative or non-finite scale
+// callers make the row's sum NaN.
 struct ProbabilityScale {
     float inverse = 1.f;  // 1 / unit
     float offset = 0.f;  // int4: what zero points add to every column, in units, times 2^-112 as the probabilities are
@@ -59,8 +59,8 @@ struct ProbabilityScale {
         offset = fmaf(-__uint_as_float((packed & 0x7fff) << 13), zero.x, offset);
         offset = fmaf(-__uint_as_float(packed >> 16 << 13), zero.y, offset);
     }
-    // Moves the unit to `largest`, the row's largest probability * scale (without the 2^-112). Returns the factor for the
-    // accumulated output.
+    // Sets the unit to the power of two at or below `largest`, the row's largest probability * scale (without the 2^-112).
+    // Returns the factor for the accumulated output.
     __device__ __forceinline__ float update(float largest) {
         // Between 2^-40 and 2^40: outputs are fp16, so units beyond gain nothing.
         const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -40), 40);

@@ -23,7 +23,8 @@ constexpr bool kZeroPoints = kFormat == CacheFormat::Int4;
 // Tokens of a tile: the n (scores) or k (output) of one product.
 constexpr int kTileTokens = 8;
 // Tokens of a step of a warp: one or two tiles; divides every page. With a memory latency of 3000 cycles an SM needs about 24
-// KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB.
+// KB in flight, 1.5 to 2 KB for each of its 12 to 16 warps. So a step has two tiles where one tile has at most 2 KB; int4
+// at headdim 256 is staged instead (staged_loader.cuh).
 constexpr int kTileBytes = kTileTokens * (HEADDIM + HEADDIM_V) * (kZeroPoints ? 4 : 8) / 8;
 constexpr bool kFewBytes = kTileBytes <= 2048 && (HEADDIM <= 128 || !kZeroPoints);
 // Two tiles also pay where four warps share bf16 steps of few columns: instructions are the limit there, and two tiles share
@@ -34,12 +35,12 @@ constexpr int kStepTokens = kTileTokens * kStepTiles;
 // int4 steps have still fewer bytes, so a warp keeps more of them in flight than it computes with (staged_loader.cuh). Not for
 // 16 rows at headdim 64: the loop already fills most of the instruction cache.
 constexpr bool kStaged = kZeroPoints && (HEADDIM > 64 || STEP == kTileTokens);
-// Fewest steps of a block. With less, combining the partial results costs more than the block saves.
+// Steps of a block, on average, that justify it. With fewer, combining the partial results costs more than the block saves.
 constexpr int kMinSteps = 16;
 
 // Row tiles of one sequence.
 struct SequenceWork {
-    int row_tiles;  // over all KV heads; 0: another kernel computes this sequence
+    int row_tiles;  // over all KV heads; 0: no queries, or another kernel computes this sequence
     int steps;  // of each row tile; at least 1, because a row tile without tokens still has to be written
     int first, end;  // range of tokens that any row sees
     bool valid;

@@ -1,5 +1,5 @@
-// Output of the forward kernels, for any Layout (score_layout.cuh): rescale_output in the main loop, and the epilogue, which
-// adds the attention sink and writes a row's lse.
+// Scaling of the output in the forward kernels, for any Layout (score_layout.cuh): rescale_output in the main loop, and the
+// epilogue, which adds the attention sink and writes a row's lse.
 #pragma once
 
 #include "forward/scores.cuh"

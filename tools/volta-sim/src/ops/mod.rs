@@ -1,5 +1,5 @@
 //! The instructions, a file for each class: its operations, how they are decoded, and what they do. A new class is a
-//! new file and a line in `classes!`.
+//! new file, its `mod` and `pub use` lines, and a line in `classes!`.
 
 use crate::decode::{Decoded, Decoder};
 use crate::env::HostIsa;
@@ -44,7 +44,7 @@ pub use tensor::Tensor;
 pub use uniform::Uniform;
 pub use warp_wide::WarpWide;
 
-/// Hints, and maintenance of caches that are not simulated.
+/// Hints, and maintenance of caches that are not simulated (but for CCTL.PF2, a prefetch: `is_prefetch`).
 const WITHOUT_EFFECT: [&str; 7] = ["NOP", "PREEXIT", "NANOSLEEP", "ERRBAR", "CCTL", "CCTLL", "CCTLT"];
 
 /// A class of instructions; a value is one operation with its modifiers.
