@@ -11,7 +11,8 @@ kernel of the call. They leave out launch overhead and the combination of partia
 
 Caches are fp16 (--bfloat: bf16; --quantized: int8, int4, fp8), (pages, page, heads, headdim), with pages in random
 order. Some cases have a target: the share that they must reach. Measured shares are of the copy kernel's rate.
-PyTorch's attention reads the same keys from one dense tensor, without pages or lengths. """
+PyTorch's attention reads the same keys from one dense tensor, without pages or lengths.
+"""
 
 from __future__ import annotations
 
