@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation("src/problem/scores.rs", "right: if o.is_causal { Some(0) }", "right: if o.is_causal { Some(1) }",
              f"{T}/test_forward_backward.py", "causal and cpu"),
     # CPU backend
-    Mutation("src/ops/cpu/scores.rs", "positions(c.row + a.seqlen_k - a.seqlen_q, c.rows)", "positions(c.row, c.rows)",
+    Mutation("src/ops/cpu/scores.rs", "[rows[0] + a.seqlen_k - a.seqlen_q, rows[1]]", "[rows[0], rows[1]]",
              f"{T}/test_features.py", "alibi and cpu"),
     Mutation("src/ops/cpu/scores.rs", "bias.f_logical_not()?", "bias", f"{T}/test_features.py", "bias and cpu"),
     Mutation("src/ops/cpu/scores.rs", "let (entry, key_head) = (group / part.a.nheads_k, group % part.a.nheads_k);",
