@@ -72,7 +72,7 @@ MUTATIONS = [
              f"{T}/test_variants.py", "volta_fwd_64 and causal"),
     Mutation("csrc/score_mod.cuh", "return fmaf(-slope, fabsf(distance), x);", "return fmaf(slope, fabsf(distance), x);",
              f"{T}/test_variants.py", "alibi"),
-    Mutation("csrc/philox.cuh", "0xD2511F53ull", "0xD2511F55ull", f"{T}/test_variants.py", "dropout"),
+    Mutation("csrc/philox.cuh", "0xD2511F53ull", "0xD2511F55ull", f"{T}/test_features.py", "sim and dropout"),
 ]  # fmt: skip
 
 
