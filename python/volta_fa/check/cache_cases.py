@@ -59,7 +59,7 @@ class CacheCase:
     kv_dtype: str = ""  # of a quantized cache: volta_fa.quantize_kv
     descale: str = ""  # fp8's scales: one; h: (nheads_k); bh: (batch, nheads_k)
     latents: bool = False  # the cache is of one head, whose first headdim_v columns are the values
-    dtype: torch.dtype | None = None  # None: whoever draws the tensors decides
+    dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)

@@ -75,7 +75,7 @@ class Case:
     lengths: tuple[tuple[int, int], ...] = ()
     spare: int = 0  # max_seqlen beyond the longest sequence
     used: tuple[int, ...] = ()  # seqused_k
-    dtype: torch.dtype | None = None  # None: whoever draws the tensors decides
+    dtype: torch.dtype | None = None  # None: the source that draws the tensors decides
     deterministic: bool = False
 
     def __repr__(self) -> str:
