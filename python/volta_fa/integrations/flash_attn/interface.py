@@ -145,10 +145,11 @@ def flash_attn_varlen_func(
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
     """
     if block_table is not None:
-        return _paged(
-            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, return_attn_probs,
+        out, softmax_lse = _paged(
+            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
             _options(softmax_scale, causal, window_size, softcap, alibi_slopes),
         )  # fmt: skip
+        return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -165,10 +166,11 @@ def _paged(
     max_seqlen_q: int,
     max_seqlen_k: int,
     block_table: Tensor,
-    return_attn_probs: bool,
     options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` over pages."""
+    seqused_k: Tensor | None = None,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Computes `flash_attn_varlen_func` over pages. seqused_k: the sequences' lengths, instead of those in cu_seqlens_k."""
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if dropout_p != 0.0:
         raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
@@ -177,17 +179,17 @@ def _paged(
         raise bad_argument("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
     if max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
-    out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+    return torch.ops.volta_fa.fwd_kvcache(
         _operand(q),
         k,
         v,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        cache_seqlens=cu_seqlens_k.diff(),
+        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
         block_table=block_table,
+        num_splits=num_splits,
         **options,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
