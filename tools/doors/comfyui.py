@@ -72,9 +72,9 @@ MODELS = ("sdxl", "flux", "flux-mask", "dtypes", "clip", "vae")
 
 def build(name, dtype, device):
     """Returns a model of ComfyUI with random weights, equal for each dtype but for rounding, in a ModelPatcher."""
+    import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
-    import torch
 
     kind = name.split("-")[0]
     config = comfy.supported_models.SDXL if kind == "sdxl" else comfy.supported_models.Flux
@@ -82,10 +82,11 @@ def build(name, dtype, device):
     sizes = {**SDXL, **SDXL_SIZES[size]} if kind == "sdxl" else {**FLUX, **FLUX_SIZES[size]}
     config = config(sizes)
     config.set_inference_dtype(dtype, None)
-    model = config.get_model({}, device=torch.device(device))
+    place = comfy.model_management.get_torch_device()
+    model = config.get_model({}, device=place)
     randomize(model.diffusion_model, device)
-    model.to(device)
-    return comfy.model_patcher.ModelPatcher(model, load_device=torch.device(device), offload_device=torch.device(device))
+    model.to(place)
+    return comfy.model_patcher.ModelPatcher(model, load_device=place, offload_device=place)
 
 
 def randomize(module, device):
@@ -399,30 +400,42 @@ def run_worker(worker, folder, device, models, shared, result):
             rows.append({"model": label, "path": path, "problem": traceback.format_exc()})
         save()
 
+    def references(kind, names):
+        """fp32 latents, from one process for all."""
+        if worker == "pytorch":
+            exact = build(kind, torch.float32, device)
+            for name in names:
+                torch.save(sample(exact, name, device), Path(shared, f"{name}.pt"))
+        return []
+
+    def compare(kind, names):
+        attempt(kind, "fp32", lambda: references(kind, names))
+        release()
+        patcher = build(kind, torch.float16, device)
+        for name in names:
+            reference = torch.load(Path(shared, f"{name}.pt"))
+            errors = {}
+            if worker == "pytorch":
+                attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
+            for label, path in found.items():
+                if name == "flux-mask" and worker in ("split", "quad"):
+                    continue
+                attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
+                if label == "node" and errors:
+                    rows[-1]["attention"] = errors
+        return []
+
     with torch.inference_mode(), paths(worker, device) as found:
-        for name in models:
-            if name in ("sdxl", "flux", "flux-mask"):
-                file = Path(shared, f"{name}.pt")
-                if worker == "pytorch":
-                    exact = build(name, torch.float32, device)
-                    torch.save(sample(exact, name, device), file)
-                    del exact
-                    release()
-                patcher = build(name, torch.float16, device)
-                reference = torch.load(file)
-                if worker == "pytorch":
-                    errors = {}
-                    attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
-                for label, path in found.items():
-                    if name == "flux-mask" and worker in ("split", "quad"):
-                        continue
-                    attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
-                    if label == "node" and "problem" not in rows[-1]:
-                        rows[-1]["attention"] = errors
-                del patcher
+        for kind in ("sdxl", "flux"):
+            names = [name for name in models if name.startswith(kind)]
+            if names:
+                attempt(kind, worker, lambda: compare(kind, names))
                 release()
-            elif worker == "pytorch":
-                attempt(name, "", lambda: dtypes(device) if name == "dtypes" else around(name, device))
+        for name in models if worker == "pytorch" else []:
+            if name == "dtypes":
+                attempt(name, "node", lambda: dtypes(device))
+            elif name in ("clip", "vae"):
+                attempt(name, "enable_sdpa", lambda: around(name, device))
     save()
 
 
@@ -494,10 +507,13 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--starts", default=",".join(FLAGS), help="comma-separated: " + ", ".join(FLAGS))
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for each way to start ComfyUI")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--worker", nargs=3, metavar=("START", "SHARED", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     models = args.models.split(",")
+    if not args.starts.startswith("pytorch") or not set(models) <= set(MODELS) or not set(args.starts.split(",")) <= set(FLAGS):
+        parser.error("--starts begins with pytorch, which makes the fp32 results, and names are as listed")
     if args.worker:
         worker, shared, result = args.worker
         run_worker(worker, args.folder, args.device, models, shared, result)
@@ -508,14 +524,19 @@ def main():
             result = Path(shared, f"{worker}.json")
             start = time.perf_counter()
             command = [sys.executable, __file__, args.folder, "--device", args.device, "--models", args.models]
-            ran = subprocess.run(
-                [*command, "--worker", worker, shared, str(result)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
+            problem = ""
+            try:
+                command += ["--worker", worker, shared, str(result)]
+                ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=args.limit)
+                if ran.returncode:
+                    problem = f"exit status {ran.returncode}: {ran.stderr[-3000:]}"
+            except subprocess.TimeoutExpired:
+                problem = f"not ready after {args.limit:.0f} s"
             found = json.loads(result.read_text()) if result.exists() else {"attention": "?", "rows": []}
             print(f"{worker}: {found['attention']}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
             rows += found["rows"]
-            if ran.returncode:
-                rows.append({"model": "", "path": worker, "problem": ran.stderr[-3000:] or f"exit status {ran.returncode}"})
+            if problem:
+                rows.append({"model": "", "path": worker, "problem": problem})
     judge(rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
