@@ -375,7 +375,7 @@ def test_a_wrong_reference_is_noticed(monkeypatch):
     assert "out of the CPU backend in float64 is" in result.inconclusive[0]
 
 
-def test_what_pytorch_lacks_on_the_card_is_asked_of_the_cpu(monkeypatch):
+def test_reference_falls_back_to_the_cpu(monkeypatch):
     """(The card's and the CPU's tensors are the same ones here: every first call is the card's.)"""
     calls = []
 
@@ -479,7 +479,7 @@ def kernels_named(*names, folder=None):
     return [{"name": name, "family": "f", "pass": "Forward", "folder": folder} for name in names]
 
 
-def test_what_takes_its_process_along_is_named_and_the_rest_goes_on(monkeypatch):
+def test_crashing_kernel_is_named(monkeypatch):
     monkeypatch.setitem(isolation.TIMEOUTS, "check", 1.5)
     variants = kernels_named("fine", "dies", "hangs", "loses", "fine too")
     found = {v.kernel: v.failures for v in isolation.check_isolated(CPU, variants, 0, True, math.inf, 2, troubled, unloaded)}
@@ -569,7 +569,7 @@ def test_an_unfinished_check_is_incomplete_and_continues(short_of_time, tmp_path
     assert status == 0 and data["continued"] == 0  # what is finished begins anew
 
 
-def test_what_failed_before_is_wrong_when_it_continues(short_of_time, monkeypatch, tmp_path, capsys):
+def test_continued_run_keeps_failures(short_of_time, monkeypatch, tmp_path, capsys):
     run = correctness.check_kernel
     seen = []
 
@@ -731,7 +731,7 @@ def test_no_time_left(monkeypatch):
     assert speeds.points and all(set(p.missing.values()) == {OUT_OF_TIME} and not p.ms for p in speeds.points)
 
 
-def test_what_failed_does_not_run_again(monkeypatch):
+def test_failed_kernel_does_not_run_again(monkeypatch):
     """Neither where speed is measured, nor where a tuning is: it may never end."""
     need("sim")
     seen = []
@@ -755,7 +755,7 @@ def test_what_failed_does_not_run_again(monkeypatch):
     assert tune._own(SIMULATOR, takes, alternatives, of_headdim) is None  # deterministic ones are all that is left
 
 
-def test_what_raises_is_put_down_and_the_rest_goes_on(monkeypatch):
+def test_raising_kernel_is_recorded(monkeypatch):
     monkeypatch.setattr(performance, "card_figures", lambda target: fail())
     monkeypatch.setattr(performance, "_pytorch", fail)
     speeds = performance.measure(CPU, (), time.monotonic() + 60, True, lambda at: None)
@@ -789,7 +789,7 @@ def fake_nvidia_smi(tmp_path, monkeypatch, script):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
 
-def test_what_nvidia_smi_says(tmp_path, monkeypatch):
+def test_output_of_nvidia_smi(tmp_path, monkeypatch):
     fake_nvidia_smi(
         tmp_path, monkeypatch, "echo '535.104.05, 88.00.4F, 1290, 1530, 877, 877, 41.2, 300.00, 300.00, 35, 98, Enabled, [N/A], 0x0'"
     )

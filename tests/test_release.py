@@ -59,7 +59,7 @@ def folder(built, tmp_path, monkeypatch):
     return output
 
 
-def test_what_is_there(folder):
+def test_files_of_the_folder(folder):
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert found == {
         NAME, "volta_fa-0.1.0.tar.gz", "simple/index.html", "simple/volta-fa/index.html", "SHA256SUMS",
