@@ -70,7 +70,7 @@ def check_isolated(
 
 
 # CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
-_context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+_context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
