@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..limits import MAX_HEADDIM
-from .devices import NO_DEVICES, Devices, devices_of
+from .devices import NO_DEVICES, devices_of
 
 _RELEASES = "0.0.29 to 0.0.35"
 _MODULE = "xformers.ops.fmha"
@@ -37,8 +37,7 @@ _FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}
 _lock = threading.Lock()
 _devices = NO_DEVICES
 _original: Callable[..., Tensor] | None = None
-_ran: Counter[str] = Counter()
-_fell_back: Counter[str] = Counter()
+_counts: Counter[str] = Counter()  # of the calls that ran, and of the others by reason
 
 
 def enable_xformers(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -92,11 +91,10 @@ def xformers_stats(reset: bool = False) -> dict[str, Any]:
     Args:
         reset: set all counts to 0 afterwards.
     """
-    counts = {"ran": _ran.total(), "fell_back": dict(sorted(_fell_back.items()))}
+    counts = dict(sorted(_counts.items()))
     if reset:
-        _ran.clear()
-        _fell_back.clear()
-    return counts
+        _counts.clear()
+    return {"ran": counts.pop("ran", 0), "fell_back": counts}
 
 
 # ---- the patch point ---------------------------------------------------------------------------------------------------
@@ -111,12 +109,11 @@ def _import_fmha() -> ModuleType:
 
 def _check_structure(fmha: ModuleType) -> None:
     """Raises RuntimeError unless the public function calls the function that is replaced, with the arguments of known releases."""
-    public = getattr(fmha, "memory_efficient_attention", None)
-    patched, inputs = getattr(fmha, _NAME, None), getattr(fmha, "Inputs", None)
+    public, patched, inputs = (getattr(fmha, name, None) for name in ("memory_efficient_attention", _NAME, "Inputs"))
     difference = ""
     if not callable(patched) or list(inspect.signature(patched).parameters) != ["inp", "op"]:
         difference = f"{_MODULE}.{_NAME} does not take (inp, op)"
-    elif getattr(public, "__globals__", None) is not vars(fmha) or _NAME not in public.__code__.co_names:
+    elif not inspect.isfunction(public) or public.__globals__ is not vars(fmha) or _NAME not in public.__code__.co_names:
         difference = f"memory_efficient_attention does not call {_MODULE}.{_NAME}"
     elif not dataclasses.is_dataclass(inputs) or not {field.name for field in dataclasses.fields(inputs)} >= _FIELDS:
         difference = f"{_MODULE}.Inputs has other fields than {', '.join(sorted(_FIELDS))}"
@@ -149,15 +146,15 @@ def _attention(inp: Any, op: Any = None) -> Tensor:
             raise _Unsupported("arguments") from None
         out = _run(call).reshape(output_shape)
     except _Unsupported as unsupported:
-        _count(_fell_back, unsupported.args[0])
+        _count(unsupported.args[0])
         return original(inp, op)
-    _count(_ran, type(inp.attn_bias).__name__)
+    _count("ran")
     return out
 
 
-def _count(counter: Counter[str], key: str) -> None:
+def _count(key: str) -> None:
     if not torch.compiler.is_compiling():  # a compiled program would be compiled again at each count
-        counter[key] += 1
+        _counts[key] += 1
 
 
 # ---- the call ----------------------------------------------------------------------------------------------------------
