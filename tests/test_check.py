@@ -448,8 +448,10 @@ def troubled(target, variant, seed, quick):
     """What a kernel may do to its process. (In that other process.)"""
     name = variant["name"]
     result = KernelResult(name, "f", "Forward", 1)
-    if name == "dies" or (name == "dies once" and not Path(os.environ["VOLTA_FA_TEST_TRIALS"]).exists()):
-        Path(os.environ.get("VOLTA_FA_TEST_TRIALS", os.devnull)).touch()
+    if name == "dies":
+        os._exit(3)
+    if name == "dies once" and not (trials := variant["folder"] / "trials").exists():
+        trials.touch()
         os._exit(3)
     if name == "hangs":
         time.sleep(60)
@@ -468,14 +470,13 @@ def slowly_loaded(target, variant, quick):
 
 
 def both_loaded(target, variant, quick):
-    folder = Path(os.environ["VOLTA_FA_TEST_MEET"])
-    (folder / variant["name"]).touch()
-    while len(list(folder.iterdir())) < 2:
+    (variant["folder"] / variant["name"]).touch()
+    while len(list(variant["folder"].iterdir())) < 2:
         time.sleep(0.01)
 
 
-def kernels_named(*names):
-    return [{"name": name, "family": "f", "pass": "Forward"} for name in names]
+def kernels_named(*names, folder=None):
+    return [{"name": name, "family": "f", "pass": "Forward", "folder": folder} for name in names]
 
 
 def test_crashing_kernel_is_named(monkeypatch):
@@ -491,10 +492,9 @@ def test_crashing_kernel_is_named(monkeypatch):
     }
 
 
-def test_a_kernel_that_another_took_down_is_right(monkeypatch, tmp_path):
+def test_a_kernel_that_another_took_down_is_right(tmp_path):
     """(Under MPS a fault is one of all processes, and on a busy GPU a kernel may be late.) It fails if it is lost alone too."""
-    monkeypatch.setenv("VOLTA_FA_TEST_TRIALS", str(tmp_path / "trials"))
-    [result] = isolation.check_isolated(CPU, kernels_named("dies once"), 0, True, math.inf, 1, troubled, unloaded)
+    [result] = isolation.check_isolated(CPU, kernels_named("dies once", folder=tmp_path), 0, True, math.inf, 1, troubled, unloaded)
     assert result.kernel == "dies once" and result.passed
 
 
@@ -506,10 +506,9 @@ def test_loading_does_not_count(monkeypatch):
     assert all(v.load_seconds >= 1 and v.check_seconds < 0.5 for v in found)
 
 
-def test_kernels_load_and_run_at_the_same_time(monkeypatch, tmp_path):
+def test_kernels_load_and_run_at_the_same_time(tmp_path):
     """Each of two kernels waits for the other to load."""
-    monkeypatch.setenv("VOLTA_FA_TEST_MEET", str(tmp_path))
-    found = list(isolation.check_isolated(CPU, kernels_named("a", "b"), 0, True, math.inf, 2, troubled, both_loaded))
+    found = list(isolation.check_isolated(CPU, kernels_named("a", "b", folder=tmp_path), 0, True, math.inf, 2, troubled, both_loaded))
     assert len(found) == 2 and all(v.passed for v in found)
 
 
@@ -521,10 +520,21 @@ def test_a_process_for_each_core_as_far_as_memory_suffices(monkeypatch):
         assert isolation.processes(gpu, kernel_count) == expected
 
 
-def test_where_no_process_starts_no_kernel_is_to_blame(monkeypatch):
-    monkeypatch.setitem(isolation.TIMEOUTS, "start", 0.0)
-    [result] = isolation.check_isolated(CPU, kernels_named("a", "b"), 0, True, math.inf, 2)
-    assert result.inconclusive == ["no process had a CUDA context within 0 s"] and not result.failures
+class Unstartable(Target):
+    """A GPU on which no process gets a CUDA context."""
+
+    def make_current(self):
+        if self.kind == "hangs":
+            time.sleep(60)
+        os._exit(3)
+
+
+@pytest.mark.parametrize("kind, why", [("hangs", "no process had a CUDA context within 1 s"), ("dies", "no process could start")])
+def test_where_no_process_starts_no_kernel_is_to_blame(kind, why, monkeypatch):
+    monkeypatch.setitem(isolation.TIMEOUTS, "start", 1.0 if kind == "hangs" else 60.0)
+    target = Unstartable(kind, torch.device("cpu"))
+    [result] = isolation.check_isolated(target, kernels_named("a", "b"), 0, True, math.inf, 2, troubled, unloaded)
+    assert result.inconclusive == [why] and not result.failures
 
 
 # ---- what is not checked -----------------------------------------------------------------------------------------

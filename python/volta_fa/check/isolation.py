@@ -69,6 +69,11 @@ def check_isolated(
             yield result
 
 
+# CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
 class _Lost(Exception):
     """A subprocess died, or does not answer."""
 
@@ -77,9 +82,8 @@ class _Worker:
     """A subprocess and its current step."""
 
     def __init__(self, patience: float, *arguments: Any):
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, *arguments), daemon=True)
+        self.connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_work, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
         self.patience, self.variant = patience, dict[str, Any]()
