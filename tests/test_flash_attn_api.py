@@ -532,7 +532,7 @@ def test_window_size_errors(backend, window_size):
     ids=repr,
 )
 @on("cpu-fp32")
-def test_what_a_window_size_may_be(backend, window_size):
+def test_types_of_window_size(backend, window_size):
     q = backend.randn(2, 9, 2, 16)
     assert torch.equal(flash_attn_func(q, q, q, window_size=window_size), flash_attn_func(q, q, q, window_size=(3, 1)))
 

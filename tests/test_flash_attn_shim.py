@@ -73,7 +73,7 @@ def test_it_puts_flash_attn_within_reach():
     )
 
 
-def test_what_xformers_and_unsloth_look_for():
+def test_attributes_for_xformers_and_unsloth():
     """Both read flash_attn_gpu when they are imported, and numbers from the version. xformers calls its functions by position."""
     succeeds(
         """
