@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import warnings
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,8 @@ TESTED = ("2026.10.9",)
 
 def version(package: str) -> str:
     """Returns the installed version of unsloth or unsloth_zoo, or "no version" without metadata."""
+    from importlib import metadata  # slow to import
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

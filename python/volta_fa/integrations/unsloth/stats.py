@@ -56,5 +56,12 @@ def _add_traced_fallback(reason: str) -> None:
 
 
 # Dynamo runs these while it traces. If it traced a counter instead, each count would compile the program again.
-_count_trace: Callable[[], None] = torch.compiler.assume_constant_result(_add_trace)
-_count_traced_fallback: Callable[[str], None] = torch.compiler.assume_constant_result(_add_traced_fallback)
+_count_trace: Callable[[], None] = _add_trace
+_count_traced_fallback: Callable[[str], None] = _add_traced_fallback
+
+
+def prepare_for_tracing() -> None:
+    """Lets Dynamo call the counters. This imports Dynamo, which takes long, so it is not done at import."""
+    global _count_trace, _count_traced_fallback
+    _count_trace = torch.compiler.assume_constant_result(_add_trace)
+    _count_traced_fallback = torch.compiler.assume_constant_result(_add_traced_fallback)

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from ...inspection import info
-from . import dispatch, gqa_sdpa, releases, sinks
-from .operands import Devices
 
 #: Modules with the flag that lets Gemma 2 call `run_attention`, with its softcap, instead of eager attention over masks in memory.
 _SOFTCAP_MODULES = ("unsloth.models.gemma2", "unsloth.models.llama")
@@ -40,6 +38,10 @@ def enable_unsloth(*, force: bool = False) -> None:
     """
     if "unsloth" not in sys.modules:
         raise ImportError("volta_fa.enable_unsloth: unsloth is not imported: run `import unsloth` first, because it replaces functions too")
+    from . import dispatch, gqa_sdpa, releases, sinks  # here, because every `import volta_fa` runs this file
+    from .operands import Devices
+    from .stats import prepare_for_tracing
+
     devices = Devices(frozenset() if force else _qualifying(), force)
     with _lock:
         _restore()
@@ -50,6 +52,7 @@ def enable_unsloth(*, force: bool = False) -> None:
         for module, name in flags:
             releases.find(module, name)
         releases.warn_if_untested()
+        prepare_for_tracing()
 
         _replace(attention_module, dispatch.NAME, dispatch.make(attention_module, attention, devices))
         for module, name in flags:
