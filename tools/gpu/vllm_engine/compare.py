@@ -80,8 +80,9 @@ def report_version(folder: Path) -> bool:
         found = difference(results[ours], results[theirs])
         passes = max(found.noise, found.gap) <= tolerance
         extra = f", {results[ours]['preemptions']:.0f} preemptions" if "preemptions" in results[ours] else ""
-        if results[ours].get("preemptions") == 0:
-            passes = False
+        passes = passes and results[ours].get("preemptions") != 0
+        plans = [line for line in (folder / f"{ours}.log").read_text(errors="replace").splitlines() if line.startswith("volta_fa: ")]
+        extra += f", {len(plans)} lines of VOLTA_FA_LOG" if plans else ""
         if "lora" in ours:  # the adapter must have an effect
             plain = results.get("llama64-custom", {"rounds": []})["rounds"]
             same = [a == b for a, b in zip(*(r[0]["tokens"] for r in (results[ours]["rounds"], plain)))] if plain else []
@@ -106,7 +107,8 @@ def report_version(folder: Path) -> bool:
 
 def report(output: Path) -> int:
     """Prints all versions' comparisons. Returns 0 if all is right, else 1."""
-    return 0 if all([report_version(folder) for folder in sorted(output.iterdir()) if folder.is_dir()]) else 1
+    verdicts = [report_version(folder) for folder in sorted(output.iterdir()) if folder.is_dir()]
+    return 0 if all(verdicts) else 1
 
 
 if __name__ == "__main__":

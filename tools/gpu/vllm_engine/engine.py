@@ -5,14 +5,10 @@ of each step. For an encoder, writes embeddings and those of transformers in flo
 """
 
 import json
-import os
 import random
 import sys
 import time
 from pathlib import Path
-
-job = json.loads(Path(sys.argv[1]).read_text())
-os.environ.update(job.get("env", {}))
 
 import torch
 
@@ -21,6 +17,9 @@ VOCABULARY = 4096
 LENGTHS = [5, 6, 15, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 257, 300, 400, 511, 513, 700, 900, 1023, 1025, 1300]
 LENGTHS += [1600, 2000, 2047, 2049, 2500, 2999, 3000]
 ENCODER_LENGTHS = [4, 5, 17, 63, 64, 100, 200, 300, 500]
+
+
+job: dict = {}
 
 
 def prompts(kind: str) -> tuple[list[list[int]], int]:
@@ -77,7 +76,7 @@ def run_tokens(models: Path) -> dict:
     rounds = []
     for _ in range(2):
         begin = time.time()
-        outputs = [o for o in llm.generate(inputs, params, use_tqdm=False, **options)]
+        outputs = llm.generate(inputs, params, use_tqdm=False, **options)
         found = {"seconds": time.time() - begin, "cached": sum(o.num_cached_tokens or 0 for o in outputs)}
         found["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
         if logprobs:
@@ -110,6 +109,7 @@ def run_encoder(models: Path) -> dict:
 def main() -> None:
     """Runs the job, and writes its result or its error."""
     begin = time.time()
+    job.update(json.loads(Path(sys.argv[1]).read_text()))
     try:
         result = {"tokens": run_tokens, "encoder": run_encoder}[job["kind"]](Path(sys.argv[3]))
     except Exception as error:

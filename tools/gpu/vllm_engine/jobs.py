@@ -63,6 +63,9 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
     found = [{"name": "load", "kind": "load", "model": "llama128", "backend": OURS}]
     found += pair("llama128", "llama128", env={"VOLTA_FA_LOG": "1"})
     found += pair("gpt-oss", "gpt-oss", engine=_EAGER)
+    if flash_attention:
+        found += [job("llama128-flash", "llama128", FLASH)]
+        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral", "gpt-oss")]
     found += [
         job("long-custom", "llama128", OURS, prompts="long", engine=_EAGER),
         job("preempted-custom", "llama128", OURS, prompts="long", engine=_EAGER | _SMALL_CACHE),
@@ -86,8 +89,5 @@ def jobs(version: str, flash_attention: bool) -> list[dict]:
     else:
         found += [int8[0] | {"name": "int8-refused", "refused": "kv_cache_dtype not supported"}]
         found += [job("llama64-graph-triton", "llama64", TRITON)]
-    if flash_attention:
-        found += [job("llama128-flash", "llama128", FLASH)]
-        found += [job(f"{m}-flash", m, FLASH, engine=_EAGER) for m in ("llama64", "mistral", "gpt-oss")]
     found += pair("two-gpus", "llama64", gpus=2, engine=_EAGER | {"tensor_parallel_size": 2})
     return [{"version": version, **j} for j in found]

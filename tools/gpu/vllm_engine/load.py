@@ -20,9 +20,10 @@ import aiohttp
 import psutil
 
 VOCABULARY, PROMPTS, NEW_TOKENS = 4096, 48, 96
-#: 24,576 tokens of llama128, where the load has 64 sequences of up to 2,596
-CACHE_BYTES = 192 << 20
-ARRIVALS_PER_S, CANCELLED, SAMPLED = 16.0, 0.3, 0.1
+#: 12,288 tokens of llama128, where 64 sequences have about 29,000
+CACHE_BYTES = 96 << 20
+#: One in 20 arrivals is of BURST requests at once.
+ARRIVALS_PER_S, BURST, CANCELLED, SAMPLED = 6.0, 64, 0.3, 0.1
 #: Largest difference of log-probabilities that rounding explains. compare.py measures it between vLLM's own backends.
 TIE = 0.05
 
@@ -139,14 +140,15 @@ async def load(client: Client, checker: Checker, prompts: list, seconds: float, 
             errors.append(repr(error))
 
     while time.time() - begin < seconds:
-        cancelled, sampled = rng.random() < CANCELLED, rng.random() < SAMPLED
-        new = rng.randrange(1, NEW_TOKENS + 1)
-        request = one(rng.randrange(len(prompts)), new, rng.randrange(new) if cancelled else None, 0.8 if sampled else 0.0)
-        task = asyncio.create_task(request)
-        pending.add(task)
-        task.add_done_callback(pending.discard)
-        for name, value in (("sent", 1), ("cancelled", cancelled), ("sampled", sampled)):
-            counts[name] += value
+        for _ in range(BURST if rng.random() < 0.05 else 1):
+            cancelled, sampled = rng.random() < CANCELLED, rng.random() < SAMPLED
+            new = rng.randrange(1, NEW_TOKENS + 1)
+            request = one(rng.randrange(len(prompts)), new, rng.randrange(new) if cancelled else None, 0.8 if sampled else 0.0)
+            task = asyncio.create_task(request)
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+            for name, value in (("sent", 1), ("cancelled", cancelled), ("sampled", sampled)):
+                counts[name] += value
         if server and (not samples or time.time() - begin - samples[-1][0] > 5):
             samples.append((time.time() - begin, *await asyncio.to_thread(memory, server)))
         await asyncio.sleep(rng.expovariate(ARRIVALS_PER_S))

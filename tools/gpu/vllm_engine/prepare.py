@@ -1,9 +1,9 @@
 """Downloads stock vLLM wheels and packs what a machine without a network needs to run them.
 
-    python tools/gpu/vllm_engine/prepare.py OUTPUT                                  vLLM 0.33.0, 0.26.0 and 0.20.2 for sm_90
-    python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.33.0 --arch 90
+    python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.33.0
+    python tools/gpu/vllm_engine/prepare.py OUTPUT --versions 0.26.0 0.20.2 --arch 90
 
-Writes OUTPUT/vllm-VERSION.tar.xz, OUTPUT/vllm-0.33.0-fa3.tar.xz and OUTPUT/site.tar.xz (vLLM's dependencies), and keeps wheels and
+Writes vllm-VERSIONS.tar.xz, site.tar.xz (vLLM's dependencies, unless it is there) and fa3-0.33.0.tar.xz to OUTPUT, and keeps wheels and
 unpacked files in --work. The wheels are those of PyPI. This script changes three things in them:
 
 - it zeroes GPU machine code of other architectures (machine_code.py), which takes most of a wheel,
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import machine_code
@@ -95,15 +96,15 @@ def install_site(options) -> Path:
     return folder
 
 
-def pack(folder: Path, archive: Path, wanted=lambda name: True) -> None:
-    """Packs the wanted files of a folder, in an order that puts like files side by side."""
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.suffix, path))
+def pack(archive: Path, work: Path, wanted: Callable[[str], bool]) -> None:
+    """Packs the wanted files of a folder. Like files of several versions lie side by side, so a version more takes little."""
+    names = [str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()]
+    names = sorted(filter(wanted, names), key=lambda name: (Path(name).suffix, name.partition("/")[2], name))
     with archive.open("wb") as output:
-        compressor = subprocess.Popen(["xz", "-6", "-T2", "-c"], stdin=subprocess.PIPE, stdout=output)
+        compressor = subprocess.Popen(["xz", "-T2", "--x86", "--lzma2=preset=6,dict=96MiB", "-c"], stdin=subprocess.PIPE, stdout=output)
         with tarfile.open(fileobj=compressor.stdin, mode="w|") as tar:
-            for path in files:
-                if wanted(str(path.relative_to(folder))):
-                    tar.add(path, path.relative_to(folder))
+            for name in names:
+                tar.add(work / name, name)
         compressor.communicate()
     if compressor.returncode:
         raise SystemExit(f"xz: got exit status {compressor.returncode}, expected 0")
@@ -113,13 +114,14 @@ def pack(folder: Path, archive: Path, wanted=lambda name: True) -> None:
 def main() -> None:
     """Downloads, reduces and packs."""
     options = parse()
-    options.output.mkdir(parents=True, exist_ok=True)
-    for version in options.versions:
-        folder, archive = unpack(version, options), options.output / f"vllm-{version}"
-        pack(folder, archive.with_name(f"{archive.name}.tar.xz"), lambda name: name != FA3)
-        if version in WITH_FA3:
-            pack(folder, archive.with_name(f"{archive.name}-fa3.tar.xz"), lambda name: name == FA3)
-    pack(install_site(options), options.output / "site.tar.xz")
+    output, work = options.output, options.work
+    output.mkdir(parents=True, exist_ok=True)
+    folders = tuple(f"{unpack(version, options).name}/" for version in options.versions)
+    pack(output / f"vllm-{'-'.join(options.versions)}.tar.xz", work, lambda name: name.startswith(folders) and not name.endswith(FA3))
+    for version in set(options.versions) & set(WITH_FA3):
+        pack(output / f"fa3-{version}.tar.xz", work, lambda name, file=f"vllm-{version}/{FA3}": name == file)
+    if not (output / "site.tar.xz").exists():
+        pack(output / f"{install_site(options).name}.tar.xz", work, lambda name: name.startswith("site/"))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ of host memory. Writes results and logs to OUTPUT/VERSION, prints compare.py's s
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import compare
@@ -24,6 +23,7 @@ from jobs import jobs
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
+FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
 def parse():
@@ -37,12 +37,6 @@ def parse():
     parser.add_argument("--time-limit", type=float, default=900, help="seconds after which no engine runs (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_engine_run"), help="for unpacked files and caches (%(default)s)")
     return parser.parse_args()
-
-
-def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks an archive into a folder."""
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
 
 
 def write_plugin(folder: Path) -> None:
@@ -97,10 +91,8 @@ class Job:
 
     def end(self) -> None:
         """Ends what is left of the job's processes."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 
@@ -130,20 +122,15 @@ def main() -> int:
 
     options = parse()
     options.output, options.work = options.output.resolve(), options.work.resolve()
-    there = sorted(path.name.removeprefix("vllm-").removesuffix(".tar.xz") for path in options.packs.glob("vllm-*[0-9].tar.xz"))
-    versions = options.versions or there
-    archives = [(options.packs / "site.tar.xz", options.work / "site")]
-    for version in versions:
-        for end in ("", "-fa3"):
-            archive = options.packs / f"vllm-{version}{end}.tar.xz"
-            if archive.exists() or not end:
-                archives.append((archive, options.work / f"vllm-{version}"))
     write_plugin(options.work / "plugin")
-    with ThreadPoolExecutor() as pool:
-        unpacked = [pool.submit(unpack, *archive) for archive in archives]
-        subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models")], check=True)
-        [future.result() for future in unpacked]
-    found = [j for v in reversed(versions) for j in jobs(v, (options.packs / f"vllm-{v}-fa3.tar.xz").exists())]
+    begin = time.time()
+    unpacking = [subprocess.Popen(["tar", "-xJf", str(path), "-C", str(options.work)]) for path in options.packs.glob("*.tar.xz")]
+    subprocess.run([sys.executable, str(HERE / "models.py"), str(options.work / "models")], check=True)
+    if sum(process.wait() for process in unpacking):
+        raise SystemExit("tar: got an archive that does not unpack, expected those of prepare.py")
+    print(f"unpacked, and models written: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
+    versions = options.versions or [path.name.removeprefix("vllm-") for path in sorted(options.work.glob("vllm-[0-9]*"), reverse=True)]
+    found = [j for v in versions for j in jobs(v, (options.work / f"vllm-{v}/{FA3}").exists())]
     found = [job for job in found if not options.only or job["name"] in options.only]
     gpus = torch.cuda.device_count()
     for job in found:

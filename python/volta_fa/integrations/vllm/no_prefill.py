@@ -47,6 +47,11 @@ def __getattr__(name: str) -> Any:
             """Returns the registered name."""
             return "CUSTOM"
 
+        @classmethod
+        def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+            """Returns no reasons against any model: the attention backend checks its own."""
+            return []
+
         def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
             """Raises NotImplementedError: `VoltaMLAImpl.forward_mqa` computes all tokens."""
             raise bad_argument("run_prefill_new_tokens", "a call", "none: all tokens are forward_mqa's", error=NotImplementedError)
