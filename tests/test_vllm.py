@@ -794,8 +794,10 @@ def test_vllm_latent_layer(backend, kv_cache_dtype, monkeypatch, tmp_path):
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.platforms import current_platform
 
     monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **kwargs: VoltaMLABackend)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(7, 0)))
     heads, rank, rotary, nope, columns = 4, 64, 16, 32, 24
     cached = CacheConfig(cache_dtype=kv_cache_dtype, **{} if OLD else {"block_size": PAGE})
     config = VllmConfig(device_config=DeviceConfig("cpu"))
