@@ -135,6 +135,7 @@ Besides the operators:
 
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
+    enable_xformers()                    xformers' memory_efficient_attention
     volta_fa.transformers, volta_fa.vllm, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
     volta_fa.distributed                 sequences that are sharded over several GPUs
     quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
@@ -160,6 +161,7 @@ from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
 from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
 from .library import library_path, load
@@ -172,7 +174,9 @@ __all__ = [
     "cascade_attention",
     "dequantize_kv",
     "disable_sdpa",
+    "disable_xformers",
     "enable_sdpa",
+    "enable_xformers",
     "info",
     "install_flash_attn_shim",
     "kernel_family",
@@ -181,6 +185,7 @@ __all__ = [
     "quantize_kv",
     "sdpa_enabled",
     "sdpa_stats",
+    "xformers_stats",
 ]
 __all__ += _flash_attn.__all__
 
