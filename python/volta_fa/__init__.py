@@ -145,7 +145,7 @@ Environment, read at each call unless it says otherwise:
     VOLTA_FA_CHECK_LENGTHS=1    check cu_seqlens and seqused_k on a GPU too, which synchronizes. 0: do not check simulated calls either
     VOLTA_FA_FAMILY=volta       use kernels of this family only, for tests and comparisons
     VOLTA_FA_TUNING=0           read no tuning file (docs/reference/tuning-file.md); a path: read this one. Read once for each device
-    VOLTA_FA_LOG=1              print each distinct plan once to standard error, with the reason for each kernel. Read once
+    VOLTA_FA_LOG=1              print each kernel once for each reason it was chosen for, to standard error. Read once
     VOLTA_FA_ENABLE_SDPA=1      enable_sdpa() when the library is loaded; force: on newer GPUs too; cpu: on the CPU
     VOLTA_FA_SIMULATE=1         run float16 and bfloat16 CPU tensors through the machine code in the simulator
                                 (more in docs/reference/environment.md)
