@@ -197,6 +197,10 @@ def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
         found = [compiled(*call) for _ in range(3)]
     torch.testing.assert_close(found[2], override(refuses, *call, 2))
     assert counts == {"ran": 1}
+    elsewhere = torch.compile(
+        lambda q, k, v: attention.make_override()(lambda q, *a, **k: q + 1, q, k, v, 2), backend="eager", fullgraph=True
+    )
+    assert torch.equal(elsewhere(*call), call[0] + 1)  # a CPU, which is not Volta
 
 
 def test_without_volta_fa_one_message_and_no_node():
