@@ -18,7 +18,7 @@ import torch
 
 import reference
 import volta_fa
-from conftest import assert_same_bits, on, run_process, run_python, within
+from conftest import assert_same_bits, need, on, run_process, run_python, within
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "integrations" / "comfyui"
@@ -197,10 +197,17 @@ def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
         found = [compiled(*call) for _ in range(3)]
     torch.testing.assert_close(found[2], override(refuses, *call, 2))
     assert counts == {"ran": 1}
-    elsewhere = torch.compile(
-        lambda q, k, v: attention.make_override()(lambda q, *a, **k: q + 1, q, k, v, 2), backend="eager", fullgraph=True
-    )
-    assert torch.equal(elsewhere(*call), call[0] + 1)  # a CPU, which is not Volta
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_question_about_the_device_compiles(attention, device):
+    need(device)
+    override, call = attention.make_override(), [t.to(device) for t in tensors()]
+
+    def run(q, k, v):
+        return override(lambda q, *a, **k: q + 1, q, k, v, 2)
+
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(*call), run(*call))
 
 
 def test_without_volta_fa_one_message_and_no_node():
