@@ -184,7 +184,8 @@ async def measure(options, url: str, server: subprocess.Popen | None) -> dict:
         before = await client.metrics()
         result |= await load(client, checker, prompts, 60 * options.minutes, server.pid if server else None)
         after = await client.metrics()
-        for _ in range(60):  # a cancellation reaches the engine after its connection closes
+        for _ in range(20):  # a cancellation reaches the engine after its connection closes, and the gauges with the next step
+            await client.complete(prompts[0], 2)
             idle = await client.metrics()
             if not idle["num_requests_running"] + idle["num_requests_waiting"] + idle["kv_cache_usage_perc"]:
                 break
