@@ -135,7 +135,10 @@ def main() -> int:
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:
-            print(f"{job['version']} {job['name']}: did not run, because it needs {job['gpus']} GPUs and this machine has {gpus}", file=sys.stderr)
+            print(
+                f"{job['version']} {job['name']}: did not run, because it needs {job['gpus']} GPUs and this machine has {gpus}",
+                file=sys.stderr,
+            )
     run_all([job for job in found if job.get("gpus", 1) <= gpus], options)
     return compare.report(options.output)
 
