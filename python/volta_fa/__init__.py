@@ -136,7 +136,7 @@ Besides the operators:
     flash_attn_func, ...                 flash-attn 2's functions; install_flash_attn_shim() lets programs import them as flash_attn
     enable_sdpa()                        PyTorch's scaled_dot_product_attention, and so existing models
     enable_xformers()                    xformers' memory_efficient_attention
-    volta_fa.transformers, volta_fa.vllm, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
+    volta_fa.transformers, volta_fa.vllm, volta_fa.unsloth, volta_fa.flash_mla   other programs: help(volta_fa.integrations) lists them all
     volta_fa.distributed                 sequences that are sharded over several GPUs
     quantize_kv(), dequantize_kv()       quantized KV caches; cascade_attention() reads a shared prefix once
 
@@ -161,6 +161,7 @@ from .integrations.flash_attn import interface as _flash_attn
 from .integrations.flash_attn.install import install_flash_attn_shim
 from .integrations.flash_attn.interface import *
 from .integrations.sdpa import _read_library_state, disable_sdpa, enable_sdpa, sdpa_enabled, sdpa_stats
+from .integrations.unsloth import disable_unsloth, enable_unsloth, unsloth_stats
 from .integrations.xformers import disable_xformers, enable_xformers, xformers_stats
 from .kv_cache.cascade import cascade_attention
 from .kv_cache.formats import QuantizedKV, dequantize_kv, quantize_kv
@@ -174,8 +175,10 @@ __all__ = [
     "cascade_attention",
     "dequantize_kv",
     "disable_sdpa",
+    "disable_unsloth",
     "disable_xformers",
     "enable_sdpa",
+    "enable_unsloth",
     "enable_xformers",
     "info",
     "install_flash_attn_shim",
@@ -185,6 +188,7 @@ __all__ = [
     "quantize_kv",
     "sdpa_enabled",
     "sdpa_stats",
+    "unsloth_stats",
     "xformers_stats",
 ]
 __all__ += _flash_attn.__all__
