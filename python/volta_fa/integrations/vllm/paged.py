@@ -34,13 +34,22 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
 SCALE_BYTES = 16
 
 
-def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
-    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+def cache_dtypes(beside_codes: bool) -> list[str]:
+    """Returns the supported values of --kv-cache-dtype.
 
     Args:
         beside_codes: whether this vLLM's cache has room for the scales of int8.
     """
-    allowed = [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+    return [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+
+
+def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
+    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+
+    Args:
+        beside_codes: as for `cache_dtypes`.
+    """
+    allowed = cache_dtypes(beside_codes)
     if kv_cache_dtype in allowed:
         return
     why = "the operators read no others"
@@ -79,7 +88,7 @@ def split_cache(
     quantized cache as arguments of `volta_fa::fwd_kvcache`.
 
     Args:
-        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.19; or (blocks, nheads_k, block_size,
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.26; or (blocks, nheads_k, block_size,
             head_size + head_size_v) in later releases, with `SCALE_BYTES` more columns if int8. Strides are free.
         kv_cache_dtype: a key of `CACHE_DTYPES`.
         layer: vLLM's layer, with one float32 scale of fp8 keys and one of values, on its device.
