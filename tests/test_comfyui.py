@@ -217,7 +217,7 @@ def test_without_volta_fa_one_message_and_no_node():
     assert message.startswith("ERROR volta_fa: no nodes, because volta_fa is not installed in ") and "install its wheel" in message
 
 
-def test_the_package_registers_its_node_and_enables_sdpa(monkeypatch):
+def test_the_package_registers_its_node_and_enables_pytorchs_attention(monkeypatch):
     code = (
         LOAD
         + """
