@@ -27,6 +27,7 @@ fn cache_formats() -> Vec<Value> {
             "name": f.name,
             "dtype": f.dtype,
             "bits": f.bits,
+            "columns": f.columns(),
             "scale": match f.scale {
                 ScaleGranularity::None => "none",
                 ScaleGranularity::Token => "token",
@@ -70,7 +71,7 @@ fn variant(v: &Variant) -> Value {
         "needs": old_names(v.features),
         "requires": old_names(v.required_features),
         "source": v.source,
-        "cache": v.cache.name(),
+        "cache": if v.is_bf16 { "bfloat16" } else { v.cache.name() },
         "headdim": v.headdim,
         "headdim_v": v.headdim_v,
         "block_rows": v.block_rows,
@@ -239,9 +240,7 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
         return Value::Null;
     }
     let has_long = a.rows_per_kv_head() > MAX_DECODE_ROWS;
-    let decode = |format| {
-        let dtype = if format == CacheFormat::Bf16 { DType::BFloat16 } else { DType::Half };
-        let format = if format == CacheFormat::Bf16 { CacheFormat::Unquantized } else { format };
+    let decode = |dtype, format| {
         let keys = Keys::Cache(Cache { layout: CacheLayout::Entries, entries: a.batch, rows: a.seqlen_k, format });
         plan::decode(&Attention { dtype, keys, ..*a }, has_long, limits).ok().map(|decode| {
             let mut value = described(decode.kernel, 1);
@@ -258,9 +257,9 @@ fn cached(a: &Attention, mode: BackwardMode, limits: &DeviceLimits, described: i
     json!({
         "append": append(CacheFormat::Unquantized),
         "append_quantized": of_quantized(&append),
-        "decode": decode(CacheFormat::Unquantized),
-        "bfloat16": decode(CacheFormat::Bf16),
-        "quantized": of_quantized(&decode),
+        "decode": decode(DType::Half, CacheFormat::Unquantized),
+        "bfloat16": decode(DType::BFloat16, CacheFormat::Unquantized),
+        "quantized": of_quantized(&|format| decode(DType::Half, format)),
         "convert": has_long.then(|| plan::dequantize(a.seqlen_k, a.nheads_k, limits).ok()).flatten().map(|kernel| described(kernel, a.batch)),
         "prefill": prefill.map(|kernel| described(kernel, a.batch)),
     })

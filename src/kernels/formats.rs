@@ -1,4 +1,5 @@
-//! The table of KV-cache formats. `_info()` publishes it as `cache_formats`; Python takes it from there.
+//! The table of KV-cache formats. `_info()` publishes it as `cache_formats`, where Python reads it. Kernels get it as `CacheFormatInfo`
+//! (tools/build/nvrtc.rs).
 //!
 //! python/volta_fa/kv_cache/formats.py says what the bytes of the quantized formats mean.
 
@@ -39,7 +40,7 @@ pub struct FormatInfo {
 }
 
 /// Every format, in the order of the enum.
-pub const FORMATS: [FormatInfo; 6] = {
+pub const FORMATS: [FormatInfo; 5] = {
     use {CacheFormat::*, ScaleGranularity as Scale};
     const fn plain(format: CacheFormat, name: &'static str, kernel_word: &'static str, dtype: &'static str) -> FormatInfo {
         let (scale, has_zero_point, max_code) = (ScaleGranularity::None, false, 0.0);
@@ -47,7 +48,6 @@ pub const FORMATS: [FormatInfo; 6] = {
     }
     [
         plain(Unquantized, "float", "", ""),
-        FormatInfo { of_latents: false, ..plain(Bf16, "bfloat16", "bf16", "torch.bfloat16") },
         FormatInfo { bits: 8, scale: Scale::Token, max_code: 127.0, ..plain(Int8, "int8", "int8", "torch.int8") },
         FormatInfo {
             bits: 4,
@@ -80,9 +80,15 @@ impl FormatInfo {
         }
     }
 
-    /// Bytes of the elements of one row (token and head).
-    pub const fn row_bytes(&self, headdim: i64) -> i64 {
-        headdim * self.bits as i64 / 8
+    /// Defines the row in C++.
+    pub fn cpp(&self) -> String {
+        let FormatInfo { format, bits, has_zero_point, max_code, .. } = self;
+        let (columns, has_token_scales) = (self.columns(), self.scale == ScaleGranularity::Token);
+        format!(
+            "template <> struct CacheFormatInfo<CacheFormat::{format:?}> {{ static constexpr int kBits = {bits}, kColumns = {columns}; \
+             static constexpr bool kTokenScales = {has_token_scales}, kZeroPoints = {has_zero_point}; \
+             static constexpr float kMaxCode = {max_code:?}f; }};\n"
+        )
     }
 }
 

@@ -408,6 +408,8 @@ pub struct Variant {
     pub required_features: FeatureSet,
     /// the one cache format that it reads or writes; Unquantized for kernels without a cache too
     pub cache: CacheFormat,
+    /// true if its queries, unquantized cache and output are bf16; other kernels take fp16, or either type by a parameter
+    pub is_bf16: bool,
     /// source below `csrc/`
     pub source: &'static str,
     /// the largest headdim of q and k that it handles; smaller ones are padded with zeros on load (merge: any)
@@ -438,6 +440,7 @@ impl Variant {
             features: FeatureSet::NONE,
             required_features: FeatureSet::NONE,
             cache: CacheFormat::Unquantized,
+            is_bf16: false,
             source,
             headdim: 256,
             headdim_v: 256,
@@ -474,7 +477,8 @@ impl Variant {
             Size::Medium => "medium",
             Size::Small => "small",
         };
-        let words = [self.family.name, pass, self.cache.info().kernel_word, &features, stage, &tile, size];
+        let format = if self.is_bf16 { "bf16" } else { self.cache.info().kernel_word };
+        let words = [self.family.name, pass, format, &features, stage, &tile, size];
         words.into_iter().filter(|word| !word.is_empty()).collect::<Vec<_>>().join("_")
     }
 

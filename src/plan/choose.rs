@@ -51,6 +51,7 @@ pub(super) fn is_applicable(v: &Variant, shape: &Shape, features: FeatureSet, d:
     v.headdim as i64 >= shape.headdim
         && v.headdim_v as i64 >= shape.headdim_v
         && v.cache == shape.cache
+        && v.is_bf16 == shape.is_bf16
         && v.features.contains(features)
         && features.contains(v.required_features)
         && (shape.rows_before_keys <= FAR || !v.required_features.contains(FeatureSet::of(&[Feature::Alibi])))

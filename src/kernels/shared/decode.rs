@@ -35,3 +35,10 @@ pub fn decode(family: Family, source: &'static str, cache: CacheFormat, tile: De
         ..Variant::new(family, Pass::Decode, source)
     }
 }
+
+/// Returns kernels over unquantized caches, first in fp16, then in bf16.
+pub fn in_both_types(rows: impl Iterator<Item = Variant>) -> Vec<Variant> {
+    let rows: Vec<_> = rows.collect();
+    let bf16 = rows.iter().map(|&row| Variant { is_bf16: true, ..row });
+    rows.iter().copied().chain(bf16).collect()
+}

@@ -23,6 +23,6 @@ const TILES: [DecodeTile; 12] = [
 ];
 
 pub fn decode_rows() -> impl Iterator<Item = Variant> {
-    let of_format = |format| TILES.into_iter().map(move |tile| shared::decode(TURING, "turing/decode/decode.cu", format, tile));
-    [CacheFormat::Unquantized, CacheFormat::Bf16].into_iter().flat_map(of_format)
+    let of_tile = |tile| shared::decode(TURING, "turing/decode/decode.cu", CacheFormat::Unquantized, tile);
+    shared::in_both_types(TILES.into_iter().map(of_tile)).into_iter()
 }

@@ -10,14 +10,13 @@ use super::variants::{table, CacheFormat, Family, Feature, FeatureSet, Pass, Scr
 
 /// Returns the family's tables.
 pub fn tables() -> Vec<&'static [Variant]> {
-    let append = FORMATS.iter().map(|row| row.format).filter(|&format| format != CacheFormat::Bf16);
     vec![
         table(forward::forward_rows()),
         table(forward::stream_k_rows()),
         table(backward::backward_rows()),
         table([shared::merge(VOLTA)]),
         table(forward::prefill_rows()),
-        table(append.map(|format| shared::append(VOLTA, format))),
+        table(FORMATS.iter().map(|row| shared::append(VOLTA, row.format))),
         table([shared::dequantize(VOLTA)]),
         table(decode::decode_rows()),
         table(decode::mla_rows()),

@@ -7,6 +7,7 @@ mod quantized;
 use super::bf16::saturated;
 use super::inputs::{int32_values, Described, Inputs, Target};
 use crate::error::Result;
+use crate::kernels::FormatInfo;
 use crate::launch::Launcher;
 use crate::limits::LATENT_HEADDIMS;
 use crate::options::Options;
@@ -56,9 +57,9 @@ pub(crate) fn forward_mla(mut inputs: Inputs) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data.
-pub(crate) fn check(inputs: &Inputs) -> Result<()> {
-    validate(&inputs.describe()?, Backend::Meta).map(|_| ())
+/// Rejects what [`forward`] would reject, as far as sizes are known. Tensors may have no data. Returns the format of the caches.
+pub(crate) fn check(inputs: &Inputs) -> Result<&'static FormatInfo> {
+    Ok(validate(&inputs.describe()?, Backend::Meta)?.cache_format().info())
 }
 
 /// Rejects what [`forward_mla`] would reject, as far as sizes are known.
