@@ -7,7 +7,7 @@ use crate::launch::tuning::{self, DeviceTuning, Outcome};
 use crate::launch::{only_family, Launcher};
 use crate::limits::{self, MAX_DECODE_ROWS};
 use crate::plan::{self, BackwardMode, DeviceLimits, PlannedKernel};
-use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, RequestedFeatures, Window};
+use crate::problem::{padded_headdim, Appended, Attention, Cache, CacheLayout, DType, Keys, Queries, Window};
 use serde_json::{json, Value};
 use std::ffi::c_char;
 
@@ -40,23 +40,6 @@ fn cache_formats() -> Vec<Value> {
         })
     };
     FORMATS.iter().map(row).collect()
-}
-
-/// Returns the limits of the operators' arguments.
-fn published_limits() -> Value {
-    json!({
-        "max_headdim": limits::MAX_HEADDIM,
-        "headdim_multiple": limits::HEADDIM_MULTIPLE,
-        "latent_headdims": limits::LATENT_HEADDIMS,
-        "page_size_multiple": limits::PAGE_SIZE_MULTIPLE,
-        "max_decode_rows": limits::MAX_DECODE_ROWS,
-        "max_seqlen": limits::MAX_SEQLEN,
-        "max_sequences": limits::MAX_SEQUENCES,
-        "max_heads": limits::MAX_HEADS,
-        "max_row_stride": limits::MAX_ROW_STRIDE,
-        "max_merged_headdim": limits::MAX_MERGED_HEADDIM,
-        "softcap": [limits::SOFTCAPS.start(), limits::SOFTCAPS.end()],
-    })
 }
 
 fn variant(v: &Variant) -> Value {
@@ -115,7 +98,7 @@ pub fn describe() -> Value {
         "simulator": cfg!(feature = "sim"),
         "cuda_driver": driver::is_available(),
         "cache_formats": cache_formats(),
-        "limits": published_limits(),
+        "limits": limits::published(),
         "passes": passes,
         "families": families,
         "variants": variants,
@@ -132,28 +115,16 @@ pub fn families(capability: (i32, i32)) -> Result<Value> {
     Ok(found.into_iter().map(|(f, code)| json!({"name": f.name, "native": code == Code::Cubin})).collect())
 }
 
-/// Returns requested features and a backward mode that use these features, given as names separated by commas.
-fn parse_features(names: &str) -> Result<(RequestedFeatures, BackwardMode)> {
-    let (mut features, mut mode) = (RequestedFeatures::default(), BackwardMode::default());
-    for name in names.split(',').filter(|name| !name.is_empty()) {
-        let feature = Feature::named(name).ok_or_else(|| {
+/// Returns the features of these names, separated by commas.
+fn parse_features(names: &str) -> Result<FeatureSet> {
+    let feature = |name| {
+        Feature::named(name).ok_or_else(|| {
             let known: Vec<_> = Feature::ALL.into_iter().map(Feature::name).collect();
             Error::value("needs", format!("`{name}`"), format!("some of {}, separated by commas", known.join(", ")))
-        })?;
-        match feature {
-            Feature::Lengths => features.seqused_k = true,
-            Feature::Sinks => features.sinks = true,
-            Feature::Bf16Gradients => mode.bf16_gradients = true,
-            Feature::Softcap => features.softcap = 1.0,
-            Feature::Alibi => features.alibi = true,
-            Feature::Bias => features.attn_bias = true,
-            Feature::Dropout => features.dropout_p = 0.5,
-            // prefill requests it, no attention problem does
-            Feature::Pages => {}
-            Feature::Fp32Bias => (features.attn_bias, features.fp32_bias) = (true, true),
-        }
-    }
-    Ok((features, mode))
+        })
+    };
+    let listed = names.split(',').filter(|name| !name.is_empty()).map(feature).collect::<Result<Vec<_>>>()?;
+    Ok(FeatureSet::of(&listed))
 }
 
 /// Device number of the simulator, which models the GPU that `VOLTA_FA_SIM_GPU` names.
@@ -306,7 +277,7 @@ pub struct PlanArgs {
 /// # Errors
 /// Sizes out of range, or a device without applicable kernels.
 pub fn plan(args: &PlanArgs, feature_names: &str, device: Option<i64>) -> Result<Value> {
-    let (features, mode) = parse_features(feature_names)?;
+    let (features, mode) = plan::using(parse_features(feature_names)?);
     let a = Attention {
         batch: positive("batch", args.batch)?,
         seqlen_q: positive("seqlen_q", args.seqlen_q)?,

@@ -319,6 +319,23 @@ impl<T> Options<T> {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }
 
+    /// Returns what says how scores become probabilities, without what says where the keys are.
+    pub fn of_scores(self) -> Self {
+        let Options { attn_bias, alibi_slopes, sinks, dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
+        Options {
+            attn_bias,
+            alibi_slopes,
+            sinks,
+            dropout_p,
+            softmax_scale,
+            is_causal,
+            window_left,
+            window_right,
+            softcap,
+            ..Options::default()
+        }
+    }
+
     /// Makes the scales of a cache of latents those of a cache of keys.
     pub fn with_latents_as_keys(mut self) -> Self {
         (self.k_scale, self.k_descale) = (self.latent_scale.take(), self.latent_descale.take());

@@ -41,6 +41,11 @@ impl Feature {
         Feature::Fp32Bias,
     ];
 
+    /// Features that change scores or probabilities. Each has kernels of its own, which problems of the other features do not run.
+    pub const OF_SCORES: [Feature; 4] = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
+    /// Pairs of these with kernels of their own.
+    pub const PAIRS_OF_SCORES: [[Feature; 2]; 2] = [[Feature::Softcap, Feature::Alibi], [Feature::Bias, Feature::Dropout]];
+
     /// Returns its name in `_info()`, `_plan()` and tuning files.
     pub const fn name(self) -> &'static str {
         match self {
@@ -82,7 +87,7 @@ impl FeatureSet {
     pub const VARLEN: FeatureSet = FeatureSet::of(&[Feature::Lengths, Feature::Sinks, Feature::Bf16Gradients]);
     /// That, and what happens to scores and probabilities; `kGeneric` in csrc/seqlen_info.cuh.
     pub const GENERIC: FeatureSet =
-        FeatureSet::VARLEN.union(FeatureSet::of(&[Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Fp32Bias, Feature::Dropout]));
+        FeatureSet::VARLEN.union(FeatureSet::of(&Feature::OF_SCORES)).union(FeatureSet::of(&[Feature::Fp32Bias]));
 
     /// Features of every prefill kernel.
     pub const PAGED: FeatureSet = FeatureSet::of(&[Feature::Pages, Feature::Lengths, Feature::Sinks]);

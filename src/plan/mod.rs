@@ -21,7 +21,7 @@ pub use block::problem_block;
 pub use choose::families;
 pub use decode::{decode, DecodePlan};
 pub use device::{DeviceLimits, FAMILY_VARIABLE};
-pub use features::{features, BackwardMode};
+pub use features::{features, using, BackwardMode};
 pub use forward::{forward, forward_among, prefill};
 pub use grid::batch_chunks;
 pub use kernel::{PlannedKernel, Reason};

@@ -1,5 +1,6 @@
 //! The attention problem: one type for `fwd`, `bwd`, `fwd_kvcache` and `fwd_mla`.
 
+use super::features::RequestedFeatures;
 use super::tensor::DType;
 use crate::limits::HEADDIM_MULTIPLE;
 use crate::params::CacheFormat;
@@ -72,25 +73,6 @@ impl Window {
     pub const FULL: Window = Window { left: None, right: None };
     /// Keys up to the row's own position.
     pub const CAUSAL: Window = Window { left: None, right: Some(0) };
-}
-
-/// What a problem asks for beyond the window. It decides which kernels are applicable.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RequestedFeatures {
-    /// Scores x become softcap * tanh(x / softcap); 0: off.
-    pub softcap: f64,
-    /// Probability of dropping a probability, in [0, 1); 0: off.
-    pub dropout_p: f64,
-    /// `alibi_slopes` is given.
-    pub alibi: bool,
-    /// `attn_bias` is given, additive or boolean.
-    pub attn_bias: bool,
-    /// Kernels read the bias as fp32: it is fp32 or bf16.
-    pub fp32_bias: bool,
-    /// `sinks` is given.
-    pub sinks: bool,
-    /// `seqused_k` is given.
-    pub seqused_k: bool,
 }
 
 /// Tokens that a call appends to a cache before it attends.

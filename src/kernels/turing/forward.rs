@@ -78,21 +78,18 @@ fn with_all_rows(feature: Feature, plain: Variant) -> Variant {
     with(feature, Variant { shared_bytes: plain.shared_bytes / 2 + 32 * plain.threads, ..plain })
 }
 
-fn required_rows() -> [Variant; 11] {
-    use {Feature::*, Size::*};
-    [
-        with(Softcap, of_rows((4, 32), Large, PLAIN_64)),
-        with(Softcap, of_rows((8, 16), Large, PLAIN_128)),
-        with(Alibi, PLAIN_64),
-        with(Alibi, of_rows((4, 32), Medium, PLAIN_64)),
-        with_all_rows(Alibi, PLAIN_128),
-        with(Alibi, of_rows((8, 16), Medium, PLAIN_128)),
-        with(Bias, of_rows((4, 32), Large, PLAIN_64)),
-        with(Bias, of_rows((8, 16), Large, PLAIN_128)),
-        with(Dropout, of_rows((4, 32), Large, PLAIN_64)),
-        with_all_rows(Dropout, PLAIN_128),
-        with(Dropout, of_rows((8, 16), Medium, PLAIN_128)),
-    ]
+fn required_rows() -> impl Iterator<Item = Variant> {
+    use Size::*;
+    let of_feature = |feature| {
+        let fewer_rows = |size| [of_rows((4, 32), size, PLAIN_64), of_rows((8, 16), size, PLAIN_128)].map(|tile| with(feature, tile));
+        let ([large_64, large_128], [medium_64, medium_128]) = (fewer_rows(Large), fewer_rows(Medium));
+        match feature {
+            Feature::Alibi => vec![with(feature, PLAIN_64), medium_64, with_all_rows(feature, PLAIN_128), medium_128],
+            Feature::Dropout => vec![large_64, with_all_rows(feature, PLAIN_128), medium_128],
+            _ => vec![large_64, large_128],
+        }
+    };
+    Feature::OF_SCORES.into_iter().flat_map(of_feature)
 }
 
 pub fn forward_rows() -> impl Iterator<Item = Variant> {

@@ -126,13 +126,12 @@ fn fused(main: Variant) -> Variant {
 pub fn backward_rows() -> Vec<Variant> {
     let varlen = |row: Variant| row.with_features(FeatureSet::VARLEN);
     let generic = |row: Variant| row.with_features(FeatureSet::GENERIC);
-    let required = [Feature::Softcap, Feature::Alibi, Feature::Bias, Feature::Dropout];
     // none of 128 keys at headdim 64: `volta/backward/single_role` has no registers left
     let all_of_it = [SMALL[0], MAIN[3], SMALL[1]].map(fused);
     let mut rows = vec![PREPROCESS, POSTPROCESS, varlen(PREPROCESS), varlen(POSTPROCESS)];
     rows.extend(MAIN.into_iter().chain([NARROW_V]).chain(SMALL));
     rows.extend(MAIN.into_iter().chain([NARROW_V]).map(varlen));
-    rows.extend(required.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
+    rows.extend(Feature::OF_SCORES.into_iter().flat_map(|feature| [MAIN[1], MAIN[3]].map(|tile| with(feature, tile))));
     rows.extend(GENERIC.map(generic));
     // deterministic=True: dk and dv by the main kernels without their dQ product, those of small grids too, so that both
     // modes have the same dk and dv ...

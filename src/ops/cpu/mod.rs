@@ -1,7 +1,7 @@
 //! The CPU backend: exact attention with ATen operations, in O(seqlen) memory beyond inputs and outputs.
 //!
-//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: softcap, dropout, different
-//! headdims of q and v, and the gradient of a bias.
+//! ATen's flash operator for the CPU computes most problems ([`flash`]). [`chunked`] computes the others: scores that are not only
+//! shifted, dropout, different headdims of q and v, and the gradient of a bias.
 //!
 //! A *group* is one KV head of one batch entry with its query heads. Its query rows lie in memory as (seqlen_q * heads per group, headdim).
 //! So grouped-query attention is a taller matrix product, without repeating K or V. [`chunked`] divides the work into [`Chunk`]s: rows of
