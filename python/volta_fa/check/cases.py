@@ -1,6 +1,6 @@
 """Attention problems as values, and the tensors that follow from one: `python -m volta_fa check` and the tests share them.
 
-The tests load this file by its path, so it imports nothing but torch.
+The tests import this file without the package, so it imports nothing but torch and score_options.
 """
 
 from __future__ import annotations
