@@ -319,9 +319,10 @@ impl<T> Options<T> {
         [("k_scale", &self.k_scale), ("v_scale", &self.v_scale), ("k_zero_point", &self.k_zero_point), ("v_zero_point", &self.v_zero_point)]
     }
 
-    /// Returns what says how scores become probabilities, without what says where the keys are.
-    pub fn of_scores(self) -> Self {
-        let Options { attn_bias, alibi_slopes, sinks, dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
+    /// Returns what says how scores become probabilities, without what says where the keys are. `share` returns a handle of a tensor.
+    pub fn of_scores(&self, share: impl Fn(&T) -> T) -> Self {
+        let &Options { dropout_p, softmax_scale, is_causal, window_left, window_right, softcap, .. } = self;
+        let [attn_bias, alibi_slopes, sinks] = [&self.attn_bias, &self.alibi_slopes, &self.sinks].map(|t| t.as_ref().map(&share));
         Options {
             attn_bias,
             alibi_slopes,

@@ -168,6 +168,10 @@ fn module(launch: &KernelLaunch) -> Result<Arc<Module>> {
 }
 
 impl Launcher for Simulator {
+    fn device(&self) -> tch::Device {
+        tch::Device::Cpu
+    }
+
     /// As CUDA's allocators align: ATen's CPU allocator stops at 64 bytes, and rows would straddle cache lines that
     /// they do not straddle on a GPU. (A functional run does not care, and its outputs may begin their storage.)
     fn output_alignment(&self) -> usize {

@@ -406,7 +406,7 @@ pub fn attend_to(
 ) -> Result<(Tensor, Tensor)> {
     let device = q.device();
     let o = &inputs.options;
-    let mut options = inputs.share().options.of_scores();
+    let mut options = o.of_scores(Tensor::shallow_clone);
     options.seqused_k = Some(used);
     // of q's type, which may differ from the call's, or fp32
     options.sinks = options.sinks.map(|t| if t.kind() == q.kind() { Ok(t) } else { t.f_to_kind(Kind::Float) }).transpose()?;

@@ -80,7 +80,7 @@ fn validate_mla(d: &Described, backend: Backend) -> Result<Attention> {
 fn prepare(inputs: &Inputs, validate: fn(&Described, Backend) -> Result<Attention>) -> Result<Prepared> {
     let described = inputs.describe()?;
     let target = Target::of(&described.q, inputs.stream)?;
-    let checks_lengths = target.checks_lengths(described.q.device, inputs.options.check_lengths)?;
+    let checks_lengths = target.checks_lengths(inputs.options.check_lengths)?;
     let a = validate(&described, target.backend())?;
     let mut sequences = None;
     if checks_lengths {
