@@ -4,7 +4,7 @@
 VENV    := $(CURDIR)/.venv$(TORCH:%=-%)
 READY   := $(VENV)/.ready
 LIBRARIES := python/volta_fa/libvolta_fa_core.so python/volta_fa/torch-*
-EXTRAS  := lint docs wheel matrix coverage
+EXTRAS  := lint docs wheel matrix hub notebook coverage
 CARGO_FLAGS := --release --locked --features sim
 
 # Build scripts of cargo find NVRTC through the environment's Python, and so do the tests with torch.
@@ -18,7 +18,7 @@ NVDISASM = $(VENV)/nvdisasm
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all build lint format docs wheel matrix release coverage clean
+.PHONY: help run test test-all build lint format docs wheel matrix hub notebook release coverage clean
 
 help: ## list the targets
 	@echo "volta_fa: exact attention for NVIDIA Volta and Turing GPUs, as PyTorch operators"
@@ -91,9 +91,18 @@ matrix: $(VENV)/.wheel $(VENV)/.matrix ## check the wheel with each torch releas
 	        $(IN_VENV) python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(MATRIX)/wheel .; }
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/torch_matrix.py $(or $(WHEEL),$(MATRIX)/wheel/*.whl) $(if $(RELEASES),--releases $(RELEASES)) $(ARGS)
 
+# Lays out a new wheel for all releases, unless WHEEL names one.
+hub: $(VENV)/.hub $(if $(WHEEL),,wheel) ## build the folder of a Hugging Face kernel into dist/hub
+	@$(IN_VENV) python tools/hub.py $(or $(WHEEL),dist/volta_fa-*-py3-none-manylinux*.whl) --output dist/hub
+	@$(IN_VENV) python -c "import pathlib, kernels; print('kernels loads', kernels.get_local_kernel(pathlib.Path('dist/hub')).__file__)"
+
+notebook: build $(VENV)/.notebook ## run examples/first_light.ipynb, into target/notebook
+	@rm -rf target/notebook && mkdir -p target/notebook && cp examples/first_light.ipynb target/notebook/
+	@cd target/notebook && $(IN_VENV) jupyter execute --timeout=900 --inplace first_light.ipynb
+
 release: wheel ## build the files of a release into dist/release/
 	@$(IN_VENV) python -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
-	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz
+	@$(IN_VENV) python tools/release.py dist/volta_fa-*-py3-none-manylinux*.whl dist/volta_fa-*.tar.gz $(URL:%=--url %)
 
 coverage: build $(VENV)/.coverage ## print the line coverage of Python (quick tests) and Rust (cargo test)
 	@$(IN_VENV) VOLTA_SIM_NVDISASM="$(NVDISASM)" python tools/measure_coverage.py $(ARGS)

@@ -469,6 +469,15 @@ pub unsafe extern "C" fn volta_fa_tuning(device: i64, json: *mut *mut c_char) ->
     })
 }
 
+/// Loads a kernel ahead of its first launch, see [`crate::info::preload`].
+///
+/// # Safety
+/// `kernel` is NUL-terminated.
+#[no_mangle]
+pub unsafe extern "C" fn volta_fa_preload(kernel: *const c_char, device: i64) -> Status {
+    status("_preload", || unsafe { crate::info::preload(&CStr::from_ptr(kernel).to_string_lossy(), device) })
+}
+
 /// Returns the families that a device runs as JSON, see [`crate::info::families`].
 ///
 /// # Safety

@@ -179,6 +179,14 @@ pub fn tuning(device: i64) -> Result<Value> {
     }))
 }
 
+/// Loads a kernel on a device, see [`Driver::preload`].
+///
+/// # Errors
+/// There is no such kernel or device, or the driver refuses the kernel's code.
+pub fn preload(kernel: &str, device: i64) -> Result<()> {
+    driver_of(device)?.preload(kernel)
+}
+
 /// Returns the device of a [`plan()`] call: one of this machine, with its tuning, or the one that the numbers describe.
 fn limits(args: &PlanArgs, device: Option<i64>) -> Result<DeviceLimits> {
     match device {

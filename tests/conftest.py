@@ -40,6 +40,8 @@ from cases import Case
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Ignore this machine's tuning files (`python -m volta_fa check --tune`): the tests expect the planner's own choices.
 os.environ["VOLTA_FA_TUNING"] = "0"
+# Processes of the tests share the disassembly of kernels.
+os.environ.setdefault("VOLTA_SIM_LISTINGS", str(REPOSITORY / "target" / "volta-sim-listings"))
 
 
 def _load_library() -> Path:

@@ -200,7 +200,7 @@ def test_gradients_are_judged_too():
     assert not judge([0], [0], gradient=1.1e-7 * agreement.GRADIENT_MARGIN).agree
 
 
-def test_what_is_not_a_number_disagrees():
+def test_nan_counts_as_disagreement():
     assert judge([0, 0], [0, math.nan]).first_disagreement == 1
     assert not judge([0], [0], gradient=math.nan).agree
     assert not agreement.compare([math.nan], [[3.0]], [3.0], gradient_controls=[0.0], gradient_candidate=0.0).agree

@@ -32,7 +32,7 @@ T4 = ("Tesla T4", (7, 5))
         ([], (7, 0), False),
     ],
 )
-def test_what_runs_where(architectures, capability, runs):
+def test_architectures_that_run(architectures, capability, runs):
     assert diagnostics.has_code_for(architectures, capability) == runs
 
 

@@ -407,7 +407,7 @@ UNUSED = [
 
 @pytest.mark.parametrize("junk", [1e9, 1e30, math.inf, math.nan])
 @on_cases((BF16_KERNELS, UNUSED))
-def test_what_unused_keys_hold(backend, case, junk):
+def test_unused_keys_may_hold_anything(backend, case, junk):
     """... decides nothing, nor how the others are scaled."""
     (q, k, v, dout), options = case.problem(backend)
     unused = reference.unused_keys(reference.groups(q, k, **options), k)
@@ -559,7 +559,7 @@ def test_dropout_of_packed_sequences(backend):
 
 @pytest.mark.parametrize("p", [1e-9, 2.0**-17, 2.0**-15, 0.3, 0.5, 0.77, 1 - 2.0**-15, 1 - 1e-9])
 @on("cpu-fp64")
-def test_what_is_kept_makes_up_for_the_rest(backend, p):
+def test_dropout_keeps_the_mean(backend, p):
     """In the mean, whatever p was rounded to: the factor is the inverse of the share that is kept, which is never 0."""
     q, k, v = (torch.ones(1, n, 2, 8, dtype=backend.dtype) for n in (40, 300, 300))
     out, _, rng_state = backend.forward_and_state(q, k, v, dropout_p=p)

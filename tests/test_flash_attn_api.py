@@ -138,9 +138,10 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", volta_fa.integrations.flash_attn.interface.__all__)
 def test_signatures_are_flash_attns(name):
-    """Of release 2.8.3, as inspect.signature shows them without annotations."""
+    """Of release 2.8.3, as inspect.signature shows them without annotations. `s_aux` is ours, by name only."""
     signature = inspect.signature(getattr(volta_fa, name))
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.kind != p.KEYWORD_ONLY]
+    assert [p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY] == ["s_aux"] * ("packed" not in name)
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
@@ -271,6 +272,28 @@ def test_alibi(backend, per_entry):
         expected, *_ = dense(q, k, v, slopes=slopes, **options)
         close(backend, out, expected)
         check_gradients(backend, out, expected, (q, k, v))
+
+
+@BACKENDS
+def test_sinks(backend):
+    """Functions that transformers hands gpt-oss's sinks to, under its name `s_aux`: one more key per row, without a value."""
+    q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
+    sinks = backend.randn(4).detach().float().requires_grad_()
+    expected = []
+    for i in range(2):
+        _, lse, p = attention(q[i], k[i], v[i], causal=True)
+        total = torch.logaddexp(lse, sinks.double()[:, None])
+        expected.append(torch.einsum("hij,jhd->ihd", p * (lse - total).exp()[..., None], v[i].double().repeat_interleave(2, dim=1)))
+    expected = torch.stack(expected)
+    out = flash_attn_func(q, k, v, causal=True, s_aux=sinks)
+    close(backend, out, expected)
+    (found,) = torch.autograd.grad(out.double().square().sum(), sinks)
+    (right,) = torch.autograd.grad(expected.square().sum(), sinks)
+    torch.testing.assert_close(found, right, rtol=2e-2 if backend.dtype == torch.float16 else 1e-4, atol=1e-3)
+    cu = [torch.arange(3, dtype=torch.int32, device=q.device) * n for n in (9, 11)]
+    packed = [t.detach().flatten(0, 1) for t in (q, k, v)]
+    close(backend, flash_attn_varlen_func(*packed, *cu, 9, 11, causal=True, s_aux=sinks), expected.flatten(0, 1))
+    close(backend, flash_attn_with_kvcache(q.detach(), k.detach(), v.detach(), causal=True, s_aux=sinks.detach()), expected)
 
 
 @pytest.mark.parametrize("headdim", [16, 20])
@@ -509,7 +532,7 @@ def test_window_size_errors(backend, window_size):
     ids=repr,
 )
 @on("cpu-fp32")
-def test_what_a_window_size_may_be(backend, window_size):
+def test_types_of_window_size(backend, window_size):
     q = backend.randn(2, 9, 2, 16)
     assert torch.equal(flash_attn_func(q, q, q, window_size=window_size), flash_attn_func(q, q, q, window_size=(3, 1)))
 

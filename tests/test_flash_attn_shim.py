@@ -73,8 +73,8 @@ def test_it_puts_flash_attn_within_reach():
     )
 
 
-def test_what_xformers_and_unsloth_look_for():
-    """Both read flash_attn_gpu when they are imported, and numbers from the version."""
+def test_attributes_for_xformers_and_unsloth():
+    """Both read flash_attn_gpu when they are imported, and numbers from the version. xformers calls its functions by position."""
     succeeds(
         """
         import volta_fa
@@ -82,12 +82,11 @@ def test_what_xformers_and_unsloth_look_for():
         from flash_attn.flash_attn_interface import flash_attn_gpu
         import flash_attn
         assert (2, 7, 1) <= tuple(int(part) for part in flash_attn.__version__.split(".")[:3]) <= (2, 8, 4)
-        try:
-            flash_attn_gpu.fwd(None)
-        except AttributeError as error:
-            assert "flash_attn_gpu.fwd" in str(error) and "compiled module" in str(error)
-        else:
-            raise AssertionError("no error")
+        import flash_attn_2_cuda, torch
+        assert flash_attn_gpu.fwd is flash_attn_2_cuda.fwd
+        q = torch.randn(1, 5, 2, 8)
+        out, lse, *_ = flash_attn_gpu.fwd(q, q, q, None, None, 0.0, 0.5, True, -1, -1, 0.0, False, None)
+        assert torch.equal(out, flash_attn.flash_attn_func(q, q, q, softmax_scale=0.5, causal=True)) and lse.shape == (1, 2, 5)
         """
     )
 
@@ -190,8 +189,8 @@ def test_the_distribution_installs_with_pip(tmp_path):
     assert wheel.name == "flash_attn-2.8.3+volta-py3-none-any.whl"
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True)
-    shipped = sorted(path.relative_to(SITE) for path in (SITE / "flash_attn").rglob("*.py"))
-    assert sorted(path.relative_to(site) for path in (site / "flash_attn").rglob("*.py")) == shipped
+    shipped = sorted(path.relative_to(SITE) for path in SITE.rglob("*.py"))
+    assert sorted(path.relative_to(site) for path in site.rglob("*.py")) == shipped
     out = succeeds(
         USES,
         """

@@ -94,7 +94,7 @@ def test_rotation_is_rounded_once(backend, interleaved, rotary_dtype):
 
 @pytest.mark.parametrize("page", [16, 0], ids=["pages", "dense"])
 @on("sim", "cuda")
-def test_what_does_not_fit_is_not_written(backend, page):
+def test_tokens_beyond_the_cache_are_not_written(backend, page):
     """With unchecked invalid lengths or pages, the call writes only the tokens of valid sequences."""
     lengths = ((2, 9, 2), (2, 30, 2), (2, 17, 2))
     # 63 or 36: one more than the capacity (64 or 37 tokens) minus the two new tokens

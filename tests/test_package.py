@@ -439,7 +439,7 @@ def make(*arguments, **environ) -> subprocess.CompletedProcess:
 
 def test_make_help_names_the_commands():
     assert make("help").stdout == make().stdout
-    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "release", "coverage", "clean"):
+    for target in ("run", "test", "build", "lint", "format", "docs", "wheel", "matrix", "hub", "notebook", "release", "coverage", "clean"):
         assert f"make {target} " in make("help").stdout
 
 

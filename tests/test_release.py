@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -58,11 +59,11 @@ def folder(built, tmp_path, monkeypatch):
     return output
 
 
-def test_what_is_there(folder):
+def test_files_of_the_folder(folder):
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert found == {
         NAME, "volta_fa-0.1.0.tar.gz", "simple/index.html", "simple/volta-fa/index.html", "SHA256SUMS",
-        "Dockerfile", "recipe.yaml", "RELEASE_NOTES.md",
+        "Dockerfile", "recipe.yaml", "RELEASE_NOTES.md", "first_light.ipynb",
     }  # fmt: skip
     assert (folder / "RELEASE_NOTES.md").read_text() == "# volta_fa 0.1.0\n\nThe foundation.\n\n- Kernels.\n"
     assert f"COPY {NAME} /tmp/" in (folder / "Dockerfile").read_text()
@@ -83,9 +84,26 @@ def test_the_index_installs(folder, tmp_path):
 def test_the_sums_verify(folder):
     check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
     assert subprocess.run(check, cwd=folder).returncode == 0
-    assert len((folder / "SHA256SUMS").read_text().splitlines()) == 7
+    assert len((folder / "SHA256SUMS").read_text().splitlines()) == 8
     (folder / "RELEASE_NOTES.md").write_text("other")
     assert subprocess.run(check, cwd=folder, capture_output=True).returncode != 0
+
+
+def test_the_notebook_installs_this_wheel(folder):
+    """From its own folder, and from an address."""
+
+    def source(text):
+        cells = json.loads(text)["cells"]
+        return "".join(line for cell in cells for line in cell["source"])
+
+    own = source((folder / "first_light.ipynb").read_text())
+    assert f'WHEEL = "{NAME}"\nSHA256 = "{release.sha256(folder / NAME)}"\n' in own
+    assert f'WHEEL = "https://host/files/{NAME}"\n' in source(release.notebook(folder / NAME, "https://host/files/"))
+
+
+def test_the_notebook_has_no_results():
+    for cell in json.loads((REPOSITORY / "examples" / "first_light.ipynb").read_text())["cells"]:
+        assert not cell.get("outputs") and not cell.get("execution_count")
 
 
 def test_the_recipe_is_yaml(folder):

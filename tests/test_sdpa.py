@@ -563,7 +563,7 @@ BEFORE_THE_SWITCH = {
 
 
 @pytest.mark.parametrize("before,imported", [*((before, "first") for before in BEFORE_THE_SWITCH), ("compiled", "late")])
-def test_what_was_traced_before_the_first_switch(before, imported):
+def test_graphs_traced_before_enable_sdpa(before, imported):
     """Tracing goes through PyTorch's dispatcher in Python, which remembers where a call went: nothing of that may be stale."""
     code = f"""
         import sys, torch, torch.nn.functional as F

@@ -60,7 +60,7 @@ def test_half_the_tensor_rate_shows(backend):
 
 
 @on("sim")
-def test_what_is_ptx_there_runs_and_is_not_timed(backend, problem):
+def test_ptx_kernels_run_untimed(backend, problem):
     """Volta's kernels on a T4: PTX, for which their sm_70 code stands in."""
     backend.monkeypatch.setenv("VOLTA_FA_SIM_GPU", "t4")
     backend.monkeypatch.setenv("VOLTA_FA_FAMILY", "volta")

@@ -79,7 +79,7 @@ esac
 @pytest.mark.parametrize(
     "releases, verdict, status", [(["2.7.1"], "ok", 0), (["2.7.1"], "AssertionError: it is wrong", 1), (["2.8.0", "2.7.1"], "ok", 2)]
 )
-def test_what_becomes_of_releases(releases, verdict, status, tmp_path, monkeypatch, capsys):
+def test_verdict_and_exit_status(releases, verdict, status, tmp_path, monkeypatch, capsys):
     """With an uv and a Python that only play it; a release that cannot be tried does not keep others from it."""
     programs = {"python": PYTHON.format(verdict=verdict), "uv": UV.format(python=tmp_path / "python")}
     for name, text in programs.items():

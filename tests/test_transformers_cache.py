@@ -133,7 +133,7 @@ def test_a_rotation_spreads_a_large_channel():
 
 
 @pytest.mark.parametrize("what", ["scale", "zero_point", "data"])
-def test_what_is_stored_is_what_is_read(what):
+def test_stored_values_are_read_back(what):
     """Each tensor of each layer matters."""
     _, ours = models("llama")
     for layer in range(LAYERS):

@@ -111,7 +111,7 @@ def test_a_failed_kernel_is_replaced_or_named(backend, force):
         ('{"format": 1, "failed": ["nosuch"]}', "tuning: failed: got `nosuch`, expected a kernel of this build"),
     ],
 )
-def test_what_is_not_a_tuning_is_refused_and_changes_nothing(force, text, message):
+def test_invalid_tuning_is_refused(force, text, message):
     force(choices=[{"pass": "Forward", "variant": "volta_fwd_128x128"}])
     limits = json.loads(torch.ops.volta_fa._plan(1, 100, 100, 1, 1, 64, 64, False))
     with pytest.raises(ValueError, match=f"volta_fa::_set_tuning: {re.escape(message)}"):

@@ -278,7 +278,7 @@ def test_quantized_caches(backend, kv_cache_dtype, layout):
 
 
 @on("sim", "cuda")
-def test_what_a_captured_graph_does(backend, monkeypatch):
+def test_captured_cuda_graph(backend, monkeypatch):
     """What the host decides stays as it was for the capture, metadata too; steps come as new values in the runner's buffers, padded:
     requests without tokens, rows that belong to nobody, slots of -1. (On a GPU, where nobody looks at values.)"""
     monkeypatch.setenv("VOLTA_FA_CHECK_LENGTHS", "0")

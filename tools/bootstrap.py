@@ -38,7 +38,7 @@ VOLTA_TORCH_INDEX = "https://download.pytorch.org/whl/cu126"
 NVDISASM_NEWEST = (13, 0)
 OLD_TRANSFORMERS = "transformers-4.57"
 #: Makefile targets with more requirements, which are installed at their first use.
-EXTRAS = ("lint", "docs", "wheel", "matrix", "coverage")
+EXTRAS = ("lint", "docs", "wheel", "matrix", "hub", "notebook", "coverage")
 _LINK = "volta_fa_torch_of_another_environment.pth"
 
 

@@ -35,6 +35,8 @@ std::string tuning(int64_t device) {
     return take_string(json);
 }
 
+void preload(const std::string& kernel, int64_t device) { check(volta_fa_preload(kernel.c_str(), device)); }
+
 at::Tensor dropout_mask(const at::Tensor& rng_state, int64_t batch, int64_t nheads, int64_t seqlen_q, int64_t seqlen_k,
                         double dropout_p) {
     const at::Tensor on_cpu = rng_state.cpu();
@@ -65,6 +67,7 @@ TORCH_LIBRARY(volta_fa, m) {
         volta_fa::plan);
     m.def("_set_tuning(str text) -> ()", volta_fa::set_tuning);
     m.def("_tuning(int device) -> str", volta_fa::tuning);
+    m.def("_preload(str kernel, int device) -> ()", volta_fa::preload);
     m.def("_families(int major, int minor) -> str", volta_fa::families);
     m.def("_dropout_mask(Tensor rng_state, int batch, int nheads, int seqlen_q, int seqlen_k, float dropout_p) -> Tensor",
           volta_fa::dropout_mask);

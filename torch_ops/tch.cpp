@@ -433,6 +433,9 @@ void atg_zero_(Tensor** out, Tensor* self) {
 void atg_argmin(Tensor** out, Tensor* self, int64_t dim_v, int8_t dim_null, int keepdim) {
     give(out, [&] { return self->argmin(dim_null ? std::nullopt : std::optional(dim_v), keepdim != 0); });
 }
+void atg_all(Tensor** out, Tensor* self) {
+    give(out, [&] { return self->all(); });
+}
 void atg_any(Tensor** out, Tensor* self) {
     give(out, [&] { return self->any(); });
 }

@@ -102,6 +102,18 @@ impl Driver {
         })
     }
 
+    /// Loads a kernel ahead of its first launch, which otherwise waits for the driver to compile PTX.
+    ///
+    /// # Errors
+    /// There is no such kernel, no driver or no such device, or the driver refuses the kernel's code.
+    pub fn preload(&self, kernel: &str) -> Result<()> {
+        let variant = kernels::variants().find(|v| v.name == kernel);
+        let variant = variant.ok_or_else(|| Error::value("kernel", format!("`{kernel}`"), "a kernel that `_info()` lists"))?;
+        let state = self.state()?;
+        self.enter(&state)?;
+        self.function(variant, &state).map(|_| ())
+    }
+
     /// Queries the device and its limits without a context.
     fn attributes(&self) -> Result<(sys::CUdevice, DeviceLimits)> {
         if !is_available() {

@@ -9,7 +9,8 @@ problems.py            expected results of attention problems
 cached.py              problems of each kernel of a KV cache, and their expected results
 tolerance.py           how far a result may be from the expected one
 correctness.py         checks one kernel
-isolation.py           checks GPU kernels in a process that may be lost
+isolation.py           checks GPU kernels in processes that may be lost
+state.py               keeps the results of an unfinished check
 performance.py         measures the GPU and attention
 performance_cached.py  measures attention with a KV cache
 atomics.py             measures the GPU's rate of atomic additions
@@ -20,6 +21,7 @@ report.py              shows the page, the plot and the JSON
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,12 +32,14 @@ from typing import Any
 from ..errors import CommandError
 from ..inspection import info
 from . import correctness, isolation, machine, performance, report, tune
-from .correctness import KernelResult
+from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult
 from .kernels import Target, of_families, wanted
 from .performance import Speeds
+from .state import FILE, State, made_on
 from .tune import Tuned
 
-#: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has.
+#: Seconds that all of it may take on a GPU, and the share of each part: what one leaves, the next one has. Loading kernels does not
+#: count, because the driver may have to compile them.
 LIMIT = 170.0
 _RIGHT_UNTIL, _FAST_UNTIL = 0.55, 0.85
 
@@ -50,6 +54,17 @@ class Settings:
     quick: bool = False
     tune: bool = False
     kernels: str = "*"
+    limit: float | None = None
+
+    @property
+    def command(self) -> str:
+        """The same again, without a limit."""
+        device = self.target.kind if self.target.kind != "cuda" else str(self.target.device)
+        words = ["python", "-m", "volta_fa", "check", "--device", device, "--output", str(self.output)]
+        words += ["--seed", str(self.seed)] * (self.seed != 0)
+        words += ["--quick"] * self.quick + ["--tune"] * self.tune
+        words += ["--kernels", self.kernels] * (self.kernels != "*")
+        return shlex.join(words)
 
 
 @dataclass
@@ -60,17 +75,34 @@ class Findings:
     machine: dict[str, Any] = field(default_factory=dict)
     trouble: str | None = None  # this torch cannot run on the card
     results: list[KernelResult] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)  # kernels that time did not suffice for
+    continued: int = 0  # results of an earlier, unfinished check
+    unreached: list[dict[str, Any]] = field(default_factory=list)  # kernels that time or processes did not suffice for
     unfit: list[str] = field(default_factory=list)  # that need more shared memory than the card has
     speeds: Speeds = field(default_factory=Speeds)
     tuned: Tuned | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def all_right(self) -> bool:
-        """Whether every kernel was checked and passed, and nothing else went wrong."""
-        complete = bool(self.results) and not self.unchecked and all(v.passed for v in self.results)
-        return complete and self.trouble is None and not self.speeds.troubles and not (self.tuned and self.tuned.trouble)
+    def failed(self) -> list[str]:
+        """Kernels that are wrong."""
+        return [v.kernel for v in self.results if v.failures]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Kernels of which nothing is known: time did not suffice, or something else was in the way. They are used."""
+        doubtful = [v.kernel for v in self.results if v.inconclusive and not v.failures]
+        return [*doubtful, *(v["name"] for v in self.unreached)]
+
+    @property
+    def wrong(self) -> list[str]:
+        """All that is wrong: kernels, and parts of the check."""
+        parts = {"torch": self.trouble, "speed": self.speeds.troubles, "tuning": self.tuned and self.tuned.trouble}
+        return [*self.failed, *(name for name, trouble in parts.items() if trouble)]
+
+    @property
+    def outcome(self) -> str:
+        """RIGHT, WRONG or INCOMPLETE."""
+        return WRONG if self.wrong else INCOMPLETE if self.unchecked or not self.results else RIGHT
 
 
 def run_check(settings: Settings) -> Findings:
@@ -79,6 +111,10 @@ def run_check(settings: Settings) -> Findings:
     variants = [v for v in wanted(target, info()["variants"]) if fnmatchcase(v["name"], settings.kernels)]
     if not variants:
         raise CommandError(f"--kernels {settings.kernels}: matches no kernel of this device (`python -m volta_fa info` lists them)")
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--output {settings.output}: {error.strerror}") from None
     target.make_current()
     findings = Findings(settings, trouble=machine.torch_trouble(target))
     findings.unfit = [v["name"] for v in of_families(target, info()["variants"]) if v["shared_bytes"] > target.shared_bytes]
@@ -87,35 +123,62 @@ def run_check(settings: Settings) -> Findings:
     findings.machine = machine.describe(target)
     report.introduce(findings.machine)
     if findings.trouble is None:
-        limit = LIMIT if target.kind == "cuda" else float("inf")
+        limit = settings.limit if settings.limit is not None else LIMIT if target.kind == "cuda" else float("inf")
         with report.Progress() as progress:
-            progress.begin("right", len(variants))
-            for result in _verdicts(settings, variants, begin + _RIGHT_UNTIL * limit):
-                findings.results.append(result)
-                progress.advance(result.kernel)
-            findings.unchecked = [v["name"] for v in variants[len(findings.results) :]]
-            correctness.share_blame(findings.results)
-            findings.seconds["right"] = time.monotonic() - begin
+            _check_kernels(findings, variants, _RIGHT_UNTIL * limit, progress)
+            deadline = time.monotonic() + _FAST_UNTIL * limit - findings.seconds["right"]
             progress.begin("fast", performance.steps(target, settings.quick))
-            doubtful = [*findings.unchecked, *(v.kernel for v in findings.results if v.failures)] if target.has_kernels else []
-            findings.speeds = performance.measure(target, doubtful, begin + _FAST_UNTIL * limit, settings.quick, progress.advance)
-            findings.seconds["fast"] = time.monotonic() - begin - findings.seconds["right"]
+            # kernels that nobody checked are used, as in programs; those that failed may never end
+            failed = findings.failed if target.has_kernels else []
+            started = time.monotonic()
+            findings.speeds = performance.measure(target, failed, deadline, settings.quick, progress.advance)
+            findings.seconds["load"] += findings.speeds.loading
+            findings.seconds["fast"] = time.monotonic() - started - findings.speeds.loading
             if settings.tune:
                 progress.begin("tune", tune.steps(target))
-                findings.tuned = tune.tune(target, findings.results, begin + limit, progress.advance)
-                findings.seconds["tune"] = time.monotonic() - begin - sum(findings.seconds.values())
+                started = time.monotonic()
+                deadline = started + limit - findings.seconds["right"] - findings.seconds["fast"]
+                findings.tuned = tune.tune(target, findings.results, deadline, progress.advance)
+                findings.seconds["tune"] = time.monotonic() - started
     findings.seconds["all"] = time.monotonic() - begin
     report.show(findings)
     report.write(findings)
+    report.conclude(findings)
     return findings
 
 
-def _verdicts(settings: Settings, variants: list[dict[str, Any]], deadline: float) -> Iterator[KernelResult]:
-    def out_of_time() -> bool:
-        return time.monotonic() > deadline
+def _check_kernels(findings: Findings, variants: list[dict[str, Any]], seconds: float, progress: report.Progress) -> None:
+    """Check those that an unfinished check of the same things left, for this time on average over processes."""
+    settings, begin = findings.settings, time.monotonic()
+    same = {"seed": settings.seed, "quick": settings.quick, "kernels": settings.kernels}
+    state = State.open(settings.output / FILE, made_on(settings.target, **same))
+    names = [v["name"] for v in variants]
+    results = {v.kernel: v for v in state.results if v.kernel in names}
+    findings.continued = len(results)
+    left = [v for v in variants if v["name"] not in results]
+    report.say_continued(state.note, findings.continued, len(variants))
+    at_a_time = isolation.processes(settings.target, len(left)) if settings.target.kind == "cuda" else 1
+    loading = 0.0
+    progress.begin("right", len(variants), len(results))
+    for result in _results(settings, left, seconds, at_a_time):
+        results[result.kernel] = result
+        state.add(result)
+        loading += result.load_seconds / at_a_time
+        progress.advance(result.kernel)
+    findings.results = [results[name] for name in names if name in results]
+    findings.unreached = [v for v in variants if v["name"] not in results]
+    state.close(not findings.unchecked)
+    correctness.share_blame(findings.results)
+    findings.seconds["load"] = loading
+    findings.seconds["right"] = time.monotonic() - begin - loading
 
+
+def _results(settings: Settings, variants: list[dict[str, Any]], seconds: float, at_a_time: int) -> Iterator[KernelResult]:
     if settings.target.kind == "cuda":
-        yield from isolation.check_isolated(settings.target, variants, settings.seed, settings.quick, out_of_time)
-    else:
-        for variant in variants:
-            yield correctness.check_kernel(settings.target, variant, settings.seed, settings.quick)
+        yield from isolation.check_isolated(settings.target, variants, settings.seed, settings.quick, seconds, at_a_time)
+        return
+    begin = time.monotonic()
+    for variant in variants:
+        if time.monotonic() - begin >= seconds:
+            return
+        yield correctness.check_kernel(settings.target, variant, settings.seed, settings.quick)

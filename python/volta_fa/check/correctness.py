@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,8 +15,11 @@ from torch import Tensor
 from . import cached, tolerance
 from .cache_cases import CacheCase, CacheInputs
 from .cases import Case
-from .kernels import FORWARD, Target, problems
+from .kernels import FORWARD, Target, lacks_memory, problems
 from .problems import Expected, Inputs, WrongReference, expect_backward, expect_forward
+
+#: Outcomes of a check: every kernel was checked and is right, something is wrong, or neither.
+RIGHT, WRONG, INCOMPLETE = "right", "wrong", "incomplete"
 
 
 @dataclass
@@ -47,6 +51,8 @@ class KernelResult:
     worst: Worst = field(default_factory=Worst)
     poisoned: bool = True  # its results' memory was full of NaN each time
     note: str = ""
+    load_seconds: float = 0.0  # of the kernels of its problems, by the driver
+    check_seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -82,8 +88,33 @@ class DeviceLost(Exception):
     """A kernel took the CUDA context with it: this process can launch no other. Has the result so far."""
 
     def __init__(self, result: KernelResult):
-        super().__init__(result.failures[-1])
+        super().__init__(result.kernel)
         self.result = result
+
+
+def load_kernel(target: Target, variant: dict[str, Any], quick: bool) -> None:
+    """Load the kernel and those that its problems run with: the driver may have to compile them. What goes wrong here goes wrong in the
+    check too, which says so."""
+    if target.kind != "cuda":
+        return
+    with contextlib.suppress(Exception):
+        names = {variant["name"]: None}
+        for problem in _problems(variant, quick):
+            names.update(dict.fromkeys(_planned(target, problem, variant)))
+        for name in names:
+            torch.ops.volta_fa._preload(name, target.number)
+
+
+def _problems(variant: dict[str, Any], quick: bool) -> Sequence[Case | CacheCase]:
+    if variant["pass"] == "Merge":
+        return []
+    return (cached.problems if variant["pass"] in cached.PASSES else problems)(variant)[: 1 if quick else None]
+
+
+def _planned(target: Target, problem: Case | CacheCase, variant: dict[str, Any]) -> list[str]:
+    if isinstance(problem, CacheCase):
+        return [kernel["name"] for kernel in cached.planned(target, problem, variant)]
+    return target.planned(problem, variant)
 
 
 def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool = False) -> KernelResult:
@@ -93,10 +124,9 @@ def check_kernel(target: Target, variant: dict[str, Any], seed: int, quick: bool
     if variant["pass"] == "Merge":
         _guarded(result, target, "merging two states", seed, lambda: _check_merge(result, target, seed))
         return result
-    with_cache = variant["pass"] in cached.PASSES
-    for problem in (cached.problems if with_cache else problems)(variant)[: 1 if quick else None]:
+    check: Callable[..., None] = _check_cached if variant["pass"] in cached.PASSES else _check_problem
+    for problem in _problems(variant, quick):
         own_seed = zlib.crc32(f"{variant['name']}:{problem}:{seed}".encode())
-        check: Callable[..., None] = _check_cached if with_cache else _check_problem
         _guarded(result, target, str(problem), own_seed, lambda: check(result, target, variant, problem, own_seed))
     return result
 
@@ -106,14 +136,16 @@ def _guarded(result: KernelResult, target: Target, name: str, seed: int, work: C
     try:
         work()
         target.synchronize()
-    except (WrongReference, torch.cuda.OutOfMemoryError) as error:
-        result.inconclusive.append(f"{str(error).splitlines()[0]} ({name}, seed {seed})")
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
-        result.failures.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
+        if isinstance(error, WrongReference) or lacks_memory(error):
+            result.inconclusive.append(f"{said} ({name}, seed {seed})")
+        else:
+            result.failures.append(f"{type(error).__name__}: {said} ({name}, seed {seed})")
         try:
             target.synchronize()
         except Exception as lost:
+            result.failures = result.failures or [f"{type(lost).__name__}: {said} ({name}, seed {seed})"]
             raise DeviceLost(result) from lost
 
 

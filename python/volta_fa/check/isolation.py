@@ -1,26 +1,47 @@
-"""Checks GPU kernels in a subprocess. A kernel that hangs or faults destroys that process's CUDA context.
-The check reports it and continues in a new process."""
+"""Checks GPU kernels in subprocesses, several at a time. A kernel that hangs or faults destroys its process's CUDA context.
+The check continues in a new process.
+
+Each process first loads a kernel, which may be slow, because the driver may have to compile PTX. Then it checks the kernel. Only the
+second part counts against the time of checking.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .correctness import DeviceLost, KernelResult, check_kernel
+import torch
+
+from .correctness import DeviceLost, KernelResult, check_kernel, load_kernel
 from .kernels import Target
 
-#: Seconds without an answer after which a kernel counts as one that never ends. Its problems take less than one, and a driver that has
-#: to compile its PTX some more.
-KERNEL_TIMEOUT_S = 30.0
-#: A process' start: torch, the library, CUDA.
-START = 90.0
-#: Where so many processes were lost, it is not single kernels that are wrong.
+#: Seconds that a process may take for a step: import torch and start CUDA, load a kernel, check it. A check takes less than one.
+TIMEOUTS = {"start": 120.0, "load": 300.0, "check": 30.0}
+#: A kernel whose process was lost gets a second trial, alone and with these times as long: another kernel or another program may be
+#: the reason.
+SECOND_TRIAL = 2.0
+#: After so many lost processes the cause is not a single kernel.
 MAX_LOST_PROCESSES = 5
+#: Processes at a time. Each has a CUDA context, and some tensors.
+MAX_PROCESSES, BYTES_PER_PROCESS = 16, 2**30
 
+Load = Callable[[Target, dict[str, Any], bool], None]
 Check = Callable[[Target, dict[str, Any], int, bool], KernelResult]
+
+
+def processes(target: Target, kernels: int) -> int:
+    """Returns how many processes check this number of kernels: one for each core, as far as GPU memory suffices."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = torch.cuda.mem_get_info(target.device)[0] // BYTES_PER_PROCESS - 1 if target.kind == "cuda" else MAX_PROCESSES
+    # starting a process takes as long as checking several kernels
+    return max(1, min(cores, free, MAX_PROCESSES, kernels // 4))
 
 
 def check_isolated(
@@ -28,65 +49,180 @@ def check_isolated(
     variants: Sequence[dict[str, Any]],
     seed: int,
     quick: bool,
-    out_of_time: Callable[[], bool],
+    seconds: float,
+    at_a_time: int = 1,
     check: Check = check_kernel,
+    load: Load = load_kernel,
 ) -> Iterator[KernelResult]:
-    """Each kernel's result, in turn; none for those that time or processes did not suffice for."""
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    position = lost = 0
-    while position < len(variants) and lost < MAX_LOST_PROCESSES and not out_of_time():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, target, list(variants[position:]), seed, quick, check), daemon=True)
-        process.start()
-        theirs.close()
-        started = False
-        try:
-            started = _receive(ours, START) == _READY
-            while position < len(variants) and not out_of_time():
-                answer, alive = _receive(ours, KERNEL_TIMEOUT_S)
-                yield KernelResult.from_data(answer)
-                position += 1
-                if not alive:
-                    lost += 1
-                    break
-        except (EOFError, TimeoutError, OSError) as error:
-            timeout, variant = isinstance(error, TimeoutError), variants[position]
-            result = KernelResult(variant["name"], variant["family"], variant["pass"], problems=1)
-            if started:
-                result.failures = [f"no answer in {KERNEL_TIMEOUT_S:.0f} s" if timeout else "the process that launched it died"]
-            else:
-                result.inconclusive = [f"no process had a CUDA context within {START:.0f} s" if timeout else "no process could start"]
-                lost = MAX_LOST_PROCESSES
+    """Yields kernels' results as they come; none for kernels that time or processes did not suffice for.
+
+    `seconds` limits the time that each process spends on checks."""
+    arguments = (target, seed, quick, check, load)
+    suspects = []
+    for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
+        if lost:
+            suspects.append(variant)
+        else:
             yield result
-            position += 1
-            lost += 1
-        finally:
-            ours.close()
-            process.kill()
-            process.join()
+    for variant in suspects:
+        for _, result, _ in _run([variant], arguments, float("inf"), 1, SECOND_TRIAL):
+            yield result
 
 
-_READY = "ready"
+# CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
+_context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+_context.set_forkserver_preload([__name__])
 
 
-def _receive(connection: Connection, seconds: float) -> Any:
-    if not connection.poll(seconds):
-        raise TimeoutError
-    return connection.recv()
+class _Lost(Exception):
+    """A subprocess died, or does not answer."""
 
 
-def _work(connection: Connection, target: Target, variants: Sequence[dict[str, Any]], seed: int, quick: bool, check: Check) -> None:
+class _Worker:
+    """A subprocess and its current step."""
+
+    def __init__(self, patience: float, *arguments: Any):
+        self.connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_work, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.patience, self.variant = patience, dict[str, Any]()
+        self.load_seconds = 0.0
+        self._enter("start")
+
+    def _enter(self, step: str) -> None:
+        self.step, self._since = step, time.monotonic()
+
+    @property
+    def _limit(self) -> float:
+        return self.patience * TIMEOUTS[self.step]
+
+    @property
+    def seconds(self) -> float:
+        """Time since the step began."""
+        return time.monotonic() - self._since
+
+    @property
+    def seconds_left(self) -> float:
+        """Time until the step is late."""
+        return max(0.0, self._limit - self.seconds)
+
+    def take(self, variant: dict[str, Any]) -> None:
+        """Begins with another kernel."""
+        self.variant = variant
+        self._enter("load")
+        self.connection.send(variant)
+
+    def check(self) -> None:
+        """Goes on from loading to checking, as the process does by itself."""
+        self.load_seconds = self.seconds
+        self._enter("check")
+
+    def answer(self) -> Any:
+        """Returns what the process sent, which ends the step.
+
+        Raises:
+            _Lost: it sent nothing, and it died or is late.
+        """
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, OSError):
+            raise _Lost("no process could start" if self.step == "start" else f"the process died ({self.step})") from None
+        what = "no process had a CUDA context" if self.step == "start" else f"no answer ({self.step})"
+        raise _Lost(f"{what} within {self._limit:.0f} s")
+
+    def result(self, failures: Sequence[str] = (), inconclusive: Sequence[str] = ()) -> KernelResult:
+        """Returns the result of a kernel that the process has none of."""
+        name, family, pass_ = (self.variant[key] for key in ("name", "family", "pass"))
+        return KernelResult(name, family, pass_, problems=1, failures=list(failures), inconclusive=list(inconclusive))
+
+    def end(self) -> None:
+        """Kills the process."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+def _run(
+    variants: Sequence[dict[str, Any]], arguments: tuple[Any, ...], seconds: float, at_a_time: int, patience: float
+) -> Iterator[tuple[dict[str, Any], KernelResult, bool]]:
+    """Yields kernels, their results, and whether they lost their process."""
+    queue, workers = deque(variants), list[_Worker]()
+    threads = max(1, (os.cpu_count() or 1) // at_a_time)
+    spent, lost = 0.0, 0
+
+    def goes_on() -> bool:
+        return bool(queue) and spent < seconds * at_a_time and lost < MAX_LOST_PROCESSES
+
+    def start() -> None:
+        if goes_on():
+            workers.append(_Worker(patience, threads, *arguments))
+
+    def end(worker: _Worker) -> None:
+        worker.end()
+        workers.remove(worker)
+
+    try:
+        for _ in range(min(at_a_time, len(queue))):
+            start()
+        while workers:
+            ready = wait([worker.connection for worker in workers], min(worker.seconds_left for worker in workers))
+            for worker in [w for w in workers if w.connection in ready or w.seconds_left == 0]:
+                step, taken, variant = worker.step, worker.seconds, worker.variant
+                spent += taken if step == "check" else 0.0
+                try:
+                    answer = worker.answer()
+                except _Lost as error:
+                    end(worker)
+                    if step != "start":
+                        lost += 1
+                        yield variant, worker.result(failures=[str(error)]), True
+                        start()
+                    elif not workers and queue:  # which is no kernel's fault
+                        worker.variant = queue.popleft()
+                        yield worker.variant, worker.result(inconclusive=[str(error)]), False
+                    continue
+                if step == "load":
+                    worker.check()
+                    continue
+                if step == "check":
+                    data, alive = answer
+                    result = KernelResult.from_data(data)
+                    result.load_seconds, result.check_seconds = round(worker.load_seconds, 3), round(taken, 3)
+                    yield variant, result, not alive
+                    if not alive:
+                        lost += 1
+                        end(worker)
+                        start()
+                        continue
+                if goes_on():
+                    worker.take(queue.popleft())
+                else:
+                    end(worker)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _work(connection: Connection, threads: int, target: Target, seed: int, quick: bool, check: Check, load: Load) -> None:
     """The other process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     # autograd's thread has no context before its first GEMM: PyTorch makes it, and says so
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+    torch.set_num_threads(threads)
     target.make_current()
     target.synchronize()
-    connection.send(_READY)
-    for variant in variants:
+    connection.send(None)
+    while True:
+        try:
+            variant = connection.recv()
+        except EOFError:
+            return
+        load(target, variant, quick)
+        connection.send(None)
         try:
             result, alive = check(target, variant, seed, quick), True
         except DeviceLost as error:
             result, alive = error.result, False
         connection.send((result.data(), alive))
-        if not alive:
-            return

@@ -41,6 +41,15 @@ def _update(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
+#: What libraries say that raise plain RuntimeErrors. Another program may hold the memory.
+_NO_MEMORY = ("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Returns whether an error is about memory, which is not a kernel's fault."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
+
+
 @dataclass(frozen=True)
 class Target:
     """What is checked: a GPU, the simulated V100, or the CPU backend."""
@@ -133,9 +142,8 @@ def wanted(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def of_families(target: Target, variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the families that this device runs; some may need more shared memory than it has."""
-    names = [family["name"] for family in target.families]
-    return [v for v in variants if v["family"] in names]
+    """Those of the families that this device runs, the preferred family's first; some may need more shared memory than it has."""
+    return [v for family in target.families for v in variants if v["family"] == family["name"]]
 
 
 def problems(variant: dict[str, Any]) -> list[Case]:

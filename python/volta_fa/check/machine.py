@@ -26,6 +26,7 @@ _FIELDS = {
     "power.limit": "power_limit_w",
     "power.max_limit": "power_limit_max_w",
     "temperature.gpu": "temperature_c",
+    "utilization.gpu": "utilization_percent",
     "ecc.mode.current": "ecc",
     "mig.mode.current": "mig",
     "clocks_throttle_reasons.active": "throttle_reasons",

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..integrations.sdpa import disable_sdpa
 from . import atomics, machine, performance_cached
-from .kernels import Target
+from .kernels import Target, lacks_memory
 from .performance_cached import CachePoint
 from .timing import median_ms
 
@@ -77,6 +77,10 @@ class Speeds:
     predictions: dict[str, Any] | None = None
     #: what raised, but for memory and what is PyTorch's
     troubles: list[str] = field(default_factory=list)
+    #: seconds of our kernels' first calls, for which the driver may compile them
+    loading: float = 0.0
+    #: of the card's figures, why there are none
+    missing: str = ""
     note: str = ""
 
 
@@ -100,8 +104,8 @@ def steps(target: Target, quick: bool) -> int:
 
 
 def measure(target: Target, failed: Sequence[str], deadline: float, quick: bool, advance: Callable[[str], None]) -> Speeds:
-    """All figures until `deadline`, a time of time.monotonic(), without kernels that failed: they may never end. `advance` is called
-    before each step."""
+    """All figures until `deadline`, a time of time.monotonic() that loading kernels puts off, without kernels that failed: they may
+    never end. `advance` is called before each step."""
     speeds = Speeds()
     if target.kind == "simulator":
         speeds.note = "not timed: what the simulator takes says nothing about a card (`python -m benchmarks.volta` predicts one)"
@@ -140,6 +144,9 @@ def _attempt(speeds: Speeds, what: str, work: Callable[[], object]) -> None:
         work()
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
+        if lacks_memory(error):
+            speeds.missing = f"{what}: {OUT_OF_MEMORY}"
+            return
         speeds.troubles.append(f"{what}: {type(error).__name__}: {said}")
 
 
@@ -220,17 +227,22 @@ def _measure_one(
     deadline: float,
 ) -> None:
     """The time of what `make` makes, unless it takes more memory than there is."""
-    if time.monotonic() > deadline:
+    if time.monotonic() - speeds.loading > deadline:
         point.missing[name] = OUT_OF_TIME
         return
     if target.kind == "cuda" and needed > torch.cuda.mem_get_info(target.device)[0]:
         point.missing[name] = OUT_OF_MEMORY
         return
     try:
-        point.ms[name] = median_ms(make(), target.device, _OF_A_FIGURE)
-    except torch.cuda.OutOfMemoryError:
-        point.missing[name] = OUT_OF_MEMORY
+        begin, work = time.monotonic(), make()
+        if name in (VOLTA_FA, DETERMINISTIC):
+            work()
+            speeds.loading += time.monotonic() - begin
+        point.ms[name] = median_ms(work, target.device, _OF_A_FIGURE)
     except Exception as error:
+        if lacks_memory(error):
+            point.missing[name] = OUT_OF_MEMORY
+            return
         point.missing[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
         if name in (VOLTA_FA, DETERMINISTIC):  # what PyTorch's own lacks is not for us to judge
             speeds.troubles.append(f"{place}: {type(error).__name__}: {point.missing[name]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from . import performance
-from .correctness import KernelResult
+from .correctness import INCOMPLETE, RIGHT, WRONG, KernelResult, Worst
 from .performance import DETERMINISTIC, EFFICIENT, MATH, VOLTA_FA, Point, Speeds
 from .performance_cached import GROUP, PAGE, CachePoint
 
@@ -46,6 +46,10 @@ _PASSES = {
 }
 
 
+#: Percent of the time in which kernels run before the check begins.
+_BUSY = 25
+
+
 def say_trouble(text: str) -> None:
     """The first thing said."""
     _console.print(f"[red]{text}[/red]", "", soft_wrap=True)
@@ -57,6 +61,14 @@ def introduce(facts: dict[str, Any]) -> None:
     for name, value in _machine_rows(facts):
         table.add_row(name, value)
     _console.print(table)
+
+
+def say_continued(note: str, done: int, of: int) -> None:
+    """What became of an unfinished check."""
+    if note:
+        _console.print(f"[yellow]{note}[/yellow]", soft_wrap=True)
+    if done:
+        _console.print(f"continues an unfinished check: {done} of {of} kernels are done", soft_wrap=True)
 
 
 def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -83,6 +95,8 @@ def _machine_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         how = "its machine code" if family["native"] else "PTX, compiled by the driver"
         then = "kernels" if number == 0 else "and then"
         rows.append((then, f"family {family['name']}, {how}"))
+    if card and (card.get("utilization_percent") or 0) > _BUSY:
+        rows.append(("", "[yellow]another program uses this GPU: times are too long, verdicts hold[/yellow]"))
     if facts["families"] and not any(family["native"] for family in facts["families"]):
         rows.append(("", "[yellow]made for older cards: results are what they are there, times are not[/yellow]"))
     return rows
@@ -116,9 +130,9 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._bar.__exit__(kind, error, traceback)
 
-    def begin(self, name: str, steps: int) -> None:
-        """A part, of so many steps."""
-        self._task = self._bar.add_task(name, total=steps, at="")
+    def begin(self, name: str, steps: int, done: int = 0) -> None:
+        """Begins a part of this number of steps."""
+        self._task = self._bar.add_task(name, total=steps, completed=done, at="")
 
     def advance(self, at: str) -> None:
         """One step further."""
@@ -126,15 +140,28 @@ class Progress:
 
 
 def show(findings: Findings) -> None:
-    """The page, but for the machine."""
+    """The page, but for the machine and the outcome."""
     if findings.trouble is None:
         _show_verdicts(findings)
         _show_speeds(findings.speeds)
         if findings.tuned:
             _console.print(findings.tuned.summary, soft_wrap=True)
-    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in findings.seconds.items())
-    result = "[green]All is right.[/green]" if findings.all_right else "[red]Not all is right.[/red]"
-    _console.print(f"\n{result} ({seconds})", soft_wrap=True)
+
+
+def conclude(findings: Findings) -> None:
+    """The last line: the outcome, and how to finish where something is left."""
+    seconds = ", ".join(f"{name} {value:.0f}" for name, value in findings.seconds.items())
+    left, total = len(findings.unchecked), len(findings.results) + len(findings.unreached)
+    to_finish = f"{left} of {total} kernels are not checked. To finish: {findings.settings.command}"
+    wrong = ", ".join(findings.wrong[:_MOST_FAILURES])
+    if len(findings.wrong) > _MOST_FAILURES:
+        wrong += f" and {len(findings.wrong) - _MOST_FAILURES} others"
+    text = {
+        RIGHT: f"[green]All is right:[/green] {total} kernels.",
+        WRONG: f"[red]Wrong:[/red] {wrong}." + (f" {to_finish}" if left else ""),
+        INCOMPLETE: f"[yellow]Incomplete:[/yellow] {to_finish}",
+    }
+    _console.print(f"seconds: {seconds}\n\n{text[findings.outcome]}", soft_wrap=True)
 
 
 _MOST_FAILURES = 12
@@ -144,16 +171,17 @@ def _show_verdicts(findings: Findings) -> None:
     by_pass: dict[tuple[str, str], list[KernelResult]] = defaultdict(list)
     for result in findings.results:
         by_pass[result.family, result.pass_].append(result)
+    unreached = Counter((v["family"], v["pass"]) for v in findings.unreached)
     _console.print("\nRight: errors as a share of what is allowed")
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for name in ("kernels", "right", "worst", "of"):
         table.add_column(name, justify="left" if name in ("kernels", "of") else "right", no_wrap=True)
-    for (family, pass_), results in by_pass.items():
-        worst = max((v.worst for v in results), key=lambda w: w.share)
-        passed = sum(v.passed for v in results)
-        name = f"{family} {_PASSES[pass_]}"
+    for family, pass_ in dict.fromkeys([*by_pass, *unreached]):
+        results = by_pass[family, pass_]
+        worst = max((v.worst for v in results), key=lambda w: w.share, default=Worst())
+        passed, total = sum(v.passed for v in results), len(results) + unreached[family, pass_]
         of = f"{worst.result}, {worst.kind}" if worst.result else "-"
-        table.add_row(name, f"{passed} of {len(results)}", _percent(worst.share), of)
+        table.add_row(f"{family} {_PASSES[pass_]}", f"{passed} of {total}", _percent(worst.share) if results else "-", of)
     _console.print(table)
     failed = [v for v in findings.results if v.failures]
     for result in failed[:_MOST_FAILURES]:
@@ -167,9 +195,9 @@ def _show_verdicts(findings: Findings) -> None:
         _console.print(f"[red]and {len(failed) - _MOST_FAILURES} others[/red]: the JSON file names them")
     doubtful = [v for v in findings.results if v.inconclusive]
     for result in doubtful[:_MOST_FAILURES]:
-        _console.print(f"[red]{result.kernel} could not be checked[/red]: {result.inconclusive[0]}", soft_wrap=True)
+        _console.print(f"[yellow]{result.kernel} could not be checked[/yellow]: {result.inconclusive[0]}", soft_wrap=True)
     if len(doubtful) > _MOST_FAILURES:
-        _console.print(f"[red]and {len(doubtful) - _MOST_FAILURES} others[/red]: the JSON file names them")
+        _console.print(f"[yellow]and {len(doubtful) - _MOST_FAILURES} others[/yellow]: the JSON file names them")
     if findings.unfit:
         _console.print(f"{len(findings.unfit)} others need more shared memory than this card has")
     for note in sorted({v.note for v in findings.results if v.note}):
@@ -179,7 +207,7 @@ def _show_verdicts(findings: Findings) -> None:
     if failed and not findings.settings.tune and findings.settings.target.kind == "cuda":
         _console.print("with --tune, plans on this card will not take them any more")
     if findings.unchecked:
-        _console.print(f"[red]not checked[/red], for lack of time: {', '.join(findings.unchecked)}", soft_wrap=True)
+        _console.print(f"[yellow]{len(findings.unchecked)} are not checked[/yellow]; plans take them all the same", soft_wrap=True)
 
 
 def _percent(share: float) -> str:
@@ -204,6 +232,8 @@ def _show_speeds(speeds: Speeds) -> None:
             lines, rows = card["atomic_adds_lines_g_s"], card["atomic_adds_rows_g_s"]
             figures.append(f"fp32 atomic adds {lines:.0f} G/s in lines of 128 bytes, {rows:.0f} G/s in rows of 32")
         _console.print("\nFast: " + "; ".join(figures), soft_wrap=True)
+    if speeds.missing:
+        _console.print(f"\nFast: {speeds.missing}", soft_wrap=True)
     shown = [p for p in speeds.points if p.seqlen in _SHOWN] or speeds.points
     predicted = speeds.predictions is not None
     heads = {p.direction: p.nheads for p in speeds.points}
@@ -288,13 +318,16 @@ def data(findings: Findings) -> dict[str, Any]:
     predictions = {k: v for k, v in speeds.predictions.items() if k != "points"} if speeds.predictions else None
     return {
         "format": FORMAT,
-        "all_right": findings.all_right,
-        "settings": {"seed": settings.seed, "quick": settings.quick, "tune": settings.tune, "kernels": settings.kernels},
+        "outcome": findings.outcome,
+        "wrong": findings.wrong,
+        "not_checked": findings.unchecked,
+        "to_finish": settings.command if findings.unchecked else None,
+        "settings": {name: getattr(settings, name) for name in ("seed", "quick", "tune", "kernels", "limit")},
         "seconds": {name: round(value, 1) for name, value in findings.seconds.items()},
         "trouble": findings.trouble,
         "machine": findings.machine,
         "right": [result.data() for result in findings.results],
-        "not_checked": findings.unchecked,
+        "continued": findings.continued,
         "unfit": findings.unfit,
         "fast": {
             "card": speeds.card,
@@ -302,6 +335,7 @@ def data(findings: Findings) -> dict[str, Any]:
             "cached": [point.data() for point in speeds.cached],
             "predictions": predictions,
             "troubles": speeds.troubles,
+            "missing": speeds.missing,
             "note": speeds.note,
         },
         "tune": findings.tuned.data() if findings.tuned else None,

@@ -15,21 +15,21 @@ _COMMANDS = (demo, info, check)
 
 _DESCRIPTION = """\
 Exact attention, forward and backward, for NVIDIA Volta and Turing GPUs, as native PyTorch operators
-(torch.ops.volta_fa.fwd and .bwd). It runs on the CPU too, without any GPU or CUDA toolkit.
+(torch.ops.volta_fa.fwd and .bwd). Without a GPU, the same operators run on the CPU.
 """
 
 _EPILOG = """\
 examples:
   python -m volta_fa demo                train a small GPT with volta_fa and with PyTorch's attention, and compare
-  python -m volta_fa demo --quick        the same in a few seconds
-  python -m volta_fa info                this build's kernels and this machine's devices
-  python -m volta_fa info --json         the same for programs
-  python -m volta_fa check               is every kernel right on this card, and how fast is it?
-  python -m volta_fa check --tune        and make it faster where another kernel is
+  python -m volta_fa demo --quick        train for 15 steps
+  python -m volta_fa info                list this build's kernels and this machine's devices
+  python -m volta_fa info --json         print the same as JSON
+  python -m volta_fa check               check and time every kernel on this GPU
+  python -m volta_fa check --tune        also write a tuning file with the fastest kernels
 
 environment:
-  VOLTA_FA_SIMULATE=1   run float16 and bfloat16 CPU tensors through the machine code for sm_70 in the
-                        simulator, for sm_75 with VOLTA_FA_SIM_GPU=t4
+  VOLTA_FA_SIMULATE=1   simulate the kernels for float16 and bfloat16 CPU tensors on a V100,
+                        or on a T4 with VOLTA_FA_SIM_GPU=t4
 
 The operators' arguments, shapes and errors: python -c "import volta_fa; help(volta_fa)"
 """

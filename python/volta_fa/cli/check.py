@@ -12,16 +12,17 @@ from ..errors import CommandError
 from ..inspection import info, kernel_family
 from .rich_import import require_rich
 
-SUMMARY = "check every kernel on this machine's card, time it, tune it, and write a report to attach to an issue"
+SUMMARY = "check and time every kernel on this GPU, and write a report to attach to an issue"
 DESCRIPTION = """\
-First light on a card: says what the machine is, runs every kernel of the card's families on small odd problems against the
-CPU backend in float64, times the card and attention beside PyTorch's own and beside what the simulator predicts for a V100,
-and writes a page to the screen, a plot and a JSON file. At most three minutes on a GPU.
+Check and time every kernel on this GPU. The check compares small problems of odd sizes with the CPU backend in float64.
+Then it times attention beside PyTorch's kernels and, on a V100, beside the simulator's prediction.
+It prints a page and writes a plot and a JSON file. It takes at most three minutes on a GPU. The first run takes longer on a GPU
+whose driver compiles the kernels.
 
---tune writes what was found to be faster, and which kernels failed, to a file of yours that plans read from then on
-(docs/reference/tuning-file.md).
+--tune writes a tuning file with faster and with failed kernels, which later plans read (docs/reference/tuning-file.md).
 
-Exit status: 0 if all is right, 1 if something is not, 2 if the check cannot run here.
+Exit status: 0 if every kernel is right, 1 if one is wrong, 2 if the check cannot run here, 3 if it is incomplete: nothing is wrong, but
+some kernels were not checked. The same command with the same folder then checks these.
 """
 
 
@@ -34,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("check-output"), metavar="DIR", help="folder for the report (default: ./check-output)"
     )
-    parser.add_argument("--quick", action="store_true", help="one problem a kernel, fewer shapes: half a minute")
-    parser.add_argument("--tune", action="store_true", help="write the tuning file of this card, driver and version")
-    parser.add_argument("--seed", type=int, default=0, help="other inputs (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="run one problem per kernel and fewer shapes: half a minute")
+    parser.add_argument("--tune", action="store_true", help="write a tuning file for this GPU")
+    parser.add_argument("--seed", type=int, default=0, help="select other inputs (default: 0)")
+    parser.add_argument("--limit", type=_seconds, metavar="SECONDS", help="time for all but loading kernels (default: 170 on a GPU)")
     parser.add_argument("--kernels", default="*", metavar="PATTERN", help="check only kernels with such names, as 'volta_fwd_*'")
 
 
@@ -44,13 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     require_rich("matplotlib")
     name = _choose(arguments.device)
     from ..check import Settings, run_check
+    from ..check.correctness import INCOMPLETE, RIGHT, WRONG
     from ..check.kernels import Target
 
     target = Target.of(name)
     if arguments.tune and not target.kind == "cuda":
         raise CommandError(f"--tune: needs a GPU, and this check is of {arguments.device}")
-    settings = Settings(target, arguments.output, arguments.seed, arguments.quick, arguments.tune, arguments.kernels)
-    return 0 if run_check(settings).all_right else 1
+    settings = Settings(target, arguments.output, arguments.seed, arguments.quick, arguments.tune, arguments.kernels, limit=arguments.limit)
+    return {RIGHT: 0, WRONG: 1, INCOMPLETE: 3}[run_check(settings).outcome]
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError
+    return seconds
 
 
 def _choose(name: str) -> str:

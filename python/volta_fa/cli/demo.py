@@ -14,22 +14,23 @@ from .rich_import import require_rich
 
 SUMMARY = "train a small GPT with volta_fa and with PyTorch's attention, and compare losses, time and memory"
 DESCRIPTION = """\
-Train a small character-level GPT on the source of Python's standard library, once through volta_fa::fwd and
-volta_fa::bwd and once through PyTorch's scaled_dot_product_attention, from the same weights and on the same
-batches. Prints the losses side by side, step time and peak memory, and writes a plot. On a GPU (Volta's kernels on Volta, Turing's on
-Turing and what is newer) it trains in float16 autocast with GradScaler, on a CPU in float32 (about a minute on two cores).
+Train a small character-level GPT on the source of Python's standard library, twice: with volta_fa and with PyTorch's
+scaled_dot_product_attention. Both runs begin with the same weights and see the same batches.
+The demo prints losses, step time and peak memory side by side, and writes a plot.
 
-With --ranks 2 volta_fa trains in two processes that share each sequence: ring attention, over NCCL with as many GPUs and
-over gloo on a CPU. Its losses have to agree with PyTorch's of one process just as well.
+On a GPU it trains in float16 autocast with GradScaler. On a CPU it trains in float32, about a minute on two cores.
 
-Exit status: 0 if the two trainings agree to within rounding, 1 if they do not, 2 if the demo cannot run here.
+With --ranks 2, volta_fa trains in two processes that share each sequence by ring attention. They use NCCL with two GPUs, and gloo
+on a CPU. PyTorch still trains in one process.
+
+Exit status: 0 if the two runs agree within rounding, 1 if they do not, 2 if the demo cannot run here.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (a supported GPU if there is one, else the CPU), cpu, cuda or cuda:N")
     parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 150 on a CPU, 300 on a GPU)")
-    parser.add_argument("--quick", action="store_true", help="15 steps: does it work at all?")
+    parser.add_argument("--quick", action="store_true", help="train for 15 steps")
     parser.add_argument("--ranks", type=_positive, default=1, help="processes that share volta_fa's sequences (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the plot (default: ./demo-output)")
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "print versions, devices, kernel families and kernel variants with their registers and shared memory"
 DESCRIPTION = """\
-Print the versions in play, this machine's CUDA devices with the kernel family that each would use, and every
-compiled kernel variant with the registers and the shared memory that decide how many blocks an SM holds.
+Print versions, this machine's CUDA devices with the kernel family of each, and every compiled kernel variant.
+Its registers and shared memory decide how many blocks an SM holds.
 """
 
 

@@ -4,7 +4,7 @@
 //! masks take O(seqlen) memory, and keys outside a block's window cost nothing.
 
 use super::chunk::{heads_per_group, window_offsets};
-use super::layout::compute_kind;
+use super::layout::{compute_kind, narrow};
 use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
 use super::Part;
 use crate::error::Result;
@@ -234,15 +234,15 @@ impl<'a> Problem<'a> {
     }
 
     fn query_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
-        fold.queries(&t.f_narrow(1, b.row, b.rows)?, self.part.a.nheads_k)
+        fold.queries(&narrow(t, 1, b.row, b.rows)?, self.part.a.nheads_k)
     }
 
     fn key_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
-        fold.keys(&t.f_narrow(1, b.key, b.keys)?, self.group)
+        fold.keys(&narrow(t, 1, b.key, b.keys)?, self.group)
     }
 
     fn lse_rows(&self, t: &Tensor, b: &Block, fold: Fold) -> Result<Tensor> {
-        fold.lse(&t.f_narrow(2, b.row, b.rows)?, self.part.a.nheads_k)
+        fold.lse(&narrow(t, 2, b.row, b.rows)?, self.part.a.nheads_k)
     }
 }
 
@@ -299,7 +299,8 @@ fn additive(bias: &Tensor, kind: Kind) -> Result<Tensor> {
 fn is_settled(lse: &Tensor, has_mask: bool) -> Result<bool> {
     let all: [i64; 0] = [];
     let is_true = |t: Tensor| Ok::<_, crate::error::Error>(t.f_int64_value(&[])? != 0);
-    Ok(!is_true(lse.f_eq(0.0)?.f_any()?)? && (!has_mask || is_true(lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?)?))
+    // `all` is false for 0 and true for NaN
+    Ok(is_true(lse.f_all()?)? && (!has_mask || is_true(lse.f_amax(all, false)?.f_ge(f64::NEG_INFINITY)?)?))
 }
 
 /// Returns the log-sum-exp with +inf in fully masked rows, for which the operator returns 0. None if other rows are 0 or NaN.

@@ -12,6 +12,11 @@ pub fn compute_kind(kind: Kind) -> Kind {
     }
 }
 
+/// Returns `count` entries of a dimension as a view. The whole dimension costs no ATen call, which small problems notice.
+pub fn narrow(t: &Tensor, dim: i64, start: i64, count: i64) -> Result<Tensor> {
+    Ok(if count == t.size()[dim as usize] { t.shallow_clone() } else { t.f_narrow(dim, start, count)? })
+}
+
 /// Converts (batch, seqlen, groups * heads, headdim) to contiguous (batch * groups, seqlen * heads, headdim). The result may alias `t`, so
 /// callers must not write to it.
 pub fn to_groups(t: &Tensor, heads: i64, kind: Kind) -> Result<Tensor> {

@@ -25,7 +25,7 @@ use super::dropout::Dropout;
 use super::{Gradients, Inputs, Saved};
 use crate::error::Result;
 use crate::problem::{Attention, Keys, Queries};
-use layout::compute_kind;
+use layout::{compute_kind, narrow};
 use tch::{Device, Kind, Tensor};
 
 /// Batch entries of equal lengths, and the positions of their rows in the problem's tensors.
@@ -66,7 +66,7 @@ impl Span {
     fn rows(&self, t: &Tensor, start: i64, count: i64) -> Result<Tensor> {
         Ok(match t.dim() {
             3 => t.f_narrow(0, start, count)?.f_unsqueeze(0)?,
-            _ => t.f_narrow(0, self.entry, self.entries)?.f_narrow(1, start, count)?,
+            _ => narrow(&narrow(t, 0, self.entry, self.entries)?, 1, start, count)?,
         })
     }
 
@@ -82,7 +82,7 @@ impl Span {
     fn lse(&self, t: &Tensor) -> Result<Tensor> {
         Ok(match t.dim() {
             2 => t.f_narrow(1, self.q_start, self.seqlen_q)?.f_unsqueeze(0)?,
-            _ => t.f_narrow(0, self.entry, self.entries)?,
+            _ => narrow(t, 0, self.entry, self.entries)?,
         })
     }
 

@@ -1,7 +1,11 @@
 //! Runs nvdisasm and divides what it prints into kernels and instructions.
+//!
+//! nvdisasm takes up to a second for a large kernel. `$VOLTA_SIM_LISTINGS` names a folder that keeps its output for other processes.
 
+use std::collections::hash_map::DefaultHasher;
 use std::collections::HashMap;
 use std::fs::OpenOptions;
+use std::hash::{Hash, Hasher};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -68,12 +72,44 @@ impl Drop for TempFile {
 /// Disassemble `cubin` with the given nvdisasm, or the one that is found; returns kernel name -> listing.
 pub fn disassemble(cubin: &[u8], nvdisasm: Option<&Path>) -> Result<HashMap<String, Listing>, String> {
     let exe = nvdisasm.map_or_else(find_nvdisasm, |p| Ok(p.to_path_buf()))?;
+    let folder = std::env::var_os("VOLTA_SIM_LISTINGS").filter(|f| !f.is_empty());
+    let kept = folder.map(|folder| Path::new(&folder).join(format!("{:016x}.sass", identity(cubin, &exe))));
+    if let Some(text) = kept.as_deref().and_then(|path| std::fs::read_to_string(path).ok()) {
+        return Ok(parse_listing(&text));
+    }
+    let text = run(cubin, &exe)?;
+    if let Some(path) = kept {
+        keep(&path, &text);
+    }
+    Ok(parse_listing(&text))
+}
+
+/// Hashes a cubin and the program that disassembles it.
+fn identity(cubin: &[u8], exe: &Path) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (cubin, exe).hash(&mut hasher);
+    if let Ok(metadata) = exe.metadata() {
+        (metadata.len(), metadata.modified().ok()).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+fn run(cubin: &[u8], exe: &Path) -> Result<String, String> {
     let file = TempFile::new(cubin)?;
-    let out = Command::new(&exe).arg("-c").arg("-hex").arg(&file.0).output().map_err(|e| format!("{}: {e}", exe.display()))?;
+    let out = Command::new(exe).arg("-c").arg("-hex").arg(&file.0).output().map_err(|e| format!("{}: {e}", exe.display()))?;
     if !out.status.success() {
         return Err(format!("nvdisasm failed: {}", String::from_utf8_lossy(&out.stderr)));
     }
-    Ok(parse_listing(&String::from_utf8_lossy(&out.stdout)))
+    Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+}
+
+/// Writes a listing for other processes. A rename makes it appear whole. A failure costs time only, so it is no error.
+fn keep(path: &Path, text: &str) {
+    let unfinished = path.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
+    let written = path.parent().map(std::fs::create_dir_all).transpose().and_then(|_| std::fs::write(&unfinished, text));
+    if written.and_then(|()| std::fs::rename(&unfinished, path)).is_err() {
+        let _ = std::fs::remove_file(&unfinished);
+    }
 }
 
 fn parse_listing(text: &str) -> HashMap<String, Listing> {

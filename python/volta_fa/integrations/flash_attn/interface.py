@@ -40,6 +40,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes attention of a batch of sequences of one length. Differentiable in q, k and v.
 
@@ -58,6 +60,8 @@ def flash_attn_func(
             the scores.
         deterministic: gradients are bitwise identical from run to run.
         return_attn_probs: also return softmax_lse and S_dmask, for tests.
+        s_aux: (nheads), q's dtype or float32: attention sinks, differentiable. flash-attn 2 has no such argument; transformers hands
+            gpt-oss's sinks to functions that have it.
 
     Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_attn_probs=True out, softmax_lse
     (float32, (batch, nheads, seqlen_q)) and S_dmask. S_dmask is empty without dropout. With dropout it holds the
@@ -66,7 +70,9 @@ def flash_attn_func(
 
     Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
     """
-    return _attention(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, s_aux=s_aux
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -127,6 +133,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes attention of sequences of different lengths, packed one after the other. Differentiable in q, k and v.
 
@@ -145,13 +153,14 @@ def flash_attn_varlen_func(
     (nheads, total_q)) and S_dmask ((batch, nheads, max_seqlen_q, max_seqlen_k), 0 outside of the sequences).
     """
     if block_table is not None:
-        return _paged(
-            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, return_attn_probs,
-            _options(softmax_scale, causal, window_size, softcap, alibi_slopes),
+        out, softmax_lse = _paged(
+            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
+            _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux),
         )  # fmt: skip
+        return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), s_aux,
     )  # fmt: skip
 
 
@@ -165,10 +174,11 @@ def _paged(
     max_seqlen_q: int,
     max_seqlen_k: int,
     block_table: Tensor,
-    return_attn_probs: bool,
     options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Computes `flash_attn_varlen_func` over pages."""
+    seqused_k: Tensor | None = None,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Computes `flash_attn_varlen_func` over pages. seqused_k: the sequences' lengths, instead of those in cu_seqlens_k."""
     require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if dropout_p != 0.0:
         raise bad_argument("dropout_p", dropout_p, "0: a cache is for inference")
@@ -177,17 +187,17 @@ def _paged(
         raise bad_argument("cu_seqlens_k", f"shape {tuple(cu_seqlens_k.shape)} of dtype {cu_seqlens_k.dtype}", expected)
     if max_seqlen_k < 0:
         raise bad_argument("max_seqlen_k", max_seqlen_k, "the length of the longest sequence")
-    out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
+    return torch.ops.volta_fa.fwd_kvcache(
         _operand(q),
         k,
         v,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        cache_seqlens=cu_seqlens_k.diff(),
+        cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
         block_table=block_table,
+        num_splits=num_splits,
         **options,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -265,6 +275,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention over a KV cache, after appending k and v to it in place. No gradients.
 
@@ -297,7 +309,7 @@ def flash_attn_with_kvcache(
     """
     require_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_headdims({"q": q, "k_cache": k_cache, "v_cache": v_cache})
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     batch = q.shape[0]
     if k is None:
         for name, t in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
@@ -355,10 +367,11 @@ def _attention(
     deterministic: bool,
     return_attn_probs: bool,
     packed: tuple[Tensor, Tensor, int, int] | None = None,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Computes all functions for training. packed: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
     require_tensors(q=q, k=k, v=v)
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic}
     if packed is not None:
         require_tensors(cu_seqlens_q=packed[0], cu_seqlens_k=packed[1])
@@ -375,6 +388,7 @@ def _options(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
+    s_aux: Tensor | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments of all functions under the names of the operators."""
     left, right = _window(window_size)
@@ -385,6 +399,7 @@ def _options(
         "window_right": -1 if causal else right,  # flash-attn ignores it with causal; the op raises
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
+        "sinks": s_aux,
     }
 
 

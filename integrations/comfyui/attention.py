@@ -1,0 +1,131 @@
+"""ComfyUI's attention on volta_fa: an override for `transformer_options["optimized_attention_override"]`, and its counts.
+
+ComfyUI calls an override as it calls its own attention functions, with the replaced function in front:
+
+    func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
+
+q is (batch, seqlen, heads * headdim), with skip_reshape (batch, heads, seqlen, headdim); k and v likewise, with fewer heads under
+`enable_gqa`. The result is (batch, seqlen, heads * headdim), with skip_output_reshape (batch, heads, seqlen, headdim).
+A mask is bool (False hides a key) or is added to the scores: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k), or of rank 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volta_fa.limits import MAX_HEADDIM
+
+#: The key of calls that volta_fa ran, in `counts`. The other keys are reasons for which calls fell back.
+RAN = "ran"
+
+#: Calls since the process began, by outcome. Calls that torch.compile traces are not counted.
+counts: Counter[str] = Counter()
+
+
+def make_override(every_device: bool = False, previous: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """Returns an override. Calls that volta_fa does not serve run the function that ComfyUI chose.
+
+    Args:
+        every_device: serve GPUs newer than Turing, and the CPU, too. Volta and Turing only unless given.
+        previous: the override that was in place, which then runs the other calls.
+    """
+    if getattr(previous, "of_volta_fa", False):
+        previous = None
+
+    def override(
+        func: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        views, reason = _views(q, k, v, heads, skip_reshape, bool(kwargs.get("enable_gqa")))
+        bias = None if mask is None else _rank_4(mask)
+        reason = reason or _reason(*views, bias, every_device)
+        if not torch.compiler.is_compiling():  # each new count would compile again
+            counts[reason or RAN] += 1
+        if reason:
+            options = dict(mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape)
+            run = functools.partial(previous, func) if previous else func
+            return run(q, k, v, heads, **options, **kwargs)
+        # accumulates scores in fp32, which is what attn_precision may ask for
+        out = torch.ops.volta_fa.fwd(*views, attn_bias=bias, softmax_scale=kwargs.get("scale"))[0]
+        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+    override.of_volta_fa = True  # type: ignore[attr-defined]
+    return override
+
+
+def describe(calls: Counter[str]) -> str:
+    """Returns calls by outcome, as in `10 ran on volta_fa, 2 fell back (float32: 2)`."""
+    fell_back = {reason: n for reason, n in sorted(calls.items()) if n and reason != RAN}
+    reasons = ", ".join(f"{reason}: {n}" for reason, n in fell_back.items())
+    return f"{calls[RAN]} ran on volta_fa, {sum(fell_back.values())} fell back" + (f" ({reasons})" if reasons else "")
+
+
+def _views(q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool, gqa: bool) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
+    """Returns q, k and v as (batch, seqlen, heads, headdim), and the reason why that is impossible, or ""."""
+    found = (q, k, v)
+    if any(t.ndim != (4 if skip_reshape else 3) for t in found):
+        return found, "shape"
+    if skip_reshape:
+        found = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    else:
+        headdim = q.shape[-1] // heads
+        if headdim == 0 or any(t.shape[-1] % headdim for t in found):
+            return found, "shape"
+        found = (q.unflatten(-1, (-1, headdim)), k.unflatten(-1, (-1, headdim)), v.unflatten(-1, (-1, headdim)))
+    q, k, v = found
+    nheads_k = k.shape[2]
+    grouped = gqa and nheads_k > 0 and heads % nheads_k == 0
+    fits = q.shape[2] == heads and (nheads_k == heads or grouped)
+    fits = fits and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
+    return found, "" if fits else "shape"
+
+
+def _rank_4(mask: Tensor) -> Tensor:
+    """Returns a mask that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+    if mask.ndim == 2:
+        return mask[None, None]
+    return mask[:, None] if mask.ndim == 3 else mask
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, every_device: bool) -> str:
+    """Returns why volta_fa does not serve this call, "" if it does."""
+    if not (every_device or _is_volta_or_turing(q.device)):
+        return f"device {_name(q.device)}"
+    if k.device != q.device or v.device != q.device:
+        return "several devices"
+    if q.dtype != torch.float16 or k.dtype != torch.float16 or v.dtype != torch.float16:
+        return str(next(t.dtype for t in (q, k, v) if t.dtype != torch.float16)).removeprefix("torch.")
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEADDIM:
+        return f"headdim {max(q.shape[-1], v.shape[-1])}"
+    if bias is None:
+        return ""
+    if bias.dtype not in (torch.bool, torch.float16, torch.float32):
+        return f"mask in {str(bias.dtype).removeprefix('torch.')}"
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias.device != q.device or bias.ndim != 4 or any(n not in (1, size) for n, size in zip(bias.shape, full)):
+        return "mask"
+    return ""
+
+
+@functools.cache
+def _is_volta_or_turing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+
+
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,73 @@
+"""Keeps the results of an unfinished check in the report's folder, so that the same command continues there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import diagnostics
+from ..library import library_path
+from .correctness import KernelResult
+from .kernels import Target
+
+FILE = "volta_fa-check.unfinished"
+
+
+def made_on(target: Target, **settings: Any) -> dict[str, Any]:
+    """Returns what results hold for: build, GPU, driver, torch, and the settings that change them."""
+    library = hashlib.sha256()
+    for path in (library_path(), library_path().parent.parent / "libvolta_fa_core.so"):
+        library.update(path.read_bytes())
+    gpu, driver = target.kind, None
+    if target.kind == "cuda":
+        card = torch.cuda.get_device_properties(target.device)
+        # two cards of one machine have one name
+        number = hashlib.sha256(str(getattr(card, "uuid", target.number)).encode()).hexdigest()[:8]
+        gpu, driver = f"{card.name} ({number})", diagnostics.driver_version()
+    return {"library": library.hexdigest()[:16], "gpu": gpu, "driver": driver, "torch": torch.__version__, **settings}
+
+
+@dataclass
+class State:
+    """A file: a line for what its results hold for, and one for each kernel's result."""
+
+    path: Path
+    made_on: dict[str, Any]
+    results: list[KernelResult]
+    note: str = ""
+
+    @classmethod
+    def open(cls, path: Path, made_on: dict[str, Any]) -> State:
+        """Read the file. One that is damaged, or of something else, is begun anew, with a note."""
+        state = cls(path, made_on, [])
+        try:
+            first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+            different = [name for name in made_on if first[name] != made_on[name]]
+            if different:
+                name = different[0]
+                state.note = f"{path} is ignored: its {name} was {first[name]}, and is {made_on[name]}"
+            else:
+                state.results = [KernelResult.from_data(line) for line in lines]
+                return state
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            state.note = f"{path} is ignored: it is damaged ({type(error).__name__})"
+        path.write_text(json.dumps(made_on) + "\n")
+        return state
+
+    def add(self, result: KernelResult) -> None:
+        """Keep what is certain: a kernel that could not be checked is tried again."""
+        if not result.inconclusive:
+            with self.path.open("a") as file:
+                file.write(json.dumps(result.data(), allow_nan=False) + "\n")
+
+    def close(self, is_finished: bool) -> None:
+        """The next check of a finished one begins anew."""
+        if is_finished:
+            self.path.unlink(missing_ok=True)

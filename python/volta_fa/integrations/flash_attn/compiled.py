@@ -1,0 +1,182 @@
+"""The functions of flash-attn 2.8's compiled module, flash_attn_2_cuda, for programs that call it: `flash_attn_gpu`.
+
+Its functions take their arguments by position. xformers calls the forwards and backwards, TransformerEngine imports `varlen_bwd`.
+They compute what flash-attn's private functions compute. A given `out` is overwritten.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument
+from .interface import _options, flash_attn_with_kvcache
+from .private import _backward, _flash_attn_forward, _flash_attn_varlen_forward, _lengths
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: None,
+) -> list[Tensor]:
+    """Computes `_flash_attn_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
+    _check_generator(generator)
+    results = _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
+    )
+    return [_into(out, results[0]), *results[1:]]
+
+
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    generator: None,
+    num_splits: int = 0,
+) -> list[Tensor]:
+    """Computes `_flash_attn_varlen_forward`. Returns out, softmax_lse, S_dmask and rng_state. Raises what that raises."""
+    _check_generator(generator)
+    results = _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
+    )  # fmt: skip
+    return [_into(out, results[0]), *results[1:]]
+
+
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: None,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
+    """Computes `_flash_attn_backward`. Returns dq, dk, dv and softmax_d. Raises what that raises."""
+    _check_generator(generator)
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return [*_backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)]
+
+
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    generator: None,
+    rng_state: Tensor | None,
+) -> list[Tensor]:
+    """Computes `_flash_attn_varlen_backward`. Returns dq, dk, dv and softmax_d. Raises what that raises."""
+    _check_generator(generator)
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return [*_backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)]
+
+
+def fwd_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """Computes `flash_attn_with_kvcache`. Returns out and softmax_lse. Raises what that raises."""
+    result, softmax_lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale,
+        causal, (window_size_left, window_size_right), softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse=True,
+    )  # fmt: skip
+    return [_into(out, result), softmax_lse]
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    """Returns the result, in `out` if there is one."""
+    if out is None:
+        return result
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise bad_argument(
+            "out", f"shape {tuple(out.shape)} of dtype {out.dtype}", f"shape {tuple(result.shape)} of dtype {result.dtype}, or None"
+        )
+    with torch.no_grad():
+        return out.copy_(result)
+
+
+def _check_generator(generator: object) -> None:
+    # releases before 2.8.4 took one; a program that passes one would get other random numbers than it expects
+    if generator is not None:
+        raise NotImplementedError(
+            "volta_fa: the `generator` argument is no longer supported, as in flash-attn: pass None, and seed PyTorch's own"
+        )

@@ -1,0 +1,292 @@
+"""flash-attn 2.8's private functions, which ring attention, diffusers and others import: no autograd, gradients in place.
+
+They are plain functions with flash-attn's argument names and defaults, because programs read these with `inspect`. Signatures are
+those of 2.8.3, and `num_splits` of later releases. docs/guides/flash-attn.md lists the differences from flash-attn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import bad_argument, require_tensors
+from .interface import _fwd, _operand, _options, _paged, _s_dmask
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+]
+
+#: Half of the kernels' resolution of dropout_p, 2 ** -16: smaller probabilities drop nothing. diffusers passes 1e-30.
+_MIN_DROPOUT = 2**-17
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes attention of a batch of sequences of one length.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), k: (batch, seqlen_k, nheads_k, headdim), v: (batch, seqlen_k, nheads_k, headdim_v), of
+            `flash_attn_func`'s dtypes.
+        window_size_left, window_size_right: the elements of `flash_attn_func`'s window_size.
+        return_softmax: also compute S_dmask, for tests. Only with dropout.
+
+    The other arguments are `flash_attn_func`'s.
+
+    Returns out, (batch, seqlen_q, nheads, headdim_v) in q's dtype; softmax_lse, float32, (batch, nheads, seqlen_q); S_dmask, that of
+    `flash_attn_func`, or (0) without return_softmax; rng_state, int64, (2) for `_flash_attn_backward`, or (0) without dropout.
+
+    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
+    """
+    require_tensors(q=q, k=k, v=v)
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _forward(q, k, v, dropout_p, return_softmax, options)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes attention of sequences of different lengths, packed one after the other.
+
+    Args:
+        q: (total_q, nheads, headdim), k: (total_k, nheads_k, headdim), v: (total_k, nheads_k, headdim_v).
+        block_table: int32, (batch, max_pages): k and v are pages, as for `flash_attn_varlen_func`.
+        leftpad_k: int32, (batch): number of keys at the beginning of each sequence that are padding. Costs a copy of k and v. Not
+            together with block_table.
+        seqused_k: int32, (batch): number of valid keys of each sequence, those of leftpad_k included.
+        zero_tensors: no effect. cu_seqlens_q covers all rows of q, so no row of out keeps an old value.
+        num_splits: 0 or 1, the number of parts into which the keys of a block_table are split; 0 lets the scheduler decide.
+
+    The other arguments are `flash_attn_varlen_func`'s and `_flash_attn_forward`'s. Positions count within each sequence, after padding.
+
+    Returns what `_flash_attn_forward` returns, with out (total_q, nheads, headdim_v) and softmax_lse (nheads, total_q).
+
+    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
+    """
+    require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    if return_softmax and (leftpad_k is not None or seqused_k is not None):
+        raise bad_argument("return_softmax", True, "False with leftpad_k or seqused_k", error=NotImplementedError)
+    if block_table is not None:
+        if leftpad_k is not None:
+            raise bad_argument("leftpad_k", "a tensor", "None with block_table", error=NotImplementedError)
+        if num_splits > 1:
+            message = "volta_fa: num_splits > 1 is not supported with block_table, as in flash-attn: got {}, expected 0 or 1"
+            raise NotImplementedError(message.format(num_splits))
+        _check_return_softmax(return_softmax, dropout_p)
+        out, softmax_lse = _paged(
+            q, k, v, dropout_p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, options, seqused_k, num_splits
+        )  # fmt: skip
+        return out, softmax_lse, q.new_empty(0), torch.empty(0, dtype=torch.int64, device=q.device)
+    if leftpad_k is not None:
+        k, v, seqused_k = _without_padding(k, v, cu_seqlens_k, leftpad_k, seqused_k)
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) | {"seqused_k": seqused_k}
+    return _forward(q, k, v, dropout_p, return_softmax, options)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Computes the gradients of `_flash_attn_forward` into dq, dk and dv.
+
+    Args:
+        dout: the gradient of out, with out's shape and dtype.
+        out, softmax_lse: what the forward returned.
+        dq, dk, dv: tensors of the shapes and dtypes of q, k and v, of any strides, which the call overwrites. None leaves a gradient out.
+        rng_state: what the forward returned. Required with dropout.
+
+    The other arguments are the forward's.
+
+    Returns softmax_d, float32, (batch, nheads, seqlen_q): the sum of dout * out over the headdim.
+
+    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
+    """
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)[-1]
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Computes the gradients of `_flash_attn_varlen_forward` into dq, dk and dv.
+
+    Args:
+        zero_tensors: no effect, as in the forward.
+
+    The other arguments are `_flash_attn_backward`'s and the forward's.
+
+    Returns softmax_d, float32, (nheads, total_q).
+
+    Raises ValueError for wrong arguments, and NotImplementedError for what this build does not support.
+    """
+    options = _options(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)[-1]
+
+
+# flash-attn wraps the four for torch.compile. These trace through to volta_fa's operators.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_softmax: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes both forwards, without pages. options: the operator's, without dropout."""
+    _check_return_softmax(return_softmax, dropout_p)
+    options = options | {"dropout_p": _effective(dropout_p)}
+    out, softmax_lse, rng_state = _fwd(q, k, v, **options)
+    s_dmask = _s_dmask(q, k, softmax_lse, rng_state, **options) if return_softmax and rng_state.numel() else q.new_empty(0)
+    return out, softmax_lse, s_dmask, rng_state
+
+
+@torch.no_grad()
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    dropout_p: float,
+    deterministic: bool,
+    rng_state: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes both backwards. Returns dq, dk and dv, which are the given ones where there are any, and softmax_d."""
+    require_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
+    for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v)):
+        if given is not None and (given.shape != like.shape or given.dtype != like.dtype or given.device != like.device):
+            raise bad_argument(name, _describe(given), f"{_describe(like)}, as {name[1:]}, or None")
+    dropout_p = _effective(dropout_p)
+    if dropout_p == 0.0:
+        rng_state = None
+    elif rng_state is None:
+        raise bad_argument("rng_state", "None", "what the forward call returned: dropout_p is not 0")
+    computed = torch.ops.volta_fa.bwd(
+        *map(_operand, (dout, q, k, v, out)),
+        softmax_lse.contiguous(),
+        rng_state=rng_state,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        **options,
+    )
+    # one float32 copy, multiplied in place: products of float16 overflow
+    softmax_d = dout.to(torch.promote_types(dout.dtype, torch.float32), copy=True).mul_(out).sum(-1)
+    dq, dk, dv = (new if given is None else given.copy_(new) for given, new in zip(gradients, computed))
+    return dq, dk, dv, softmax_d.transpose(-1, -2).float().contiguous()
+
+
+def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
+    """Returns the lengths of packed sequences under the names of the operators."""
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+
+
+def _effective(dropout_p: float) -> float:
+    """Returns 0 for a dropout_p that drops nothing, because dropout's kernels are slower."""
+    return 0.0 if 0.0 <= dropout_p < _MIN_DROPOUT else dropout_p
+
+
+def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
+    if return_softmax and not dropout_p > 0.0:
+        raise bad_argument("return_softmax", True, "False without dropout: there is no S_dmask")
+
+
+def _without_padding(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, leftpad_k: Tensor, seqused_k: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns k, v and seqused_k with each sequence's padding moved behind its keys."""
+    lengths = cu_seqlens_k.diff()
+    for name, t in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
+        if t is not None and (t.shape != lengths.shape or t.dtype != torch.int32 or t.device != lengths.device):
+            raise bad_argument(name, _describe(t), f"{_describe(lengths)}, one number for each sequence")
+    token = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
+    sequence = torch.bucketize(token, cu_seqlens_k[1:], right=True).clamp_(max=lengths.shape[0] - 1)
+    first, length = cu_seqlens_k[sequence], lengths[sequence].clamp(min=1)
+    source = first + (token - first + leftpad_k[sequence]) % length
+    return k[source], v[source], (lengths if seqused_k is None else seqused_k) - leftpad_k
+
+
+def _describe(t: Tensor) -> str:
+    return f"shape {tuple(t.shape)} of dtype {t.dtype} on {t.device}"

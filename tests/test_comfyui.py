@@ -1,0 +1,260 @@
+"""The node package of integrations/comfyui: its override in all of ComfyUI's layouts, what falls back, and its import.
+
+Environment:
+- VOLTA_FA_TEST_COMFYUI: folder of ComfyUI's source, whose requirements this Python has: tools/doors/comfyui.py runs its models
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import reference
+import volta_fa
+from conftest import assert_same_bits, on, run_process, run_python, within
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "integrations" / "comfyui"
+
+# Loads the package as ComfyUI loads a folder of custom_nodes.
+LOAD = f"""
+    import importlib.util, logging, sys
+    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+    name = {str(PACKAGE).replace(".", "_x_")!r}
+    spec = importlib.util.spec_from_file_location(name, {str(PACKAGE / "__init__.py")!r})
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+"""
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """The module of the override, loaded as ComfyUI does, but without PyTorch's attention for all tests of this process."""
+    name = str(PACKAGE).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, PACKAGE / "__init__.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOLTA_FA_ENABLE_SDPA", "0")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    yield sys.modules[f"{name}.attention"]
+    for loaded in [n for n in sys.modules if n.startswith(name)]:
+        del sys.modules[loaded]
+
+
+@pytest.fixture
+def counts(attention):
+    attention.counts.clear()
+    return attention.counts
+
+
+def refuses(*args, **kwargs):
+    raise AssertionError("the call fell back")
+
+
+def flat(t):
+    return t.flatten(2)
+
+
+def heads_first(t):
+    return t.transpose(1, 2)
+
+
+# (options of the call, shape of the canonical mask, and how ComfyUI's models pass it)
+LAYOUTS = [(skip_reshape, skip_output_reshape) for skip_reshape in (False, True) for skip_output_reshape in (False, True)]
+MASKS = {
+    "none": None,
+    "bool, rank 2": ((1, 1, 20, 24), torch.bool, lambda m: m[0, 0]),
+    "added, rank 2": ((1, 1, 20, 24), torch.float16, lambda m: m[0, 0]),
+    "added, rank 3": ((2, 1, 20, 24), torch.float16, lambda m: m[:, 0]),
+    "bool, rank 3": ((2, 1, 20, 24), torch.bool, lambda m: m[:, 0]),
+    "keys only, rank 3": ((2, 1, 1, 24), torch.float16, lambda m: m[:, 0]),
+    "each head, rank 4": ((2, 4, 20, 24), torch.float16, lambda m: m),
+    "fp32, rank 4": ((1, 4, 20, 24), torch.float32, lambda m: m),
+}
+
+
+def check(backend, attention, counts, *, layout=(False, False), mask="none", nheads_k=4, headdim=64, scale=None):
+    """Compares a call through the override, in ComfyUI's layout, with the fp64 reference."""
+    q, k, v = backend.randn(2, 20, 4, headdim), backend.randn(2, 24, nheads_k, headdim), backend.randn(2, 24, nheads_k, headdim)
+    kwargs, options = {"transformer_options": {}, "_inside_attn_wrapper": True}, {}
+    if MASKS[mask]:
+        shape, dtype, as_passed = MASKS[mask]
+        bias = backend.randn(*shape) < 0.5 if dtype == torch.bool else backend.randn(*shape).to(dtype)
+        kwargs["mask"], options["attn_bias"] = as_passed(bias), bias
+    if scale is not None:
+        kwargs["scale"] = options["softmax_scale"] = scale
+    if nheads_k != 4:
+        kwargs["enable_gqa"] = True
+    skip_reshape, skip_output_reshape = layout
+    passed = [(heads_first if skip_reshape else flat)(t) for t in (q, k, v)]
+    override = attention.make_override(every_device=True)
+    found = []
+    for _ in backend._runs(q, v):
+        found.append(override(refuses, *passed, 4, skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape, **kwargs))
+    for other in found[1:]:
+        assert_same_bits("out", found[0], other)
+    ref = reference.forward(q, k, v, **options)
+    assert found[0].shape == (2, 4, 20, headdim) if skip_output_reshape else (2, 20, 4 * headdim)
+    out = found[0].transpose(1, 2) if skip_output_reshape else found[0].unflatten(-1, (4, headdim))
+    within(backend, "out", out, ref.out, reference.forward_budget(ref, q, k, v, **options))
+    assert counts == {"ran": len(found)}
+
+
+@on("cpu-fp16", "sim", "cuda")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts(backend, attention, counts, layout):
+    check(backend, attention, counts, layout=layout)
+
+
+@on("cpu-fp16", "cuda")
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+@pytest.mark.parametrize("mask", list(MASKS)[1:])
+def test_masks(backend, attention, counts, layout, mask):
+    check(backend, attention, counts, layout=layout, mask=mask)
+
+
+@on("sim")
+@pytest.mark.parametrize("mask", ["bool, rank 2", "added, rank 3"])
+def test_masks_on_kernels(backend, attention, counts, mask):
+    check(backend, attention, counts, mask=mask)
+
+
+@on("cpu-fp16", "cuda")
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
+@pytest.mark.parametrize("options", [dict(nheads_k=2), dict(nheads_k=1), dict(scale=0.5), dict(headdim=40), dict(headdim=72)], ids=str)
+def test_groups_scales_and_headdims(backend, attention, counts, layout, options):
+    check(backend, attention, counts, layout=layout, **options)
+
+
+def tensors(dtype=torch.float16, headdim=8, nheads_k=2):
+    return torch.randn(1, 5, 2 * headdim).to(dtype), *(torch.randn(1, 6, nheads_k * headdim).to(dtype) for _ in "kv")
+
+
+@pytest.mark.parametrize(
+    "reason, call, options",
+    [
+        ("float32", tensors(torch.float32), {}),
+        ("bfloat16", tensors(torch.bfloat16), {}),
+        ("headdim 264", tensors(headdim=264), {}),
+        ("mask in float64", tensors(), dict(mask=torch.zeros(5, 6, dtype=torch.float64))),
+        ("mask", tensors(), dict(mask=torch.zeros(3, 5, 6))),
+        ("mask", tensors(), dict(mask=torch.zeros(6))),
+        ("shape", tensors(nheads_k=1), {}),
+        ("shape", tensors(nheads_k=3), dict(enable_gqa=True)),
+        ("shape", tensors(), dict(skip_reshape=True)),
+        ("float32", (tensors()[0], *tensors(torch.float32)[1:]), {}),
+    ],
+)
+def test_other_calls_run_the_given_function_unchanged(attention, counts, reason, call, options):
+    seen = []
+
+    def function(*args, **kwargs):
+        seen.append((args, kwargs))
+        return "its result"
+
+    override = attention.make_override(every_device=True)
+    assert override(function, *call, 2, attn_precision=torch.float32, **options) == "its result"
+    ((args, kwargs),) = seen
+    assert [id(a) for a in args[:3]] == [id(t) for t in call] and args[3:] == (2,)
+    expected = {"mask": None, "attn_precision": torch.float32, "skip_reshape": False, "skip_output_reshape": False, **options}
+    assert kwargs.keys() == expected.keys() and all(kwargs[name] is value for name, value in expected.items())
+    assert counts == {reason: 1}
+
+
+def test_devices_without_kernels_of_their_own_fall_back(attention, counts):
+    assert attention.make_override()(lambda *a, **k: "own", *tensors(), 2) == "own"
+    assert counts == {"device cpu": 1}
+
+
+def test_an_earlier_override_runs_what_falls_back(attention, counts):
+    def earlier(func, *args, **kwargs):
+        return "earlier", func(*args, **kwargs)
+
+    override = attention.make_override(every_device=True, previous=earlier)
+    assert override(lambda *a, **k: "own", *tensors(torch.float32), 2) == ("earlier", "own")
+    twice = attention.make_override(every_device=True, previous=override)  # the node twice: the second replaces the first
+    assert twice(lambda *a, **k: "own", *tensors(torch.float32), 2) == "own"
+    assert counts == {"float32": 2}
+
+
+def test_counts_in_words(attention):
+    assert attention.describe(Counter()) == "0 ran on volta_fa, 0 fell back"
+    found = attention.describe(Counter(ran=10, float32=2, mask=1))
+    assert found == "10 ran on volta_fa, 3 fell back (float32: 2, mask: 1)"
+
+
+def test_compiled_models_do_not_recompile_for_each_count(attention, counts):
+    override, call = attention.make_override(every_device=True), tensors()
+    compiled = torch.compile(lambda q, k, v: override(refuses, q, k, v, 2), backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = [compiled(*call) for _ in range(3)]
+    torch.testing.assert_close(found[2], override(refuses, *call, 2))
+    assert counts == {"ran": 1}
+
+
+def test_without_volta_fa_one_message_and_no_node():
+    code = 'import sys; sys.modules["volta_fa"] = None\n' + "\n".join(line.strip() for line in LOAD.strip().splitlines())
+    ran = run_process(code + "\nassert module.NODE_CLASS_MAPPINGS == module.NODE_DISPLAY_NAME_MAPPINGS == {}")
+    (message,) = ran.stderr.strip().splitlines()
+    assert message.startswith("ERROR volta_fa: no nodes, because volta_fa is not installed in ") and "install its wheel" in message
+
+
+def test_the_package_registers_its_node_and_enables_sdpa(monkeypatch):
+    code = (
+        LOAD
+        + """
+    import json, volta_fa
+    node = module.NODE_CLASS_MAPPINGS["VoltaAttention"]
+    assert set(module.NODE_CLASS_MAPPINGS) == set(module.NODE_DISPLAY_NAME_MAPPINGS) == {"VoltaAttention"}
+    assert set(node.INPUT_TYPES()["required"]) == {"model"} and callable(getattr(node, node.FUNCTION))
+    import torch
+    q = torch.randn(1, 2, 16, 8)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    print(volta_fa.sdpa_stats()["ran"])
+    """
+    )
+    assert run_python(code, VOLTA_FA_ENABLE_SDPA="cpu") == "1"
+    assert run_python(code, VOLTA_FA_ENABLE_SDPA="0") == "0"
+    if not torch.cuda.is_available():  # no error, a line instead
+        monkeypatch.delenv("VOLTA_FA_ENABLE_SDPA", raising=False)
+        assert "INFO volta_fa.enable_sdpa: this library has kernels for" in run_process(code).stderr
+
+
+def test_the_log_line_of_a_run():
+    code = (
+        LOAD
+        + """
+    node, attention = sys.modules[name + ".node"], sys.modules[name + ".attention"]
+    attention.counts.update(ran=5)
+    import torch
+    def sample(x, y):
+        attention.counts.update({"ran": 2, "float32": 1})
+        q = torch.randn(1, 2, 16, 8)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        return x + y
+    assert node._log_counts(sample, 1, y=2) == node._log_counts(sample, 1, y=2) == 3
+    """
+    )
+    lines = [line for line in run_process(code, VOLTA_FA_ENABLE_SDPA="cpu").stderr.splitlines() if "attention calls" in line]
+    run = "INFO volta_fa: attention calls of this run: 2 ran on volta_fa, 1 fell back (float32: 1)"
+    assert lines == [run + "; of scaled_dot_product_attention since the last line: 1 ran on volta_fa, 0 fell back"] * 2
+
+
+def test_the_registry_reads_its_version():
+    text = (PACKAGE / "pyproject.toml").read_text()
+    assert f'version = "{volta_fa.__version__}"' in text and "[tool.comfy]" in text
+
+
+@pytest.mark.skipif("VOLTA_FA_TEST_COMFYUI" not in os.environ, reason="VOLTA_FA_TEST_COMFYUI names no folder of ComfyUI")
+def test_comfyuis_own_models():
+    command = [sys.executable, str(REPOSITORY / "tools" / "doors" / "comfyui.py"), os.environ["VOLTA_FA_TEST_COMFYUI"]]
+    environment = {**os.environ, "PYTHONPATH": str(Path(volta_fa.__file__).parents[1])}
+    ran = subprocess.run([*command, "--models", "flux,flux-mask,dtypes", "--starts", "pytorch,flash"], env=environment, text=True)
+    assert ran.returncode == 0

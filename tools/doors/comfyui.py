@@ -1,0 +1,551 @@
+"""Runs ComfyUI's models through volta_fa and compares images, time and memory with ComfyUI's own attention.
+
+    python tools/doors/comfyui.py COMFYUI_FOLDER [--device cpu|cuda] [--models sdxl,flux,...] [--json FILE]
+
+COMFYUI_FOLDER has ComfyUI's source; this Python has its requirements. The models are ComfyUI's classes with random weights, sampled by
+ComfyUI's KSampler: whole SDXL and Flux on a GPU, small ones on the CPU. Each way to start ComfyUI is a process of its own:
+
+    pytorch     its scaled_dot_product_attention, then that with enable_sdpa(), then the node of integrations/comfyui
+    flash       --use-flash-attention, with volta_fa's flash_attn package
+    split, quad --use-split-cross-attention, --use-quad-cross-attention
+
+Errors are those of the latents from ComfyUI's own fp32 model with equal weights. For each distinct shape of an attention call, `attention`
+has the worst ratio of the node's error to that of ComfyUI's fp16 attention, both against fp64. The rule is 2 for both.
+The exit status is 1 if a path breaks the rule, fails, or runs no call on volta_fa where it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FLAGS = {
+    "pytorch": ["--use-pytorch-cross-attention"],
+    "flash": ["--use-flash-attention"],
+    "split": ["--use-split-cross-attention"],
+    "quad": ["--use-quad-cross-attention"],
+}
+ALLOWED = 2.0
+SDXL = dict(
+    use_checkpoint=False, image_size=32, out_channels=4, in_channels=4, use_spatial_transformer=True, legacy=False,
+    num_classes="sequential", adm_in_channels=2816, use_linear_in_transformer=True, use_temporal_attention=False,
+    use_temporal_resblock=False,
+)  # fmt: skip
+SDXL_SIZES = {
+    "cuda": dict(
+        model_channels=320, channel_mult=[1, 2, 4], num_res_blocks=[2, 2, 2], transformer_depth=[0, 0, 2, 2, 10, 10],
+        transformer_depth_middle=10, transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10], context_dim=2048,
+    ),
+    "cpu": dict(
+        model_channels=64, channel_mult=[1, 2], num_res_blocks=[1, 1], transformer_depth=[0, 1], transformer_depth_middle=1,
+        transformer_depth_output=[0, 0, 1, 1], context_dim=64,
+    ),
+}  # fmt: skip
+FLUX = dict(
+    image_model="flux", in_channels=16, out_channels=16, mlp_ratio=4.0, axes_dim=[16, 56, 56], theta=10000, patch_size=2, qkv_bias=True,
+    guidance_embed=True, txt_ids_dims=[],
+)  # fmt: skip
+FLUX_SIZES = {
+    "cuda": dict(hidden_size=3072, num_heads=24, depth=19, depth_single_blocks=38, context_in_dim=4096, vec_in_dim=768),
+    "cpu": dict(hidden_size=256, num_heads=2, depth=1, depth_single_blocks=1, context_in_dim=64, vec_in_dim=64),
+}
+#: edge of the latent, text tokens, sampling steps
+PROBLEM = {"cuda": {"sdxl": (128, 77, 4), "flux": (128, 512, 2)}, "cpu": {"sdxl": (16, 77, 2), "flux": (16, 24, 2)}}
+MODELS = ("sdxl", "flux", "flux-mask", "dtypes", "clip", "vae")
+
+
+# ---- one process: one way to start ComfyUI -----------------------------------------------------------------------
+
+
+def build(name, dtype, device):
+    """Returns a model of ComfyUI with random weights, equal for each dtype but for rounding, in a ModelPatcher."""
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    kind = name.split("-")[0]
+    config = comfy.supported_models.SDXL if kind == "sdxl" else comfy.supported_models.Flux
+    size = "cpu" if name.endswith("-small") else device
+    sizes = {**SDXL, **SDXL_SIZES[size]} if kind == "sdxl" else {**FLUX, **FLUX_SIZES[size]}
+    config = config(sizes)
+    config.set_inference_dtype(dtype, None)
+    place = comfy.model_management.get_torch_device()
+    model = config.get_model({}, device=place)
+    randomize(model.diffusion_model, device)
+    model.to(place)
+    return comfy.model_patcher.ModelPatcher(model, load_device=place, offload_device=place)
+
+
+def randomize(module, device):
+    """Gives all weights random values that fp16 has, and attention scores a spread of a few units."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    for name, weight in module.named_parameters():
+        if weight.ndim < 2:  # of a norm, or a bias
+            value = torch.full_like(weight, float(name.endswith(("weight", "scale"))))
+        else:
+            fan_in = weight[0].numel()
+            gain = 2.0 if name.endswith(("to_q.weight", "to_k.weight")) else 1.0
+            value = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float16) * (gain * fan_in**-0.5)
+        weight.data.copy_(value)
+
+
+def sample(patcher, name, device, steps=None):
+    """Returns the latents that ComfyUI's KSampler makes."""
+    import comfy.sample
+    import torch
+
+    kind = name.split("-")[0]
+    size = "cpu" if name.endswith("-small") else device
+    edge, tokens, default_steps = PROBLEM[size][kind]
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    channels, width, pooled = (
+        (4, SDXL_SIZES[size]["context_dim"], 1280) if kind == "sdxl" else (16, FLUX_SIZES[size]["context_in_dim"], 768)
+    )
+    options = {"pooled_output": randn(1, FLUX_SIZES[size]["vec_in_dim"] if kind == "flux" else pooled)}
+    if name == "flux-mask":  # as a style model sets it: an additive mask over text and image tokens
+        total = tokens + (edge // 2) ** 2
+        mask = torch.zeros(1, total, total)
+        mask[:, tokens:, :tokens] = -1.5
+        mask[:, :, 3:7] = -torch.inf
+        options |= {"attention_mask": mask, "attention_mask_img_shape": (edge // 2, edge // 2)}
+    positive, negative = [[randn(1, tokens, width), dict(options)]], [[randn(1, tokens, width), dict(options)]]
+    noise, latent = randn(1, channels, edge, edge), torch.zeros(1, channels, edge, edge)
+    cfg, scheduler = (5.0, "normal") if kind == "sdxl" else (1.0, "simple")
+    return comfy.sample.sample(
+        patcher, noise, steps or default_steps, cfg, "euler", scheduler, positive, negative, latent, disable_pbar=True, seed=1
+    ).float()
+
+
+def node_package():
+    """Loads integrations/comfyui as ComfyUI loads a folder of custom_nodes."""
+    folder = REPOSITORY / "integrations" / "comfyui"
+    name = str(folder).replace(".", "_x_")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name], sys.modules[name + ".attention"]
+
+
+def with_node(patcher):
+    package, _ = node_package()
+    return package.NODE_CLASS_MAPPINGS["VoltaAttention"]().apply(patcher, every_device=True)[0]
+
+
+class FlashCalls(logging.Handler):
+    """Counts the calls of flash_attn, and ComfyUI's warnings about those that failed."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.failed = 0
+        import comfy.ldm.modules.attention as attention
+
+        self.reasons = Counter()
+        if hasattr(attention, "flash_attn_func"):
+            function = attention.flash_attn_func
+
+            def counting(*args, **kwargs):
+                out = function(*args, **kwargs)
+                self.calls += 1
+                return out
+
+            attention.flash_attn_func = counting
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record):
+        if "Flash Attention failed" in record.getMessage():
+            self.reasons[record.getMessage().split(": ", 1)[1].splitlines()[0][:60]] += 1
+
+    def take(self):
+        found = Counter(ran=self.calls, **self.reasons) if self.calls or self.reasons else Counter()
+        self.calls, self.reasons = 0, Counter()
+        return found
+
+
+@contextlib.contextmanager
+def paths(worker, device):
+    """Yields the paths of this process: name, and a function from a patcher to (context, patcher, counts)."""
+    import volta_fa
+
+    def own(patcher):
+        return contextlib.nullcontext(), patcher, Counter
+
+    def through_sdpa(patcher):
+        volta_fa.sdpa_stats(reset=True)
+
+        def counts():
+            stats = volta_fa.sdpa_stats()
+            return Counter(ran=stats["ran"], **stats["fell_back"])
+
+        return volta_fa.sdpa_enabled(device, force=True), patcher, counts
+
+    def through_node(patcher):
+        _, attention = node_package()
+        attention.counts.clear()
+        return contextlib.nullcontext(), with_node(patcher), attention.counts.copy
+
+    def simulated(patcher):
+        _, attention = node_package()
+        attention.counts.clear()
+        return environment(VOLTA_FA_SIMULATE="1"), with_node(patcher), attention.counts.copy
+
+    if worker == "pytorch":
+        found = {"SDPA": own, "enable_sdpa": through_sdpa, "node": through_node}
+        if device == "cuda":
+            found = {"SDPA": own, "SDPA, mem-efficient": lambda p: (memory_efficient(), p, Counter), **found}
+        else:
+            found["node, simulated V100"] = simulated
+        yield found
+    elif worker == "flash":
+        calls = FlashCalls()
+        yield {"--use-flash-attention": lambda p: (contextlib.nullcontext(), p, calls.take)}
+    else:
+        yield {"split attention" if worker == "split" else "sub-quadratic attention": own}
+
+
+@contextlib.contextmanager
+def environment(**variables):
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def memory_efficient():
+    """The attention of PyTorch that Volta and Turing have."""
+    import comfy.ops
+    from torch.nn.attention import SDPBackend
+
+    before = comfy.ops.SDPA_BACKEND_PRIORITY
+    comfy.ops.SDPA_BACKEND_PRIORITY = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    try:
+        yield
+    finally:
+        comfy.ops.SDPA_BACKEND_PRIORITY = before
+
+
+def measure(patcher, name, device, path, reference):
+    """Samples with one path. Returns its row."""
+    import torch
+
+    context, patcher, counts = path(patcher)
+    row = {}
+    with context:
+        if device == "cuda":
+            sample(patcher, name, device)  # compiles, and fills caches
+            counts()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        before = counts()
+        start = time.perf_counter()
+        latents = sample(patcher, name, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            row["memory_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        steps = PROBLEM["cpu" if name.endswith("-small") else device][name.split("-")[0]][2]
+        row["seconds_per_step"] = (time.perf_counter() - start) / steps
+        row["calls"] = dict(counts() - before)
+    row["finite"] = bool(latents.isfinite().all())
+    row["error"] = (latents - reference).abs().max().item()
+    row["largest"] = reference.abs().max().item()
+    return row
+
+
+def attention_errors(patcher, name, device):
+    """Samples one step through the node and returns, by kind of call, both errors against fp64 and the worst ratio."""
+    import torch
+    import torch.nn.functional as F
+
+    _, attention = node_package()
+    override = attention.make_override(every_device=True)
+    seen = {}
+
+    def both(func, q, k, v, heads, *args, **kwargs):
+        out = override(func, q, k, v, heads, *args, **kwargs)
+        mask = kwargs.get("mask", args[0] if args else None)
+        kind = f"{tuple(q.shape)} {tuple(k.shape)} heads {heads}" + (f" mask {tuple(mask.shape)}" if mask is not None else "")
+        if kind not in seen:
+            own = func(q, k, v, heads, *args, **kwargs)
+            views, reason = attention._views(q, k, v, heads, kwargs.get("skip_reshape", False), bool(kwargs.get("enable_gqa")))
+            assert not reason, reason
+            bias = None if mask is None else attention._rank_4(mask)
+            exact = torch.empty(views[0].transpose(1, 2).shape, dtype=torch.float64, device=q.device)
+            for h in range(heads):  # one head at a time, because fp64 scores of all are large
+                one = [t[:, :, h : h + 1].transpose(1, 2).double() for t in views]
+                part = None if bias is None else bias if bias.dtype == torch.bool else bias.double()
+                exact[:, h : h + 1] = F.scaled_dot_product_attention(*one, attn_mask=part)
+            exact = exact if kwargs.get("skip_output_reshape") else exact.transpose(1, 2).flatten(2)
+            errors = [(found.double() - exact).abs().max().item() for found in (out, own)]
+            seen[kind] = {"volta_fa": errors[0], "own": errors[1], "ratio": errors[0] / errors[1] if errors[1] else float(errors[0] > 0)}
+        return out
+
+    patcher = patcher.clone()
+    patcher.model_options.setdefault("transformer_options", {})["optimized_attention_override"] = both
+    sample(patcher, name, device, steps=1)
+    return seen
+
+
+def dtypes(device):
+    """Samples a small fp32 and a small bf16 model through the node: every call falls back, and nothing changes."""
+    import torch
+
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        patcher = build("sdxl-small", dtype, device)
+        expected = sample(patcher, "sdxl-small", device)
+        _, attention = node_package()
+        attention.counts.clear()
+        found = sample(with_node(patcher), "sdxl-small", device)
+        label = f"SDXL, small, {str(dtype).removeprefix('torch.')}"
+        calls = dict(attention.counts)
+        problem = None if calls and not calls.get("ran") and torch.equal(found, expected) else f"expected ComfyUI's own result: {calls}"
+        rows.append({"model": label, "path": "node", "calls": calls, "problem": problem})
+    return rows
+
+
+def around(name, device):
+    """Runs what ignores overrides, CLIP or the VAE's decoder in fp16, with enable_sdpa and without it."""
+    import comfy.ops
+    import torch
+
+    import volta_fa
+
+    if name == "clip":
+        import comfy.sd1_clip
+
+        model = comfy.sd1_clip.SDClipModel(device=device, dtype=torch.float16)
+        randomize(model.transformer, device)
+
+        def run():
+            return model([[49406, *range(400, 475), 49407]])[0]
+    else:
+        from comfy.ldm.models.autoencoder import AutoencoderKL
+
+        # one head of 512 in both
+        multipliers = [1, 2, 4, 4] if device == "cuda" else [1, 4]
+        config = dict(z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=multipliers, num_res_blocks=1)
+        config |= dict(double_z=True, attn_resolutions=[], dropout=0.0)
+        model = AutoencoderKL(ddconfig=config, embed_dim=4).to(device, torch.float16)
+        randomize(model, device)
+        latent = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
+
+        def run():
+            return model.decode(latent)
+
+    with torch.no_grad():
+        expected = run().float()
+        volta_fa.sdpa_stats(reset=True)
+        with volta_fa.sdpa_enabled(device, force=True):
+            found = run().float()
+    stats = volta_fa.sdpa_stats()
+    return [
+        {
+            "model": {"clip": "CLIP-L text encoder", "vae": "VAE decoder, fp16"}[name],
+            "path": "enable_sdpa",
+            "calls": {"ran": stats["ran"], **stats["fell_back"]},
+            "difference": (found - expected).abs().max().item(),
+            "largest": expected.abs().max().item(),
+        }
+    ]
+
+
+def run_worker(worker, folder, device, models, shared, result):
+    """Runs the paths of one process and writes their rows."""
+    sys.path[:0] = [folder]
+    sys.argv = ["main.py", *FLAGS[worker], "--disable-xformers", *(["--cpu"] if device == "cpu" else [])]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    os.environ["VOLTA_FA_ENABLE_SDPA"] = "0"  # here, each path switches for itself
+    import volta_fa
+
+    if worker == "flash":
+        volta_fa.install_flash_attn_shim()
+    import comfy.ldm.modules.attention
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    rows = []
+
+    def save():
+        Path(result).write_text(json.dumps({"attention": comfy.ldm.modules.attention.optimized_attention.__name__, "rows": rows}))
+
+    def attempt(label, path, function):
+        try:
+            rows.extend(function())
+        except Exception:
+            rows.append({"model": label, "path": path, "problem": traceback.format_exc()})
+        save()
+
+    def references(kind, names):
+        """fp32 latents, from one process for all."""
+        if worker == "pytorch":
+            exact = build(kind, torch.float32, device)
+            for name in names:
+                torch.save(sample(exact, name, device), Path(shared, f"{name}.pt"))
+        return []
+
+    def compare(kind, names):
+        attempt(kind, "fp32", lambda: references(kind, names))
+        release()
+        patcher = build(kind, torch.float16, device)
+        for name in names:
+            reference = torch.load(Path(shared, f"{name}.pt"))
+            errors = {}
+            if worker == "pytorch":
+                attempt(name, "attention", lambda: errors.update(attention_errors(patcher, name, device)) or [])
+            for label, path in found.items():
+                if name == "flux-mask" and worker in ("split", "quad"):
+                    continue
+                attempt(name, label, lambda: [{"model": name, "path": label, **measure(patcher, name, device, path, reference)}])
+                if label == "node" and errors:
+                    rows[-1]["attention"] = errors
+        return []
+
+    with torch.inference_mode(), paths(worker, device) as found:
+        for kind in ("sdxl", "flux"):
+            names = [name for name in models if name.startswith(kind)]
+            if names:
+                attempt(kind, worker, lambda: compare(kind, names))
+                release()
+        for name in models if worker == "pytorch" else []:
+            if name == "dtypes":
+                attempt(name, "node", lambda: dtypes(device))
+            elif name in ("clip", "vae"):
+                attempt(name, "enable_sdpa", lambda: around(name, device))
+    save()
+
+
+def release():
+    import comfy.model_management
+    import torch
+
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- all processes, the table and the verdict --------------------------------------------------------------------
+
+
+def judge(rows):
+    """Adds to each row the ratio of its error to that of SDPA, and `problem` where it breaks the rule."""
+    own = {row["model"]: row["error"] for row in rows if row["path"] == "SDPA" and "error" in row}
+    for row in rows:
+        if row.get("problem"):
+            continue
+        uses_volta_fa = row["path"].startswith(("enable_sdpa", "node", "--use-flash-attention"))
+        if "error" in row:
+            row["ratio"] = row["error"] / own[row["model"]] if own.get(row["model"]) else float("nan")
+            if uses_volta_fa and not (row["finite"] and row["ratio"] <= ALLOWED):
+                row["problem"] = f"error {row['error']:.3g} is {row['ratio']:.2f} times that of SDPA"
+            masked_flash = row["model"] == "flux-mask" and row["path"].startswith("--use")  # ComfyUI passes no mask to flash-attn
+            if uses_volta_fa and not row["calls"].get("ran") and not masked_flash:
+                row["problem"] = f"no call ran on volta_fa: {row['calls']}"
+        if "difference" in row:
+            allowed = row["largest"] * 2**-8 if row["calls"].get("ran") else 0.0
+            if not row["difference"] <= allowed:
+                row["problem"] = f"differs by {row['difference']:.3g} from ComfyUI's own result, allowed {allowed:.3g}"
+        worst = max((e["ratio"] for e in row.get("attention", {}).values()), default=None)
+        if worst is not None and not worst <= ALLOWED:
+            row["problem"] = f"attention: error {worst:.2f} times that of ComfyUI's"
+
+
+def table(rows):
+    """Returns the rows as text."""
+    lines = [
+        f"{'model':22} {'path':24} {'volta_fa':>8} {'fell back':>9} {'error':>9} {'ratio':>6} {'attention':>9} {'ms/step':>9} {'MiB':>7}"
+    ]
+    for row in rows:
+        calls = dict(row.get("calls", {}))
+        ran = calls.pop("ran", 0)
+        worst = max((e["ratio"] for e in row.get("attention", {}).values()), default=None)
+        step = row.get("seconds_per_step")
+        cells = [
+            (row.get("error", row.get("difference")), "9.2e"),
+            (row.get("ratio"), "6.2f"),
+            (worst, "9.2f"),
+            (None if step is None else step * 1e3, "9.1f"),
+            (row.get("memory_mib"), "7.0f"),
+        ]
+        text = [" " * int(form.split(".")[0]) if value is None else format(value, form) for value, form in cells]
+        line = " ".join([f"{row['model']:22} {row['path']:24} {ran:8} {sum(calls.values()):9}", *text])
+        notes = [f"{reason}: {n}" for reason, n in calls.items()]
+        if row.get("problem"):
+            notes.append("PROBLEM: " + row["problem"].strip().splitlines()[-1])
+        lines.append("  ".join([line, *notes]))
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="ComfyUI's source")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: " + ", ".join(MODELS))
+    parser.add_argument("--starts", default=",".join(FLAGS), help="comma-separated: " + ", ".join(FLAGS))
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for each way to start ComfyUI")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--worker", nargs=3, metavar=("START", "SHARED", "RESULT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    models = args.models.split(",")
+    if not args.starts.startswith("pytorch") or not set(models) <= set(MODELS) or not set(args.starts.split(",")) <= set(FLAGS):
+        parser.error("--starts begins with pytorch, which makes the fp32 results, and names are as listed")
+    if args.worker:
+        worker, shared, result = args.worker
+        run_worker(worker, args.folder, args.device, models, shared, result)
+        return 0
+    rows = []
+    with tempfile.TemporaryDirectory() as shared:
+        for worker in args.starts.split(","):
+            result = Path(shared, f"{worker}.json")
+            start = time.perf_counter()
+            command = [sys.executable, __file__, args.folder, "--device", args.device, "--models", args.models]
+            problem = ""
+            try:
+                command += ["--worker", worker, shared, str(result)]
+                ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=args.limit)
+                if ran.returncode:
+                    problem = f"exit status {ran.returncode}: {ran.stderr[-3000:]}"
+            except subprocess.TimeoutExpired:
+                problem = f"not ready after {args.limit:.0f} s"
+            found = json.loads(result.read_text()) if result.exists() else {"attention": "?", "rows": []}
+            print(f"{worker}: {found['attention']}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
+            rows += found["rows"]
+            if problem:
+                rows.append({"model": "", "path": worker, "problem": problem})
+    judge(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    print(table(rows))
+    problems = [row for row in rows if row.get("problem")]
+    for row in problems:
+        print(f"\n{row['model']}, {row['path']}: {row['problem'].strip()}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
