@@ -1,6 +1,7 @@
 //! The backward kernels. docs/design/turing-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Variant, TURING};
+use super::super::variants::{Feature, FeatureSet, Pass, Variant};
+use super::family::TURING;
 
 const SINGLE_ROLE: &str = "turing/backward/single_role.cu";
 

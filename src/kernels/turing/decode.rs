@@ -4,8 +4,9 @@
 //! have two warps. At headdim 256, warps beside each other take more than eight rows. Four beside each other share what
 //! they load, and with 64 rows store half of their results at a time.
 
-use super::shared::{self, DecodeTile};
-use super::{CacheFormat, Variant, TURING};
+use super::super::shared::{self, DecodeTile};
+use super::super::variants::{CacheFormat, Variant};
+use super::family::TURING;
 
 const TILES: [DecodeTile; 12] = [
     (64, [8, 8], 128, 4),

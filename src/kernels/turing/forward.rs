@@ -1,7 +1,8 @@
 //! The forward kernels and the reasons for their tiles. docs/design/turing-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, TURING};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::TURING;
 
 /// `turing/forward/pipelined`: steps of 16 keys through a ring of 4 or 8 slots. `warp_rows` is 16, 32 or 48: one fragment
 /// of K or V serves all rows of a warp, and shared memory is half as fast as Volta's.

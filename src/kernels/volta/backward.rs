@@ -1,6 +1,7 @@
 //! The backward kernels. docs/design/volta-backward.md derives the shapes. A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, VOLTA};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::VOLTA;
 
 const SINGLE_ROLE: &str = "volta/backward/single_role.cu";
 

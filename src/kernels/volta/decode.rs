@@ -1,7 +1,9 @@
 //! The decode kernels: few queries a sequence over a KV cache.
 
-use super::shared::{self, DecodeTile};
-use super::{CacheFormat, Pass, Variant, FORMATS, VOLTA};
+use super::super::formats::FORMATS;
+use super::super::shared::{self, DecodeTile};
+use super::super::variants::{CacheFormat, Pass, Variant};
+use super::family::VOLTA;
 
 /// Up to 16 rows are one warp's, if its registers hold them: at headdim 256 they hold 16, with keys, values and half of
 /// the queries in shared memory.

@@ -1,7 +1,8 @@
 //! The forward kernels and the reasons for their tiles. docs/design/volta-forward.md has figures and what else was tried.
 //! A thread can have 255 registers.
 
-use super::{Feature, FeatureSet, Pass, Size, Variant, VOLTA};
+use super::super::variants::{Feature, FeatureSet, Pass, Size, Variant};
+use super::family::VOLTA;
 
 const REGISTER_Q: &str = "volta/forward/register_q.cu";
 

@@ -1,9 +1,9 @@
 //! Computes attention chunk by chunk, for problems that ATen's flash operator does not cover.
 
-use super::chunk::{chunks, heads_per_group, window_offsets};
+use super::chunk::{chunks, heads_per_group, window_offsets, Chunk};
 use super::layout::{compute_kind, from_groups, lse_from_rows, rows_from_lse, to_groups};
+use super::part::{Part, Sums};
 use super::scores::{bias_of_group, dropout_factors, group_of, has_derivative, modify, multiply_derivative};
-use super::{Chunk, Part, Sums};
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 

@@ -5,8 +5,8 @@
 
 use super::chunk::{heads_per_group, window_offsets};
 use super::layout::{compute_kind, narrow};
+use super::part::Part;
 use super::scores::{alibi_bias, has_derivative, LOWEST_SCORE};
-use super::Part;
 use crate::error::Result;
 use tch::{Device, Kind, Tensor};
 

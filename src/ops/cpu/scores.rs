@@ -1,7 +1,7 @@
 //! Modifiers of a chunk's scores between the two matrix products: softcap, ALiBi, bias, dropout.
 
-use super::chunk::heads_per_group;
-use super::{Chunk, Part};
+use super::chunk::{heads_per_group, Chunk};
+use super::part::Part;
 use crate::error::Result;
 use crate::ops::dropout;
 use crate::problem::Attention;
