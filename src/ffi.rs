@@ -42,7 +42,7 @@ pub struct BackwardArgs {
     pub out: *mut c_void,
     /// Result of the forward call.
     pub softmax_lse: *mut c_void,
-    /// Whether to compute dattn_bias; rejected without a bias and for a bool bias.
+    /// True to compute dattn_bias; rejected without a bias and for a bool bias.
     pub attn_bias_requires_grad: bool,
 }
 

@@ -261,7 +261,7 @@ pub struct PlanArgs {
     pub headdim: i64,
     /// Columns of v and out.
     pub headdim_v: i64,
-    /// Whether the mask is causal; there are no other windows here.
+    /// True: the mask is causal; false: there is none.
     pub is_causal: bool,
     /// Streaming multiprocessors of the device.
     pub sms: i64,
@@ -271,7 +271,7 @@ pub struct PlanArgs {
     pub capability_minor: i64,
     /// Dynamic shared memory that a block may opt in to, bytes.
     pub shared_bytes_per_block: i64,
-    /// Whether to plan a deterministic backward pass.
+    /// True to plan a deterministic backward pass.
     pub deterministic: bool,
     /// Features of the problem, with the names in `_info()`, separated by commas.
     pub needs: *const c_char,

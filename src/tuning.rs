@@ -46,7 +46,7 @@ pub struct Shape {
     pub seqlen_k: i64,
     /// Queries of all heads and entries, because they decide the number of blocks.
     pub rows: i64,
-    /// Whether the mask is causal (true) or absent (false); None: another window.
+    /// True: the mask is causal; false: there is none; None: another window.
     pub is_causal: Option<bool>,
     /// Format of the KV cache; Unquantized without a cache.
     pub cache: CacheFormat,
@@ -124,7 +124,7 @@ impl Class {
     }
 }
 
-/// What a choice selects for its class of shapes.
+/// Selection of a choice for its class of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Take {
     Kernel(&'static Variant),

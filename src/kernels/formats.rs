@@ -5,7 +5,7 @@
 
 use crate::params::CacheFormat;
 
-/// What shares one scale in a quantized cache.
+/// Granularity of the scales of a quantized cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleGranularity {
     /// no scale
@@ -29,13 +29,13 @@ pub struct FormatInfo {
     pub dtype: &'static str,
     /// bits of a column
     pub bits: u32,
-    /// what shares a scale
+    /// granularity of its scales
     pub scale: ScaleGranularity,
-    /// whether each scale has a zero point too
+    /// true if each scale has a zero point too
     pub has_zero_point: bool,
     /// the largest number that a code stands for before it is scaled; 0 where there are no codes
     pub max_code: f32,
-    /// whether latents (`volta_fa::fwd_mla`) can have this format
+    /// true if latents (`volta_fa::fwd_mla`) can have this format
     pub of_latents: bool,
 }
 
@@ -71,7 +71,7 @@ const _: () = {
 };
 
 impl FormatInfo {
-    /// Columns of one element of a quantized cache's tensor, which has whole bytes.
+    /// Returns the columns of one element of a quantized cache's tensor, which has whole bytes.
     pub const fn columns(&self) -> i64 {
         if self.bits < 8 {
             8 / self.bits as i64
@@ -98,17 +98,17 @@ impl CacheFormat {
         &FORMATS[self as usize]
     }
 
-    /// Its name, as `kv_dtype` has it in Python.
+    /// Returns its name, as `kv_dtype` has it in Python.
     pub const fn name(self) -> &'static str {
         self.info().name
     }
 
-    /// Whether its elements are codes that a scale belongs to.
+    /// Returns true if its elements are codes that a scale belongs to.
     pub const fn is_quantized(self) -> bool {
         self.info().max_code > 0.0
     }
 
-    /// The formats whose elements are codes.
+    /// Returns the formats whose elements are codes.
     pub fn quantized() -> impl Iterator<Item = CacheFormat> {
         FORMATS.iter().map(|row| row.format).filter(|format| format.is_quantized())
     }

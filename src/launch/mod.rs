@@ -20,7 +20,7 @@ pub struct MemoryRange {
     pub ptr: *mut u8,
     /// Size; 0 for a tensor without elements.
     pub bytes: usize,
-    /// Whether kernels write it: outputs, accumulators and scratch.
+    /// True if kernels write it: outputs, accumulators and scratch.
     pub writable: bool,
 }
 

@@ -67,7 +67,7 @@ fn number<T: std::str::FromStr>(name: &str, default: T) -> Result<T> {
 }
 
 impl Simulator {
-    /// What the environment asks for; `None` where it does not ask for the simulator.
+    /// Returns the simulator that the environment requests; None: it requests none.
     ///
     /// # Errors
     /// A variable that cannot be understood.
@@ -118,7 +118,7 @@ pub fn tuning() -> Result<&'static DeviceTuning> {
     stood_for()?.tuning()
 }
 
-/// What plans of simulated calls rely on, likewise.
+/// Returns the limits of that GPU, which plans of simulated calls rely on.
 ///
 /// # Errors
 /// A variable that cannot be understood.

@@ -1,11 +1,11 @@
-//! What a problem asks for beyond the window, and the rules of its numbers.
+//! Features that a problem requests beyond scale and window, and the rules of their numbers.
 
 use super::tensor::DType;
 use super::Options;
 use crate::error::{Error, Result};
 use crate::limits::SOFTCAPS;
 
-/// Features beyond the window. They decide which kernels are applicable.
+/// Features beyond scale and window. They decide which kernels are applicable.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RequestedFeatures {
     /// Scores x become softcap * tanh(x / softcap); 0: off.
@@ -25,7 +25,7 @@ pub struct RequestedFeatures {
 }
 
 impl RequestedFeatures {
-    /// Checks the numbers of a call and returns what it requests.
+    /// Checks the numbers of a call and returns its features.
     pub(super) fn of(o: &Options) -> Result<RequestedFeatures> {
         if !(0.0..1.0).contains(&o.dropout_p) {
             return Err(Error::value("dropout_p", o.dropout_p, "a probability in [0, 1)"));

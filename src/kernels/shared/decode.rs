@@ -1,4 +1,4 @@
-//! What the families' decode kernels have in common: tiles and shared memory. docs/design/decode.md has what was tried.
+//! Rows of decode kernels: tiles and shared memory, which families share. docs/design/decode.md lists experiments.
 //!
 //! `block_rows` are queries of all heads of a KV head, `step` those of one warp. Warps beside each other take the same
 //! tokens for other rows: of two the second finds the bytes in L1, four share what each loads

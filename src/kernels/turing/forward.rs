@@ -103,8 +103,8 @@ pub fn forward_rows() -> impl Iterator<Item = Variant> {
         .chain(PLAIN.into_iter().filter(is_large).map(generic))
 }
 
-/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, to the next of which others
-/// are padded: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
+/// Kernels of a KV cache: the same with rows through a block table. They have three headdims, and
+/// other headdims are padded to the next: chunks of prompts run here, not training. Chunks have few rows, so small blocks matter.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     use Size::*;
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };

@@ -67,7 +67,7 @@ pub fn decode_rows() -> impl Iterator<Item = Variant> {
 type MlaTile = ([u32; 2], u32, u32);
 const MLA_TILES: [MlaTile; 2] = [([32, 32], 256, 1), ([64, 32], 256, 1)];
 
-/// Returns a kernel over latents of 576 columns, of which the first 512 are the values (csrc/volta/decode/mla.cuh). All
+/// Returns a kernel over latents of 576 columns. The first 512 are the values (csrc/volta/decode/mla.cuh). All
 /// warps of a block have the same tokens: four share the columns, more than four the rows too.
 fn mla(format: CacheFormat, ([block_rows, step], threads, blocks_per_sm): MlaTile) -> Variant {
     let warps = threads / 32;

@@ -125,8 +125,8 @@ pub fn stream_k_rows() -> impl Iterator<Item = Variant> {
         .map(stream_k)
 }
 
-/// Kernels of a KV cache: the same tiles, with rows through a block table. They have three headdims, to the next of which
-/// others are padded: chunks of prompts run here, not training.
+/// Kernels of a KV cache: the same tiles, with rows through a block table. They have three headdims, and
+/// other headdims are padded to the next: chunks of prompts run here, not training.
 pub fn prefill_rows() -> impl Iterator<Item = Variant> {
     let paged = |row: Variant| Variant { pass: Pass::Prefill, ..row };
     let rows = [PLAIN_64, PLAIN_128, PLAIN_256];
