@@ -496,6 +496,7 @@ def test_a_kernel_that_another_took_down_is_right(tmp_path):
     """(Under MPS a fault is one of all processes, and on a busy GPU a kernel may be late.) It fails if it is lost alone too."""
     [result] = isolation.check_isolated(CPU, kernels_named("dies once", folder=tmp_path), 0, True, math.inf, 1, troubled, unloaded)
     assert result.kernel == "dies once" and result.passed
+    assert result.note == "lost its process once, and not when it ran alone: the process died (check)"
 
 
 def test_loading_does_not_count(monkeypatch):

@@ -1135,7 +1135,7 @@ def test_which_devices(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"device {i}")
-    monkeypatch.setattr("volta_fa.integrations.sdpa.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
+    monkeypatch.setattr("volta_fa.integrations.devices.info", lambda: {"families": [{"name": "sm_70", "sm": 70, "variants": 1}]})
     monkeypatch.setattr("volta_fa.integrations.sdpa._apply", lambda request, blocks: asked.append(sorted(request.cuda)))
     if expected is None:
         with pytest.raises(RuntimeError, match=r"kernels for sm_70, and cuda:0 is a device 0, sm_\d+"):
@@ -1149,7 +1149,7 @@ def test_which_devices(machine, monkeypatch):
 def test_a_refused_device_changes_nothing(monkeypatch):
     """The library has room for 64 devices."""
     sdpa = volta_fa.integrations.sdpa
-    monkeypatch.setattr(sdpa, "_request", lambda device, force: sdpa._Request(False, frozenset([64])))
+    monkeypatch.setattr(sdpa, "devices_of", lambda op, device, force: sdpa.Devices(False, frozenset([64])))
     with pytest.raises(ValueError, match="got CUDA device 64, expected one from 0 to 63"):
         volta_fa.enable_sdpa()
     with pytest.raises(ValueError, match="got CUDA device 64"), volta_fa.sdpa_enabled():

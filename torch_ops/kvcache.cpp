@@ -2,6 +2,7 @@
 // them. Its schema declares the writes, so functionalization and torch.compile keep the order of other reads.
 
 #include "ops.h"
+#include "registration.h"
 #include "rust.h"
 
 #include <ATen/DeviceGuard.h>
@@ -9,7 +10,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace volta_fa {
 namespace {
@@ -145,7 +145,7 @@ Result append_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
+VOLTA_FA_LIBRARY_FRAGMENT(m) {
     m.def("fwd_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, *, " VOLTA_FA_KVCACHE_OPTION_SCHEMA
           ") -> (Tensor out, Tensor softmax_lse)",
           {at::Tag::pt2_compliant_tag});
@@ -156,7 +156,7 @@ TORCH_LIBRARY_FRAGMENT(volta_fa, m) {
 }
 
 #define VOLTA_FA_KVCACHE_IMPL(key, read, append) \
-    TORCH_LIBRARY_IMPL(volta_fa, key, m) {       \
+    VOLTA_FA_LIBRARY_IMPL(key, m) {              \
         m.impl("fwd_kvcache", read);             \
         m.impl("fwd_kvcache.append", append);    \
     }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import diagnostics
-from .library import library_path, load
+from .library import load, loaded_path
 from .version import __version__
 
 
@@ -42,7 +42,7 @@ def info() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
-        "library": str(library_path()),
+        "library": loaded_path(),
         "simulator": build["simulator"],
         "cuda_driver": build["cuda_driver"],
         "devices": [_device(index) for index in range(torch.cuda.device_count())],

@@ -85,11 +85,16 @@ fn lengths(a: &Attention, values: &CacheValues, b: usize) -> Result<CachedSequen
     // most tokens that can be cached before the append
     let room = a.seqlen_k - seqlen_new;
     if !(0..=room).contains(&cached) {
-        let why = match seqlen_new {
-            0 => format!("a length from 0 to {room}"),
-            _ => format!("a length from 0 to {room}, after which {seqlen_new} more fit into {}", a.seqlen_k),
+        let room_for_new = match seqlen_new {
+            0 => String::new(),
+            _ => format!(", after which {seqlen_new} more fit into {}", a.seqlen_k),
         };
-        return Err(Error::value("cache_seqlens", format!("{cached} (sequence {b})"), why));
+        let remedy = match a.cache().map(|cache| cache.layout) {
+            Some(CacheLayout::Pages { .. }) => ": longer sequences need more columns in block_table",
+            _ => "",
+        };
+        let allowed = format!("a length from 0 to {room}{room_for_new}{remedy}");
+        return Err(Error::value("cache_seqlens", format!("{cached} (sequence {b})"), allowed));
     }
     let leftpad = value_at(&values.leftpad_k, b, 0);
     if !(0..=cached).contains(&leftpad) {

@@ -5,12 +5,14 @@
     python tools/gpu/flash_attn_tests.py FILE --device cpu --max-seqlen 300 --sample 20
     python tools/gpu/flash_attn_tests.py FILE --cases tests.txt      the cases of an earlier list of failures, one per line
 
-FILE is `tests/test_flash_attn.py` of flash-attn 2.8, from its source distribution on PyPI. It needs einops.
+FILE is `tests/test_flash_attn.py` of flash-attn 2.8, from its source distribution on PyPI, or of its main branch. It needs einops.
 FILE has hundreds of thousands of cases, so the run takes a random sample of each test, in random order.
---time-limit (seconds) ends the run between two cases. This script changes two things in FILE:
+--time-limit (seconds) ends the run between two cases. This script changes four things:
 
-- its device, with --device,
-- `normalize_flash_attn_S`: flash-attn returns unnormalized dropout probabilities by tile; here they are exact.
+- FILE's device, with --device,
+- `normalize_flash_attn_S`: flash-attn returns unnormalized dropout probabilities by tile; here they are exact,
+- where FILE expects RuntimeError, ValueError passes too: volta_fa raises it for wrong arguments,
+- lengths on a GPU are checked (VOLTA_FA_CHECK_LENGTHS=1) in tests that expect an error for wrong ones.
 
 Prints failures by message, with one case each, and exits non-zero if there were any. The tolerances are those of FILE.
 """
@@ -32,6 +34,8 @@ from pathlib import Path
 import pytest
 import torch
 
+#: Tests that expect errors for lengths in GPU memory.
+CHECKED_TESTS = "*_bounds"
 DEFAULT_TESTS = "*kvcache,*splitkv,*varlen_causal,*varlen_output"
 
 
@@ -52,7 +56,8 @@ def parse():
 
 
 def adapted(source: str, device: str) -> str:
-    """Returns FILE for a device. It uses `torch.cuda` only for memory and limits of some GPUs."""
+    """Returns FILE for a device and volta_fa's errors. It uses `torch.cuda` only for memory and limits of some GPUs."""
+    source = source.replace("pytest.raises(RuntimeError,", "pytest.raises((RuntimeError, ValueError),")
     if device != "cuda":
         source = re.sub(r"torch\.cuda\.get_device_capability\([^)]*\)", "(9, 0)", source)
         source = re.sub(r'device\s*=\s*"cuda"', f'device = "{device}"', source)
@@ -63,7 +68,7 @@ def adapted(source: str, device: str) -> str:
 def grid(function) -> list[list[tuple[tuple[str, ...], tuple]]]:
     """Returns the axes of a test: for each axis its names with each of their values."""
     axes = []
-    for mark in function.pytestmark:
+    for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
             names, values = mark.args[:2]
             names = tuple(name.strip() for name in names.split(","))
@@ -120,11 +125,16 @@ def sample(module: dict, options) -> None:
             del module[name]
             continue
         axes = grid(function)
+        if not axes:
+            if listed is not None and name not in listed:
+                del module[name]
+            continue
         count = options.sample if listed is None else sum(entry.startswith(f"{name}[") for entry in listed)
         cases = drawn(axes, count, lambda case, name=name: wanted(name, case), rng if listed is None else None)
         names = list(itertools.chain.from_iterable(axis[0][0] for axis in axes))
         function.pytestmark = []
-        rows = [tuple(case[key] for key in names) for case in cases]
+        # pytest takes a tuple of one value for the value
+        rows = [tuple(case[key] for key in names) if len(names) > 1 else case[names[0]] for case in cases]
         if rows:
             module[name] = pytest.mark.parametrize(",".join(names), rows, ids=list(map(label, cases)))(function)
         else:
@@ -147,6 +157,11 @@ class Report:
     def pytest_runtest_setup(self, item):
         if time.monotonic() > self.end:
             item.session.shouldstop = f"the time limit of {self.options.time_limit:g} s"
+        if fnmatch.fnmatch(item.originalname, CHECKED_TESTS):
+            os.environ["VOLTA_FA_CHECK_LENGTHS"] = "1"
+
+    def pytest_runtest_teardown(self):
+        os.environ.pop("VOLTA_FA_CHECK_LENGTHS", None)
 
     def pytest_runtest_logreport(self, report):
         if report.when != "call" and report.passed:
@@ -176,7 +191,7 @@ class Report:
 
 def common(tests) -> list[str]:
     """Returns the parameters that all of these cases share."""
-    shared = set.intersection(*(set(re.split(r"-(?=\w+=)", test[test.index("[") + 1 : -1])) for test in tests))
+    shared = set.intersection(*(set(re.split(r"-(?=\w+=)", test.partition("[")[2].removesuffix("]"))) for test in tests))
     return sorted(shared)
 
 

@@ -7,6 +7,7 @@ second part counts against the time of checking.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -38,10 +39,13 @@ Check = Callable[[Target, dict[str, Any], int, bool], KernelResult]
 
 def processes(target: Target, kernels: int) -> int:
     """Returns how many processes check this number of kernels: one for each core, as far as GPU memory suffices."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = torch.cuda.mem_get_info(target.device)[0] // BYTES_PER_PROCESS - 1 if target.kind == "cuda" else MAX_PROCESSES
     # starting a process takes as long as checking several kernels
-    return max(1, min(cores, free, MAX_PROCESSES, kernels // 4))
+    return max(1, min(_cores(), free, MAX_PROCESSES, kernels // 4))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_isolated(
@@ -61,16 +65,20 @@ def check_isolated(
     suspects = []
     for variant, result, lost in _run(variants, arguments, seconds, at_a_time, 1.0):
         if lost:
-            suspects.append(variant)
+            suspects.append((variant, result))
         else:
             yield result
-    for variant in suspects:
+    for variant, first in suspects:
         for _, result, _ in _run([variant], arguments, float("inf"), 1, SECOND_TRIAL):
+            if not result.failures:
+                result.note = f"lost its process once, and not when it ran alone: {first.failures[0]}"
             yield result
+            if result.inconclusive:  # the others would not fare better
+                return
 
 
 # CUDA does not survive a fork of this process. The server has no CUDA, and imports torch once for all.
-_context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+_context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
 
@@ -111,7 +119,8 @@ class _Worker:
         """Begins with another kernel."""
         self.variant = variant
         self._enter("load")
-        self.connection.send(variant)
+        with contextlib.suppress(OSError):  # the answer will say that it died
+            self.connection.send(variant)
 
     def check(self) -> None:
         """Goes on from loading to checking, as the process does by itself."""
@@ -149,7 +158,7 @@ def _run(
 ) -> Iterator[tuple[dict[str, Any], KernelResult, bool]]:
     """Yields kernels, their results, and whether they lost their process."""
     queue, workers = deque(variants), list[_Worker]()
-    threads = max(1, (os.cpu_count() or 1) // at_a_time)
+    threads = max(1, _cores() // at_a_time)
     spent, lost = 0.0, 0
 
     def goes_on() -> bool:

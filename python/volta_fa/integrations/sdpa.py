@@ -13,40 +13,23 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..errors import bad_argument
-from ..inspection import info
+from .devices import NO_DEVICES, Devices, devices_of
 
 #: Part of the key of torch.compile's caches on disk while a device is on. They identify a graph by its Python code, which does not
 #: show the switch.
 _CACHE_TAG = "volta_fa.sdpa"
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The devices that the switch or a block asks for."""
-
-    cpu: bool
-    cuda: frozenset[int]
-    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
-    on_first_use: str = ""
-
-    def __or__(self, other: _Request) -> _Request:
-        return _Request(self.cpu or other.cpu, self.cuda | other.cuda, self.on_first_use or other.on_first_use)
-
-
-_NOTHING = _Request(False, frozenset())
-
 _lock = threading.RLock()
-_switch = _NOTHING  # the devices of enable_sdpa
-_blocks: list[_Request] = []  # the devices of open `with` blocks
-_active = _NOTHING
+_switch = NO_DEVICES  # the devices of enable_sdpa
+_blocks: list[Devices] = []  # the devices of open `with` blocks
+_active = NO_DEVICES
 
 
 def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
@@ -61,26 +44,26 @@ def enable_sdpa(device: str | torch.device | int | None = None, *, force: bool =
 
     Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
     """
-    request = _request(device, force)
+    request = devices_of("enable_sdpa", device, force)
     with _lock:
         before = _switch
         _apply(request, _blocks)
         if before == request:
             warnings.warn("volta_fa.enable_sdpa: it is enabled already: nothing changed", stacklevel=2)
-        elif before != _NOTHING:
+        elif before != NO_DEVICES:
             warnings.warn("volta_fa.enable_sdpa: it was enabled for other devices, which this call replaces", stacklevel=2)
 
 
 def disable_sdpa() -> None:
     """Undoes `enable_sdpa`. Open `sdpa_enabled` blocks stay on."""
     with _lock:
-        _apply(_NOTHING, _blocks)
+        _apply(NO_DEVICES, _blocks)
 
 
 @contextmanager
 def sdpa_enabled(device: str | torch.device | int | None = None, *, force: bool = False) -> Iterator[None]:
     """Enables devices, as `enable_sdpa` does, for a `with` block, in all threads. Blocks may nest and overlap."""
-    request = _request(device, force)
+    request = devices_of("enable_sdpa", device, force)
     with _lock:
         _apply(_switch, [*_blocks, request])
     try:
@@ -110,39 +93,7 @@ def sdpa_stats(reset: bool = False) -> dict[str, Any]:
     return {"ran": ran, "traced": traced, "fell_back": {reason: n for reason, n in sorted(counts.items()) if n}}
 
 
-def _request(device: str | torch.device | int | None, force: bool) -> _Request:
-    if device is None:
-        return _Request(False, frozenset(_usable(range(torch.cuda.device_count()), force)))
-    device = torch.device(device)
-    if device.type == "cpu":
-        return _Request(True, frozenset())
-    if device.type != "cuda":
-        raise bad_argument("device", device, "a CUDA device, or cpu for tests", op="enable_sdpa")
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices", op="enable_sdpa")
-    return _Request(False, frozenset(_usable(range(count) if device.index is None else [device.index], force)))
-
-
-def _usable(indices: Iterable[int], force: bool) -> list[int]:
-    """Returns the CUDA devices that qualify. Raises RuntimeError if none does."""
-    usable, refused = [], []
-    for index in indices:
-        major, minor = torch.cuda.get_device_capability(index)
-        sm = 10 * major + minor
-        if torch.ops.volta_fa._sdpa_serves(sm, force):
-            usable.append(index)
-        else:
-            refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{sm}")
-    if not usable:
-        names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
-        found = "; ".join(refused) or "this machine has no CUDA device"
-        hint = " (force=True uses newer devices too)" if refused and not force else ' (device="cpu" tries the routing without a GPU)'
-        raise RuntimeError(f"volta_fa.enable_sdpa: this library has kernels for {names}, and {found}{hint}")
-    return usable
-
-
-def _apply(switch: _Request, blocks: list[_Request]) -> None:
+def _apply(switch: Devices, blocks: list[Devices]) -> None:
     """Configures the library, and then stores the requests: after an error of the library nothing has changed."""
     global _switch, _blocks, _active
     wanted = switch
@@ -153,7 +104,7 @@ def _apply(switch: _Request, blocks: list[_Request]) -> None:
     _switch, _blocks = switch, blocks
     if wanted != _active:
         _active = wanted
-        _forget_compiled_programs(wanted != _NOTHING)
+        _forget_compiled_programs(wanted != NO_DEVICES)
 
 
 def _forget_compiled_programs(enabled: bool) -> None:
@@ -171,6 +122,6 @@ def _read_library_state() -> None:
     """Reads the state that the library took from VOLTA_FA_ENABLE_SDPA when it was loaded."""
     global _switch, _active
     cpu, on_first_use = torch.ops.volta_fa._sdpa_from_environment()
-    _switch = _active = _Request(cpu, frozenset(), on_first_use)
-    if _active != _NOTHING:
+    _switch = _active = Devices(cpu, frozenset(), on_first_use)
+    if _active != NO_DEVICES:
         _forget_compiled_programs(enabled=True)

@@ -35,11 +35,11 @@ class _Handle:
 def _register_kernels() -> _Handle:
     library = torch.library.Library("aten", "IMPL")
     kernels: list[tuple[str, Callable[..., Any], tuple[str, ...]]] = [
-        # PyTorch has no CPU kernels for these two
+        # PyTorch has no CPU kernels for these: its scaled_dot_product_attention calls other ops there
         ("_flash_attention_forward", _forward, ("CPU", "CUDA")),
         ("_flash_attention_backward", _backward, ("CPU", "CUDA")),
-        ("_scaled_dot_product_flash_attention", _sdpa_forward, ("CUDA",)),
-        ("_scaled_dot_product_flash_attention_backward", _sdpa_backward, ("CUDA",)),
+        ("_scaled_dot_product_flash_attention", _sdpa_forward, ("CPU", "CUDA")),
+        ("_scaled_dot_product_flash_attention_backward", _sdpa_backward, ("CPU", "CUDA")),
         ("_flash_attention_forward_no_dropout_inplace", _forward_into, ("CPU", "CUDA")),
     ]
     for name, kernel, keys in kernels:

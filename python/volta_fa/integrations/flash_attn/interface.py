@@ -323,7 +323,8 @@ def flash_attn_with_kvcache(
         room = capacity - (0 if k is None or k.dim() != 4 else k.shape[1])
         if not 0 <= cache_seqlens <= room:
             why = "" if room == capacity else f": there is room for {capacity} keys, and k has {capacity - room}"
-            raise bad_argument("cache_seqlens", cache_seqlens, f"a length from 0 to {room}{why}")
+            remedy = "" if block_table is None else ": longer sequences need more columns in block_table"
+            raise bad_argument("cache_seqlens", cache_seqlens, f"a length from 0 to {room}{why}{remedy}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     out, softmax_lse = torch.ops.volta_fa.fwd_kvcache(
         _operand(q),

@@ -1,6 +1,6 @@
 """vLLM's abstract classes on `paged`: the backend that `--attention-backend CUSTOM` selects.
 
-Tested with the classes of vLLM 0.19.1 and 0.33.0. (0.19) and (0.33) mark methods that only one of them calls.
+Tested with vLLM 0.19.1, 0.20.2, 0.26.0 and 0.33.0. (0.19) marks methods that releases up to 0.26 call, (0.33) those of later ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 
 from ...errors import bad_argument
 from ...limits import MAX_HEADDIM, PAGE_SIZE_MULTIPLE
-from .paged import CACHE_DTYPES, Attention, Batch, bytes_of_a_token, check_cache_dtype, split_cache, write
+from .paged import Attention, Batch, bytes_of_a_token, cache_dtypes, check_cache_dtype, split_cache, write
 
 __all__ = ["VoltaAttentionImpl", "VoltaBackend", "VoltaMetadata", "VoltaMetadataBuilder"]
 
@@ -108,7 +108,8 @@ class VoltaBackend(AttentionBackend):
     accept_output_buffer = True
     #: bfloat16 would copy the whole cache in each step
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+    #: vLLM's cache has room for the scales of int8 if the backend can ask for it
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = cache_dtypes(beside_codes=hasattr(AttentionBackend, "customize_spec"))
     #: vLLM calls `do_kv_cache_update` for it
     forward_includes_kv_cache_update = False
 

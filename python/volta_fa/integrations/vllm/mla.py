@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MLAAttentionImpl
 
 from ...errors import bad_argument
-from . import paged
+from . import no_prefill, paged
 from .backend import VoltaBackend, VoltaMetadata, VoltaMetadataBuilder
 
 __all__ = ["VoltaMLABackend", "VoltaMLAImpl", "VoltaMLAMetadata", "VoltaMLAMetadataBuilder"]
@@ -107,11 +107,6 @@ class VoltaMLABackend(VoltaBackend):
 class VoltaMLAImpl(MLAAttentionImpl):
     """A layer's attention. vLLM calls `do_kv_cache_update`, then `forward_mqa` for all tokens."""
 
-    #: (0.33) makes vLLM's layer pass the tokens of prompts to `forward_mqa` too. Otherwise it looks for another attention for them, and
-    #: none runs on these GPUs
-    is_sparse = True
-    supports_dense_mha_prefill = False
-
     def __init__(
         self,
         num_heads: int,
@@ -146,6 +141,7 @@ class VoltaMLAImpl(MLAAttentionImpl):
                 raise bad_argument(name, value, "None in latent attention", error=NotImplementedError)
         paged.check_cache_dtype(kv_cache_dtype)
         paged.check_latents(head_size, kv_lora_rank)
+        no_prefill.select()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank

@@ -37,13 +37,22 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {name: None if ours is None else c
 SCALE_BYTES = 16
 
 
-def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
-    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+def cache_dtypes(beside_codes: bool) -> list[str]:
+    """Returns the supported values of --kv-cache-dtype.
 
     Args:
         beside_codes: whether this vLLM's cache has room for the scales of int8.
     """
-    allowed = [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+    return [name for name, dtype in CACHE_DTYPES.items() if beside_codes or dtype != torch.int8]
+
+
+def check_cache_dtype(kv_cache_dtype: str, beside_codes: bool = True) -> None:
+    """Raises NotImplementedError for an unsupported --kv-cache-dtype.
+
+    Args:
+        beside_codes: as for `cache_dtypes`.
+    """
+    allowed = cache_dtypes(beside_codes)
     if kv_cache_dtype in allowed:
         return
     why = "the operators read no others"

@@ -1,0 +1,72 @@
+"""The devices that a switch such as `enable_sdpa` asks for, and which of this machine's qualify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import bad_argument
+from ..inspection import info
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that a switch or a block asks for."""
+
+    cpu: bool
+    cuda: frozenset[int]
+    #: VOLTA_FA_ENABLE_SDPA's "1" or "force": the library decides about each CUDA device when it first sees it
+    on_first_use: str = ""
+
+    def __or__(self, other: Devices) -> Devices:
+        return Devices(self.cpu or other.cpu, self.cuda | other.cuda, self.on_first_use or other.on_first_use)
+
+    def __contains__(self, device: torch.device) -> bool:
+        """Returns True for a device of a tensor that is on. Devices that are decided on first use do not count."""
+        return self.cpu if device.type == "cpu" else device.type == "cuda" and device.index in self.cuda
+
+
+NO_DEVICES = Devices(False, frozenset())
+
+
+def devices_of(op: str, device: str | torch.device | int | None, force: bool) -> Devices:
+    """Returns the devices that qualify.
+
+    Args:
+        op: the public function that asks, for the messages.
+        device: one CUDA device, or "cpu". Default: every CUDA device with a kernel family of its own.
+        force: also use CUDA devices that are newer than every family.
+
+    Raises RuntimeError if no device qualifies, ValueError for a device that does not exist.
+    """
+    if device is None:
+        return Devices(False, frozenset(_usable(op, range(torch.cuda.device_count()), force)))
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Devices(True, frozenset())
+    if device.type != "cuda":
+        raise bad_argument("device", device, "a CUDA device, or cpu for tests", op=op)
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise bad_argument("device", device, f"one of this machine's {count} CUDA devices", op=op)
+    return Devices(False, frozenset(_usable(op, range(count) if device.index is None else [device.index], force)))
+
+
+def _usable(op: str, indices: Iterable[int], force: bool) -> list[int]:
+    """Returns the CUDA devices that qualify. Raises RuntimeError if none does."""
+    usable, refused = [], []
+    for index in indices:
+        major, minor = torch.cuda.get_device_capability(index)
+        sm = 10 * major + minor
+        if torch.ops.volta_fa._sdpa_serves(sm, force):
+            usable.append(index)
+        else:
+            refused.append(f"cuda:{index} is a {torch.cuda.get_device_name(index)}, sm_{sm}")
+    if not usable:
+        names = ", ".join(family["name"] for family in info()["families"]) or "no family: it was built without kernels"
+        found = "; ".join(refused) or "this machine has no CUDA device"
+        hint = " (force=True uses newer devices too)" if refused and not force else ' (device="cpu" tries the routing without a GPU)'
+        raise RuntimeError(f"volta_fa.{op}: this library has kernels for {names}, and {found}{hint}")
+    return usable

@@ -1,0 +1,375 @@
+"""xformers' `memory_efficient_attention` on volta_fa, for xformers 0.0.29 to 0.0.35.
+
+    import volta_fa
+
+    volta_fa.enable_xformers()
+
+`enable_xformers()` replaces `xformers.ops.fmha._memory_efficient_attention`, which `xformers.ops.memory_efficient_attention` calls;
+`disable_xformers()` puts it back. Modules that imported the public function earlier use volta_fa too. `enable_xformers` raises
+RuntimeError if the installed xformers does not fit this description.
+
+Calls without a kernel in volta_fa run xformers' own operators; `xformers_stats()` counts them by reason, and docs/guides/xformers.md
+explains the reasons. xformers' functions without autograd (`memory_efficient_attention_forward` and its relatives) are unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..limits import MAX_HEADDIM
+from .devices import NO_DEVICES, devices_of
+
+_RELEASES = "0.0.29 to 0.0.35"
+_MODULE = "xformers.ops.fmha"
+_NAME = "_memory_efficient_attention"
+_FIELDS = {"query", "key", "value", "attn_bias", "p", "scale"}
+
+_lock = threading.Lock()
+_devices = NO_DEVICES
+_original: Callable[..., Tensor] | None = None
+_counts: Counter[str] = Counter()  # of the calls that ran, and of the others by reason
+
+
+def enable_xformers(device: str | torch.device | int | None = None, *, force: bool = False) -> None:
+    """Run `xformers.ops.memory_efficient_attention` through volta_fa, forward and backward.
+
+    Calls without a kernel in volta_fa run xformers' operators; `xformers_stats()` counts both. A second call replaces the devices of
+    the first.
+
+    Args:
+        device: one CUDA device, or "cpu", to test the routing without a GPU. Default: every CUDA device with a kernel family of its own.
+        force: also use CUDA devices that are newer than every family. The kernels are correct there, but slower than xformers'.
+
+    Raises ImportError without xformers, RuntimeError if no device qualifies or this xformers has another structure, ValueError for a
+    device that does not exist.
+    """
+    global _devices, _original
+    fmha = _import_fmha()
+    wanted = devices_of("enable_xformers", device, force)
+    with _lock:
+        current = getattr(fmha, _NAME, None)
+        if current is not _attention:
+            _check_structure(fmha)
+            _original = current
+            setattr(fmha, _NAME, _attention)
+        _devices = wanted
+
+
+def disable_xformers() -> None:
+    """Undoes `enable_xformers`. Does nothing if it is off."""
+    global _devices, _original
+    with _lock:
+        _devices = NO_DEVICES
+        if _original is None:
+            return
+        fmha = importlib.import_module(_MODULE)
+        # another program may have put a function of its own around this one, which then calls the original through it
+        if getattr(fmha, _NAME, None) is _attention:
+            setattr(fmha, _NAME, _original)
+            _original = None
+
+
+def xformers_stats(reset: bool = False) -> dict[str, Any]:
+    """Returns the number of calls of `memory_efficient_attention` on enabled devices, since the start or a reset.
+
+    Keys:
+        ran: calls that volta_fa ran.
+        fell_back: calls that xformers' operators ran, by reason; docs/guides/xformers.md explains the reasons.
+
+    Compiled programs are not counted.
+
+    Args:
+        reset: set all counts to 0 afterwards.
+    """
+    counts = dict(sorted(_counts.items()))
+    if reset:
+        _counts.clear()
+    return {"ran": counts.pop("ran", 0), "fell_back": counts}
+
+
+# ---- the patch point ---------------------------------------------------------------------------------------------------
+
+
+def _import_fmha() -> ModuleType:
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise ImportError(f"volta_fa.enable_xformers: it needs xformers {_RELEASES} ({error}): run `pip install xformers`") from error
+
+
+def _check_structure(fmha: ModuleType) -> None:
+    """Raises RuntimeError unless the public function calls the function that is replaced, with the arguments of known releases."""
+    public, patched, inputs = (getattr(fmha, name, None) for name in ("memory_efficient_attention", _NAME, "Inputs"))
+    difference = ""
+    if not callable(patched) or list(inspect.signature(patched).parameters) != ["inp", "op"]:
+        difference = f"{_MODULE}.{_NAME} does not take (inp, op)"
+    elif not inspect.isfunction(public) or public.__globals__ is not vars(fmha) or _NAME not in public.__code__.co_names:
+        difference = f"memory_efficient_attention does not call {_MODULE}.{_NAME}"
+    elif not dataclasses.is_dataclass(inputs) or not {field.name for field in dataclasses.fields(inputs)} >= _FIELDS:
+        difference = f"{_MODULE}.Inputs has other fields than {', '.join(sorted(_FIELDS))}"
+    if difference:
+        version = getattr(importlib.import_module("xformers"), "__version__", "of unknown version")
+        raise RuntimeError(
+            f"volta_fa.enable_xformers: xformers: got {version}, expected {_RELEASES} ({difference}): install one of these, or use "
+            "volta_fa.enable_sdpa() and switch xformers off"
+        )
+
+
+class _Unsupported(Exception):
+    """volta_fa does not run the call. The argument is the reason for `xformers_stats`."""
+
+
+def _attention(inp: Any, op: Any = None) -> Tensor:
+    """Stands in for xformers' `_memory_efficient_attention`."""
+    original = _original
+    assert original is not None
+    if inp.query.device not in _devices:
+        return original(inp, op)
+    try:
+        if op is not None:
+            raise _Unsupported("op")
+        call = dataclasses.replace(inp)
+        try:
+            output_shape = call.normalize_bmhk()
+            call.validate_inputs()
+        except ValueError:
+            raise _Unsupported("arguments") from None
+        out = _run(call).reshape(output_shape)
+    except _Unsupported as unsupported:
+        _count(unsupported.args[0])
+        return original(inp, op)
+    _count("ran")
+    return out
+
+
+def _count(key: str) -> None:
+    if not torch.compiler.is_compiling():  # a compiled program would be compiled again at each count
+        _counts[key] += 1
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------------
+
+
+def _run(inp: Any) -> Tensor:
+    """Runs a call in (batch, seqlen, heads, headdim) or (batch, seqlen, groups, heads, headdim). Raises _Unsupported."""
+    q, k, v = inp.query, inp.key, inp.value
+    if q.dtype not in ((torch.float16, torch.bfloat16) if q.is_cuda else (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+        raise _Unsupported("dtype")
+    if getattr(inp, "output_dtype", None) not in (None, q.dtype):
+        raise _Unsupported("output_dtype")
+    if not 1 <= q.shape[-1] <= MAX_HEADDIM or not 1 <= v.shape[-1] <= MAX_HEADDIM:
+        raise _Unsupported("headdim")
+    if not inp.p < 1.0:
+        raise _Unsupported("dropout")
+    if q.ndim == 5:
+        q, (k, v) = q.flatten(2, 3), _grouped(k, v)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    options = {"softmax_scale": inp.scale, "dropout_p": inp.p}
+    # xformers computes in the dtype of its inputs
+    with torch.autocast(q.device.type, enabled=False):
+        return _RULES.get(_bias_name(inp.attn_bias), _other)(inp.attn_bias, q, k, v, options)
+
+
+def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns k and v of (batch, seqlen, groups, heads, headdim) with one head for each group where all heads are one expanded head."""
+
+    def is_expanded(t: Tensor) -> bool:
+        # a leaf's gradient has a place for each head
+        return t.shape[3] == 1 or (t.stride(3) == 0 and not (t.requires_grad and t.is_leaf))
+
+    if is_expanded(k) and is_expanded(v) and k.shape[3]:
+        return k.select(3, 0), v.select(3, 0)
+    return k.flatten(2, 3), v.flatten(2, 3)
+
+
+def _bias_name(bias: Any) -> str:
+    """Returns the name of an xformers bias's class, or of a tensor's or None's."""
+    kind = type(bias)
+    if bias is None or kind in (Tensor, torch.nn.Parameter):
+        return "Tensor" if bias is not None else "None"
+    return kind.__name__ if kind.__module__ == f"{_MODULE}.attn_bias" else ""
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    out: Tensor = torch.ops.volta_fa.fwd(q, k, v, **options)[0]
+    return out
+
+
+def _other(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    raise _Unsupported("attn_bias")
+
+
+# ---- biases of whole batches -------------------------------------------------------------------------------------------
+
+
+def _none(bias: None, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    return _fwd(q, k, v, options)
+
+
+def _tensor(bias: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    return _fwd(q, k, v, options | {"attn_bias": _checked_bias(bias, q, k)})
+
+
+def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Returns a bias of (batch, heads, seqlen_q, seqlen_k) or (batch, groups, heads, seqlen_q, seqlen_k) with four dimensions."""
+    bias = bias.flatten(1, 2) if bias.ndim == 5 else bias
+    broadcasts = bias.ndim == 4 and all(n in (1, m) for n, m in zip(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])))
+    if not broadcasts or bias.dtype not in (q.dtype, torch.float32) or bias.device != q.device:
+        raise _Unsupported("attn_bias")
+    return bias
+
+
+def _top_left(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """LowerTriangularMask: query i sees the keys j <= i. The op aligns the last query with the last key."""
+    keys = min(q.shape[1], k.shape[1])  # no query sees the others
+    return _fwd(q, k[:, :keys], v[:, :keys], options | {"window_right": q.shape[1] - keys})
+
+
+def _top_left_with_tensor(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    added = getattr(bias, "_bias", None)
+    if added is None:  # up to 0.0.31 the bias is a tensor subclass, which alone receives the gradient
+        if bias.requires_grad:
+            raise _Unsupported("gradient")
+        added = bias._subtensor
+    added = _checked_bias(added, q, k)
+    keys = min(q.shape[1], k.shape[1])
+    return _top_left(bias, q, k, v, options | {"attn_bias": added if added.shape[3] == 1 else added[..., :keys]})
+
+
+def _bottom_right(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """LowerTriangularFromBottomRightMask, also with a window."""
+    return _fwd(q, k, v, options | {"is_causal": True, "window_left": _left(bias)})
+
+
+def _local(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """LocalAttentionFromBottomRightMask."""
+    return _fwd(q, k, v, options | {"window_left": bias.window_left, "window_right": bias.window_right})
+
+
+def _left(bias: Any) -> int:
+    """Returns window_left of a bias, or -1. xformers counts the query's own position."""
+    window: int = getattr(bias, "_window_size", 0)
+    return window - 1
+
+
+# ---- biases of packed sequences ----------------------------------------------------------------------------------------
+
+
+def _blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """BlockDiagonalMask."""
+    return _packed(bias, q, k, v, options)
+
+
+def _causal_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """BlockDiagonalCausalFromBottomRightMask and BlockDiagonalCausalWithOffset... masks, also with a window."""
+    return _packed(bias, q, k, v, options | {"is_causal": True, "window_left": _left(bias)})
+
+
+def _local_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """BlockDiagonalLocalAttentionPaddedKeysMask."""
+    return _packed(bias, q, k, v, options | {"window_left": bias.window_left, "window_right": bias.window_right})
+
+
+def _top_left_blocks(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """BlockDiagonalCausalMask, also with a window: in each block query i sees the keys j <= i. The op aligns the last query of a block
+    with its last key."""
+    if bias.q_seqinfo is bias.k_seqinfo or bias.q_seqinfo.seqstart_py == bias.k_seqinfo.seqstart_py:
+        return _causal_blocks(bias, q, k, v, options)
+    left = _left(bias)
+    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(bias.q_seqinfo.intervals(), bias.k_seqinfo.intervals())]
+    offsets = {seqlen_q - seqlen_k for seqlen_q, seqlen_k in lengths}
+    if max(offsets) <= 0:
+        # no query sees the last keys of the longer blocks
+        seqused_k = torch.minimum(bias.q_seqinfo.seqstart.diff(), bias.k_seqinfo.seqstart.diff())
+        return _packed(bias, q, k, v, options | {"is_causal": True, "window_left": left, "seqused_k": seqused_k})
+    if len(offsets) == 1:
+        offset = offsets.pop()
+        return _packed(bias, q, k, v, options | {"window_left": left - offset if left >= 0 else -1, "window_right": offset})
+    visible = torch.ones(bias.q_seqinfo.max_seqlen, bias.k_seqinfo.max_seqlen, dtype=torch.bool, device=q.device).tril_()
+    visible = visible.triu_(-left) if left >= 0 else visible
+    return _packed(bias, q, k, v, options | {"attn_bias": visible[None, None]})
+
+
+def _packed(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Runs blocks of queries and keys, which lie one after the other in a batch of 1. Blocks of keys may have padding behind them."""
+    q_lengths, k_lengths = bias.q_seqinfo, bias.k_seqinfo
+    starts = k_lengths.seqstart_py
+    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != q_lengths.seqstart_py[-1] or k.shape[1] != starts[-1]:
+        raise _Unsupported("arguments")
+    cu_seqlens_k, max_seqlen_k = k_lengths.seqstart, k_lengths.max_seqlen
+    if hasattr(k_lengths, "seqlen"):
+        room = [end - start for start, end in zip(starts, starts[1:])]
+        if any(length > space for length, space in zip(k_lengths.seqlen_py, room)):
+            raise _Unsupported("attn_bias")  # blocks of keys overlap
+        options = options | {"seqused_k": k_lengths.seqlen}
+        max_seqlen_k = max(room)
+        if starts[0]:
+            k, v, cu_seqlens_k = k[:, starts[0] :], v[:, starts[0] :], cu_seqlens_k - starts[0]
+    lengths = {
+        "cu_seqlens_q": q_lengths.seqstart,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": q_lengths.max_seqlen,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return _fwd(q[0], k[0], v[0], options | lengths)
+
+
+def _pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """PagedBlockDiagonalPaddedKeysMask, also causal: k and v are pages, one after the other."""
+    if options.pop("dropout_p"):
+        raise _Unsupported("dropout")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise _Unsupported("gradient")
+    size = bias.page_size
+    if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != bias.q_seqinfo.seqstart_py[-1] or size % 16 or k.shape[1] % size:
+        raise _Unsupported("arguments")
+    out: Tensor = torch.ops.volta_fa.fwd_kvcache(
+        q[0],
+        k[0].unflatten(0, (-1, size)),
+        v[0].unflatten(0, (-1, size)),
+        cu_seqlens_q=bias.q_seqinfo.seqstart,
+        max_seqlen_q=bias.q_seqinfo.max_seqlen,
+        cache_seqlens=bias.k_seqinfo.seqlen,
+        block_table=bias.block_tables,
+        **options,
+    )[0]
+    return out
+
+
+def _causal_pages(bias: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """PagedBlockDiagonalCausalWithOffsetPaddedKeysMask."""
+    return _pages(bias, q, k, v, options | {"is_causal": True})
+
+
+_RULES: dict[str, Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]] = {
+    "None": _none,
+    "Tensor": _tensor,
+    "LowerTriangularMask": _top_left,
+    "LowerTriangularMaskWithTensorBias": _top_left_with_tensor,
+    "LowerTriangularFromBottomRightMask": _bottom_right,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _bottom_right,
+    "LocalAttentionFromBottomRightMask": _local,
+    "BlockDiagonalMask": _blocks,
+    "BlockDiagonalCausalMask": _top_left_blocks,
+    "BlockDiagonalCausalLocalAttentionMask": _top_left_blocks,
+    "BlockDiagonalCausalFromBottomRightMask": _causal_blocks,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _causal_blocks,
+    "BlockDiagonalPaddedKeysMask": _blocks,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_blocks,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _causal_blocks,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _local_blocks,
+    "BlockDiagonalGappyKeysMask": _blocks,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal_blocks,
+    "PagedBlockDiagonalPaddedKeysMask": _pages,
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_pages,
+}

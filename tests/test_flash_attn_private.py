@@ -1,0 +1,299 @@
+"""flash-attn's private functions and those of its compiled module: signatures, results, gradients in place."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from conftest import on
+from test_flash_attn_api import LENGTHS, LSE_ROUNDING, close, close_lse, cu, dense, in_pages, packed, refused, slopes_of
+from volta_fa.integrations.flash_attn import compiled, private
+from volta_fa.integrations.flash_attn.private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+BACKENDS = on("cpu-fp64", "cpu-fp32", "cuda")
+
+# ---- signatures ------------------------------------------------------------------------------------------------
+
+OPTIONS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+SIGNATURES = {
+    "forward": f"q, k, v, {OPTIONS}, return_softmax",
+    "varlen_forward": (
+        f"q, k, v, {VARLEN}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, "
+        "return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0"
+    ),
+    "backward": f"{GRADIENTS}, {OPTIONS}, deterministic, rng_state=None",
+    "varlen_backward": f"{GRADIENTS}, {VARLEN}, {OPTIONS}, deterministic, rng_state=None, zero_tensors=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_flash_attns(name):
+    """Of plain functions, because ring_flash_attn reads them with `inspect`, and they hide no wrapper."""
+    function = getattr(private, f"_flash_attn_{name}")
+    assert getattr(private, f"_wrapped_flash_attn_{name}") is function
+    assert inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+    bare = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal, right window": {"causal": True, "window_size": (-1, 5)},
+    "window": {"window_size": (7, 3)},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "alibi": {"alibi": True, "softmax_scale": 0.4},
+    "dropout": {"dropout_p": 0.3, "causal": True, "alibi": True},
+    "too little dropout": {"dropout_p": 1e-30, "window_size": (7, -1)},
+}
+
+
+def split(backend, case, *slopes_shape):
+    """Returns the options of `attention`, and the private functions' positional ones, which begin with dropout_p."""
+    options = {"causal": False, "softmax_scale": 0.25, "window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0} | CASES[case]
+    slopes = slopes_of(backend, *slopes_shape) if options.pop("alibi", False) else None
+    positional = options["dropout_p"], options["softmax_scale"], options["causal"], *options["window_size"], options["softcap"], slopes
+    if options["causal"]:
+        options["window_size"] = (options["window_size"][0], -1)
+    return options | {"slopes": slopes}, positional
+
+
+def check(backend, case, expected, operands, forward, backward, dropout_p):
+    """Compares a forward's results, and a backward's in tensors of other strides, with those of `expected(keep)`."""
+    out, lse, s_dmask, rng_state = forward(dropout_p > 0)
+    drops = dropout_p > 1e-3
+    assert rng_state.numel() == 2 * drops and (s_dmask.numel() > 0) == drops
+    keep = ~s_dmask.signbit() if drops else None
+    leaves = [t.detach().requires_grad_() for t in operands]
+    right, right_lse, p = expected(leaves, keep)
+    close(backend, out, right)
+    close_lse(lse, right_lse)
+    dout = backend.randn(*out.shape)
+    before = dout.clone()
+    given = dq, dk, dv = [t.new_full((*t.shape[:-2], t.shape[-1], t.shape[-2]), torch.nan).transpose(-1, -2) for t in operands]
+    softmax_d = backward(dout, out, lse, given, rng_state)
+    want = torch.autograd.grad(right, leaves, dout.to(right.dtype))
+    for g, w in zip((dq, dk, dv), want):
+        close(backend, g, w, LSE_ROUNDING)
+    close_lse(softmax_d, (dout.double() * right.detach()).sum(-1).transpose(-1, -2))
+    assert torch.equal(dout, before), "an input changed"
+    return s_dmask, p
+
+
+@pytest.mark.parametrize("case", CASES)
+@BACKENDS
+def test_dense(backend, case):
+    operands = backend.randn(2, 33, 4, 16), backend.randn(2, 40, 2, 16), backend.randn(2, 40, 2, 16)
+    options, positional = split(backend, case, 4)
+
+    def backward(dout, out, lse, given, rng_state):
+        return _flash_attn_backward(dout, *operands, out, lse, *given, *positional, False, rng_state)
+
+    s_dmask, p = check(
+        backend, case, lambda leaves, keep: dense(*leaves, keep=keep, **options), operands,
+        lambda return_softmax: _flash_attn_forward(*operands, *positional, return_softmax), backward, positional[0],
+    )  # fmt: skip
+    if s_dmask.numel():
+        close(backend, s_dmask.abs(), p, LSE_ROUNDING)
+
+
+@pytest.mark.parametrize("case", CASES)
+@BACKENDS
+def test_varlen(backend, case):
+    lengths_q, lengths_k = LENGTHS
+    operands = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 24)
+    lengths = cu(lengths_q, backend.device), cu(lengths_k, backend.device), max(lengths_q), max(lengths_k)
+    options, positional = split(backend, case, len(lengths_q), 4)
+
+    def backward(dout, out, lse, given, rng_state):
+        return _flash_attn_varlen_backward(dout, *operands, out, lse, *given, *lengths, *positional, True, rng_state)
+
+    check(
+        backend, case, lambda leaves, keep: packed(*leaves, lengths_q, lengths_k, keep=keep, **options), operands,
+        lambda return_softmax: _flash_attn_varlen_forward(*operands, *lengths, *positional, return_softmax), backward, positional[0],
+    )  # fmt: skip
+
+
+@BACKENDS
+def test_backward_without_room_for_a_gradient(backend):
+    q, k, v = (backend.randn(1, 9, 2, 16) for _ in range(3))
+    options = 0.0, 0.25, True, -1, -1, 0.0, None
+    out, lse, *_ = _flash_attn_forward(q, k, v, *options, False)
+    both, dk = (torch.empty_like(k) for _ in range(2))
+    _flash_attn_backward(out, q, k, v, out, lse, torch.empty_like(q), both, torch.empty_like(v), *options, False)
+    _flash_attn_backward(out, q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), None, dk, None, *options, False)
+    assert torch.equal(dk, both)
+
+
+@BACKENDS
+def test_dropout_comes_from_rng_state(backend):
+    """Not from the generator at the time of the backward call."""
+    q, k, v = (backend.randn(1, 64, 2, 16) for _ in range(3))
+    options = 0.5, 0.25, False, -1, -1, 0.0, None
+    out, lse, _, rng_state = _flash_attn_forward(q, k, v, *options, False)
+    _, _, _, other_state = _flash_attn_forward(q, k, v, *options, False)
+
+    def dv(state):
+        torch.manual_seed(5)
+        result = torch.empty_like(v)
+        _flash_attn_backward(out, q, k, v, out, lse, None, None, result, *options, True, state)
+        return result
+
+    assert torch.equal(dv(rng_state), dv(rng_state.clone())) and not torch.equal(dv(rng_state), dv(other_state))
+
+
+@on("cpu-fp32")
+def test_forward_is_differentiable(backend):
+    """Unlike flash-attn's, which raises in the backward pass."""
+    q = backend.randn(1, 9, 2, 16).requires_grad_()
+    out, *_ = _flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)
+    (found,) = torch.autograd.grad(out, q, out)
+    (right,) = torch.autograd.grad(next(dense(q, q, q, causal=True)), q, out.double())
+    close(backend, found, right)
+
+
+# ---- lengths and pages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_used", [False, True])
+@BACKENDS
+def test_padding_on_the_left_and_lengths_in_use(backend, with_used):
+    lengths_q, lengths_k, left = [3, 1, 7, 2], [9, 4, 12, 5], [2, 0, 11, 5]
+    used = [7, 4, 12, 5] if with_used else lengths_k
+    q, k, v = backend.randn(sum(lengths_q), 4, 16), backend.randn(sum(lengths_k), 2, 16), backend.randn(sum(lengths_k), 2, 16)
+    seen = [slice(begin + a, begin + b) for begin, a, b in zip(cu(lengths_k).tolist(), left, used)]
+    kept = [b - a for a, b in zip(left, used)]
+    right, right_lse, _ = packed(
+        q, torch.cat([k[s] for s in seen]), torch.cat([v[s] for s in seen]), lengths_q, kept, causal=True, softmax_scale=0.25
+    )
+    outside = torch.ones(sum(lengths_k), dtype=torch.bool)
+    for s in seen:
+        outside[s] = False
+    k[outside], v[outside] = torch.nan, torch.nan
+    out, lse, *_ = _flash_attn_varlen_forward(
+        q, k, v, cu(lengths_q, backend.device), cu(lengths_k, backend.device), 7, 12, 0.0, 0.25, True,
+        leftpad_k=backend.ints(left), seqused_k=backend.ints(used) if with_used else None,
+    )  # fmt: skip
+    close(backend, out, right)
+    close_lse(lse, right_lse)
+
+
+@pytest.mark.parametrize("with_used", [False, True])
+@BACKENDS
+def test_pages(backend, with_used):
+    page, lengths_q, lengths_k = 16, [3, 1, 7], [17, 32, 9]
+    q = backend.randn(sum(lengths_q), 4, 32)
+    caches = [backend.randn(3, 2 * page, 2, 32) for _ in range(2)]
+    (k_pages, table), (v_pages, _) = (in_pages(backend, cache, page) for cache in caches)
+    k, v = (torch.cat([entry[:n] for entry, n in zip(cache, lengths_k)]) for cache in caches)
+    right, right_lse, _ = packed(q, k, v, lengths_q, lengths_k, causal=True, window_size=(5, -1))
+    # seqused_k takes the place of the lengths in cu_seqlens_k
+    others = {"seqused_k": backend.ints(lengths_k)} if with_used else {}
+    lengths = cu(lengths_q, backend.device), cu([32] * 3 if with_used else lengths_k, backend.device), 7, 32
+    for num_splits in (0, 1):
+        out, lse, s_dmask, rng_state = _flash_attn_varlen_forward(
+            q, k_pages, v_pages, *lengths, 0.0, 32**-0.5, True, 5, block_table=table, num_splits=num_splits, **others
+        )
+        close(backend, out, right)
+        close_lse(lse, right_lse)
+        assert s_dmask.numel() == rng_state.numel() == 0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------
+
+
+@on("cpu-fp32")
+def test_errors(backend):
+    q = backend.randn(1, 9, 2, 16)
+    options = 0.0, 0.25, True, -1, -1, 0.0, None
+    out, lse, *_ = _flash_attn_forward(q, q, q, *options, False)
+    into = [torch.empty_like(q) for _ in range(3)]
+
+    def backward(error, message, *given, dropout_p=0.0):
+        before = [t.clone() for t in given if t is not None]
+        refused(error, message, _flash_attn_backward, q, q, q, q, out, lse, *given, dropout_p, *options[1:], False)
+        assert all(torch.equal(a, b) for a, b in zip(before, [t for t in given if t is not None]))
+
+    refused(ValueError, r"k: got None, expected a tensor", _flash_attn_forward, q, None, q, *options, False)
+    refused(ValueError, r"return_softmax: got True, expected False without dropout", _flash_attn_forward, q, q, q, *options, True)
+    backward(ValueError, r"rng_state: got None, expected what the forward call returned", *into, dropout_p=0.5)
+    message = r"dk: got shape \(1, 8, 2, 16\) of dtype torch.float32 on cpu, expected shape \(1, 9, 2, 16\) .*, as k, or None"
+    backward(ValueError, message, into[0], into[1][:, 1:], None)
+    backward(ValueError, r"dq: got .* of dtype torch.float64", into[0].double(), None, None)
+
+    rows, lengths = q[0], (backend.ints([0, 9]), backend.ints([0, 9]), 9, 9, 0.0, 0.25, True)
+    pages, table = backend.randn(1, 16, 2, 16), backend.ints([0])[None]
+
+    def varlen(error, message, k=rows, **more):
+        refused(error, message, _flash_attn_varlen_forward, rows, k, k, *lengths, **more)
+
+    varlen(ValueError, r"leftpad_k: got shape \(2,\)", leftpad_k=backend.ints([0, 0]))
+    varlen(
+        NotImplementedError, r"leftpad_k: got a tensor, expected None with block_table", pages, block_table=table, leftpad_k=lengths[0][:1]
+    )
+    varlen(NotImplementedError, r"num_splits > 1 is not supported .* got 2", pages, block_table=table, num_splits=2)
+    varlen(NotImplementedError, r"return_softmax: got True", seqused_k=backend.ints([9]), return_softmax=True)
+    refused(
+        ValueError, r"dropout_p: got 0.5, expected 0", _flash_attn_varlen_forward,
+        rows, pages, pages, *lengths[:4], 0.5, 0.25, True, block_table=table,
+    )  # fmt: skip
+
+
+# ---- the compiled module ---------------------------------------------------------------------------------------
+
+
+@BACKENDS
+def test_compiled_module(backend):
+    """The same results, in the order of its positional arguments and into its tensors."""
+    q, k, v = backend.randn(2, 9, 4, 16), backend.randn(2, 11, 2, 16), backend.randn(2, 11, 2, 16)
+    slopes = slopes_of(backend, 4)
+    options, window = (0.0, 0.25), (5, 2, 0.0)
+    right = _flash_attn_forward(q, k, v, *options, False, *window, slopes, False)
+    into = torch.empty_like(q)
+    out, lse, _, rng_state = compiled.fwd(q, k, v, into, slopes, *options, False, *window, False, None)
+    assert out is into and torch.equal(out, right[0]) and torch.equal(lse, right[1])
+
+    want = [torch.empty_like(t) for t in (q, k, v)]
+    softmax_d = _flash_attn_backward(q, q, k, v, out, lse, *want, *options, False, *window, slopes, True, rng_state)
+    dq = torch.empty_like(q)
+    found = compiled.bwd(q, q, k, v, out, lse, dq, None, None, slopes, *options, False, *window, True, None, rng_state)
+    assert found[0] is dq and all(map(torch.equal, found, (*want, softmax_d)))
+
+    rows, lengths = [t.flatten(0, 1) for t in (q, k, v)], (cu([9, 9], backend.device), cu([11, 11], backend.device))
+    into = torch.empty_like(rows[0])
+    packed_out, packed_lse, _, rng_state = compiled.varlen_fwd(
+        *rows, into, *lengths, None, None, None, slopes, 9, 11, *options, False, False, *window, False, None
+    )
+    assert packed_out is into
+    close(backend, packed_out, out.flatten(0, 1))
+    found = compiled.varlen_bwd(
+        rows[0], *rows, packed_out, packed_lse, None, None, None, *lengths, slopes, 9, 11, *options, False, False, *window, True, None,
+        rng_state,
+    )  # fmt: skip
+    for f, w in zip(found, want):
+        close(backend, f, w.flatten(0, 1))
+
+    left = backend.ints([0, 3])
+    out, lse = compiled.fwd_kvcache(
+        q, k, v, None, None, None, None, None, None, left, None, slopes, torch.empty_like(q), 0.25, False, *window, False, 0
+    )
+    close(backend, out[0], right[0][0])
+    expected, *_ = dense(q[1:], k[1:, 3:], v[1:, 3:], softmax_scale=0.25, window_size=(5, 2), slopes=slopes)
+    close(backend, out[1:], expected)
+
+    def generator(function, *arguments):
+        refused(NotImplementedError, "`generator` argument is no longer supported", function, *arguments)
+
+    generator(compiled.fwd, q, k, v, None, None, *options, False, *window, False, torch.Generator())
+    refused(ValueError, r"out: got shape \(1,\)", compiled.fwd, q, k, v, q.new_empty(1), None, *options, False, *window, False, None)

@@ -1,0 +1,314 @@
+"""xformers' memory_efficient_attention through volta_fa, against xformers' own dense form of each bias: fp64 on the CPU, fp16 on a GPU.
+
+It needs the real xformers, which the test environment lacks: `pip install --no-deps xformers==0.0.35` where torch is 2.10 or newer.
+"""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import volta_fa
+from conftest import HAS_CUDA
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its compiled parts may not fit this torch; none is used
+    fmha = pytest.importorskip("xformers.ops.fmha", reason="xformers is not installed")
+
+from xformers.ops import memory_efficient_attention
+from xformers.ops.fmha import attn_bias as biases
+
+HEADS, HEADDIM, HEADDIM_V = 4, 16, 24
+#: softmax_lse is float32, and gradients depend on it.
+TOLERANCE = {"rtol": 0, "atol": 2e-6}
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])]
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    volta_fa.xformers_stats(reset=True)
+    volta_fa.enable_xformers("cpu")
+    yield
+    volta_fa.disable_xformers()
+
+
+def random(*shape, **options):
+    return torch.randn(*shape, dtype=torch.float64, **options)
+
+
+def to_device(bias, device):
+    """xformers makes the lengths of packed sequences on the GPU if there is one."""
+    return bias if bias is None or is_tensor(bias) else bias.to(torch.device(device))
+
+
+def dense_attention(q, k, v, bias, scale=None):
+    """Attention of (batch, seqlen, heads, headdim) tensors with a bias that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.einsum("bhqk,bkhd->bqhd", (scores if bias is None else scores + bias).softmax(-1), v)
+
+
+def is_tensor(bias):
+    return type(bias) is torch.Tensor  # some releases have biases that are subclasses
+
+
+def materialize(bias, q, k):
+    if bias is None or is_tensor(bias):
+        return bias
+    return bias.materialize((q.shape[0], q.shape[2], q.shape[1], k.shape[1]), dtype=torch.float64)
+
+
+def compare(q, k, v, bias, device="cpu"):
+    """Compares out and the gradients of all inputs that require one. On a GPU the errors are at most 2 and 3 times eager fp16's."""
+    bias = to_device(bias, "cpu")
+    dense = materialize(bias, q, k)
+    arguments = [t for t in (q, k, v, bias) if is_tensor(t)]
+    wanted = [t for t in arguments if t.requires_grad]
+    expected = dense_attention(q, k, v, dense)
+    dout = torch.randn_like(expected)
+    expected = [expected, *(torch.autograd.grad(expected, wanted, dout) if wanted else ())]
+
+    def run(attention, bias):
+        def there(t):
+            return t.detach().half().cuda().requires_grad_(t.requires_grad) if device == "cuda" else t
+
+        copies = [there(t) for t in arguments]
+        out = attention(*copies[:3], copies[3] if len(copies) > 3 else bias)
+        inputs = [t for t in copies if t.requires_grad]
+        return [t.cpu().double() for t in (out, *(torch.autograd.grad(out, inputs, dout.to(out)) if inputs else ()))]
+
+    if device == "cuda":
+        volta_fa.enable_xformers("cuda", force=True)
+    found = run(memory_efficient_attention, to_device(bias, device))
+    assert volta_fa.xformers_stats() == {"ran": 1, "fell_back": {}}
+    if device == "cpu":
+        for ours, theirs in zip(found, expected):
+            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+        return
+    eager = run(dense_attention, None if dense is None else dense.half().cuda())
+    for limit, ours, native, theirs in zip([2.0] + [3.0] * 4, found, eager, expected):
+        assert (ours - theirs).abs().max() <= limit * (native - theirs).abs().max() + 1e-4
+
+
+def inputs(seqlen_q, seqlen_k, batch=2, grad=True):
+    return (
+        random(batch, seqlen_q, HEADS, HEADDIM, requires_grad=grad),
+        random(batch, seqlen_k, HEADS, HEADDIM, requires_grad=grad),
+        random(batch, seqlen_k, HEADS, HEADDIM_V, requires_grad=grad),
+    )
+
+
+WHOLE = {
+    "none": lambda q, k: None,
+    "tensor": lambda q, k: random(2, HEADS, q, k),
+    "tensor with gradient": lambda q, k: random(2, HEADS, q, k, requires_grad=True),
+    "expanded tensor": lambda q, k: random(2, 1, 1, k).expand(2, HEADS, q, k),
+    "top-left": lambda q, k: biases.LowerTriangularMask(),
+    "top-left with tensor": lambda q, k: biases.LowerTriangularMask().add_bias(random(2, HEADS, q, k)),
+    "bottom-right": lambda q, k: biases.LowerTriangularFromBottomRightMask(),
+    "bottom-right window": lambda q, k: biases.LowerTriangularFromBottomRightMask().make_local_attention(3),
+    "local": lambda q, k: biases.LocalAttentionFromBottomRightMask(2, 1),
+}
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(9, 9), (6, 11), (11, 6)])
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("device", DEVICES)
+def test_biases_of_whole_batches(kind, seqlen_q, seqlen_k, device):
+    if seqlen_q > seqlen_k and ("bottom-right" in kind or kind == "local"):
+        pytest.skip("some queries see no key, and the dense form is NaN there")
+    if kind == "top-left with tensor" and device == "cuda":
+        pytest.skip("its tensor would stay in fp64")
+    compare(*inputs(seqlen_q, seqlen_k), WHOLE[kind](seqlen_q, seqlen_k), device)
+
+
+Q, SHORTER, LONGER, MIXED, ONE_LESS = [3, 6, 1], [2, 3, 1], [5, 6, 4], [5, 4, 1], [2, 5, 0]
+PACKED = {
+    "blocks": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED), MIXED),
+    "causal": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_causal(), Q),
+    "causal, longer keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, LONGER), LONGER),
+    "causal, shorter keys": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, SHORTER), SHORTER),
+    "causal, mixed": (Q, lambda: biases.BlockDiagonalCausalMask.from_seqlens(Q, MIXED), MIXED),
+    "causal, one key less": ([3, 6, 2], lambda: biases.BlockDiagonalCausalMask.from_seqlens([3, 6, 2], [2, 5, 1]), [2, 5, 1]),
+    "causal window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q).make_local_attention(2), Q),
+    "causal window, longer keys": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention(2), LONGER),
+    "causal window, mixed": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, MIXED).make_local_attention(3), MIXED),
+    "causal window, one key less": (
+        [3, 6, 2],
+        lambda: biases.BlockDiagonalMask.from_seqlens([3, 6, 2], [2, 5, 1]).make_local_attention(3),
+        [2, 5, 1],
+    ),
+    "bottom-right": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_causal_from_bottomright(), LONGER),
+    "bottom-right window": (Q, lambda: biases.BlockDiagonalMask.from_seqlens(Q, LONGER).make_local_attention_from_bottomright(2), LONGER),
+    "padded": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
+    "padded causal": (Q, lambda: biases.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(Q, 7, LONGER), [21]),
+    "padded causal window": (
+        Q,
+        lambda: biases.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(Q, 7, LONGER, 2),
+        [21],
+    ),
+    "padded local": (Q, lambda: biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 7, LONGER).make_local_attention(2, 1), [21]),
+    "gappy": (Q, lambda: biases.BlockDiagonalGappyKeysMask.from_seqlens(Q, [2, 8, 14, 20], LONGER), [20]),
+    "gappy causal": (Q, lambda: biases.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(Q, [0, 8, 14, 20], LONGER), [20]),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("device", DEVICES)
+def test_biases_of_packed_sequences(kind, device):
+    seqlens_q, make, seqlens_k = PACKED[kind]
+    try:
+        bias = make()
+    except AttributeError as missing:
+        pytest.skip(f"this xformers has no such bias: {missing}")
+    compare(*inputs(sum(seqlens_q), sum(seqlens_k), batch=1), bias, device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages(causal, device):
+    kind = biases.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask if causal else biases.PagedBlockDiagonalPaddedKeysMask
+    tables = torch.tensor([[4, 1], [0, 2], [5, 3]], dtype=torch.int32)
+    unpaged = biases.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 32, [20, 32, 7])
+    compare(*inputs(sum(Q), 6 * 16, batch=1, grad=False), to_device(unpaged, "cpu").make_paged(tables, 16, kind), device)
+
+
+@pytest.mark.parametrize("bias", ["none", "top-left", "tensor", "packed"])
+@pytest.mark.parametrize("expanded", [True, False])
+def test_groups_of_heads(bias, expanded):
+    """Five dimensions: (batch, seqlen, groups, heads, headdim), and keys that are one head or all heads of a group."""
+    groups, heads, seqlen = 2, 3, 10
+    q = random(1, seqlen, groups, heads, HEADDIM, requires_grad=True)
+    shape = (1, seqlen, groups, 1 if expanded else heads, HEADDIM)
+    k, v = random(*shape, requires_grad=True), random(*shape, requires_grad=True)
+    bias = {
+        "none": None,
+        "top-left": biases.LowerTriangularMask(),
+        "tensor": random(1, groups, heads, seqlen, seqlen),
+        "packed": to_device(biases.BlockDiagonalMask.from_seqlens([7, 3]).make_causal(), "cpu"),
+    }[bias]
+    wide = [t.expand(1, seqlen, groups, heads, HEADDIM) for t in (k, v)]
+    flat = [t.flatten(2, 3) for t in (q, *wide)]
+    dense = bias.flatten(1, 2) if is_tensor(bias) else materialize(bias, *flat[:2])
+    expected = dense_attention(*flat, dense).reshape(q.shape)
+    out = memory_efficient_attention(q, *wide, attn_bias=bias)
+    assert volta_fa.xformers_stats() == {"ran": 1, "fell_back": {}}
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+def test_a_leaf_of_expanded_heads_has_a_gradient_for_each_head():
+    q = random(1, 5, 2, 3, HEADDIM)
+    k = random(1, 5, 2, 1, HEADDIM).expand_as(q).requires_grad_()
+    v = random(1, 5, 2, 1, HEADDIM).expand_as(q)
+    out, expected = memory_efficient_attention(q, k, v), dense_attention(*(t.flatten(2, 3) for t in (q, k, v)), None)
+    dout = torch.randn_like(out)
+    (found,), (wanted,) = torch.autograd.grad(out, k, dout), torch.autograd.grad(expected, k, dout.flatten(2, 3))
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+def test_three_dimensions_and_scale():
+    q, k, v, bias = random(2, 5, 8), random(2, 7, 8), random(2, 7, 8), random(2, 5, 7)
+    expected = dense_attention(*(t.unsqueeze(2) for t in (q, k, v)), bias.unsqueeze(1), scale=0.7).squeeze(2)
+    torch.testing.assert_close(memory_efficient_attention(q, k, v, bias, scale=0.7), expected, **TOLERANCE)
+    assert volta_fa.xformers_stats()["ran"] == 1
+
+
+def test_dropout_keeps_the_mean_and_repeats_its_mask():
+    q, k, v = inputs(16, 16)
+    torch.manual_seed(0)
+    out = memory_efficient_attention(q, k, torch.ones_like(v), p=0.25)
+    assert 0.9 < out.mean() < 1.1 and out.std() > 0.05
+    torch.manual_seed(0)
+    assert torch.equal(out, memory_efficient_attention(q, k, torch.ones_like(v), p=0.25))
+
+
+def test_autocast_changes_no_dtype():
+    q, k, v = (t.detach().float() for t in inputs(5, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert memory_efficient_attention(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bias", [None, biases.LowerTriangularFromBottomRightMask()], ids=["none", "causal"])
+def test_compiled_without_a_graph_break(bias):
+    q, k, v = inputs(6, 6)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: memory_efficient_attention(q, k, v, bias), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), dense_attention(q, k, v, materialize(bias, q, k)), **TOLERANCE)
+
+
+def overlapping_keys():
+    return to_device(biases.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [0, 2, 5], [4, 3]), "cpu")
+
+
+FALLS_BACK = {
+    "attn_bias": lambda: (*inputs(5, 5, batch=1, grad=False), overlapping_keys()),
+    "headdim": lambda: [random(1, 2, 1, 257)] * 3,
+    "dtype": lambda: [torch.zeros(1, 2, 1, 8, dtype=torch.int32)] * 3,
+    "arguments": lambda: [random(1, 2, 1, 8), random(1, 2, 1, 8), random(2, 2, 1, 8)],
+}
+
+
+@pytest.mark.parametrize("reason", [*FALLS_BACK, "dropout", "op"])
+def test_other_calls_run_the_original_and_are_counted(reason, monkeypatch):
+    asked = []
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: asked.append((inp, op)) or "original")
+    arguments = FALLS_BACK.get(reason, lambda: inputs(3, 3))()
+    options = {"dropout": {"p": 1.0}, "op": {"op": fmha.MemoryEfficientAttentionCutlassOp}}.get(reason, {})
+    assert memory_efficient_attention(*arguments, **options) == "original"
+    assert volta_fa.xformers_stats() == {"ran": 0, "fell_back": {reason: 1}}
+    ((inp, op),) = asked
+    assert inp.query is arguments[0] and inp.key is arguments[1] and op is options.get("op")
+
+
+def test_pages_with_a_gradient_fall_back(monkeypatch):
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+    tables = torch.tensor([[1], [0]], dtype=torch.int32)
+    bias = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 1], 16, [9, 16]).make_paged(
+        tables, 16, biases.PagedBlockDiagonalPaddedKeysMask
+    )
+    assert memory_efficient_attention(*inputs(3, 32, batch=1), bias) == "original"
+    assert volta_fa.xformers_stats()["fell_back"] == {"gradient": 1}
+
+
+def test_disable_restores_xformers():
+    volta_fa.disable_xformers()
+    assert fmha._memory_efficient_attention.__module__ == "xformers.ops.fmha"
+    volta_fa.disable_xformers()  # nothing to do
+    with pytest.raises(NotImplementedError, match="No operator found"):
+        memory_efficient_attention(*inputs(3, 3))
+    assert volta_fa.xformers_stats() == {"ran": 0, "fell_back": {}}
+    volta_fa.enable_xformers("cpu")
+    volta_fa.enable_xformers("cpu")  # again: the original is not lost
+    volta_fa.disable_xformers()
+    assert fmha._memory_efficient_attention.__module__ == "xformers.ops.fmha"
+
+
+def test_another_device_runs_the_original(monkeypatch):
+    monkeypatch.setattr("volta_fa.integrations.xformers._original", lambda inp, op: "original")
+    assert memory_efficient_attention(*[torch.zeros(1, 2, 1, 8, device="meta")] * 3) == "original"
+    assert volta_fa.xformers_stats() == {"ran": 0, "fell_back": {}}
+
+
+CHANGES = {
+    "does not take": "fmha._memory_efficient_attention = lambda inp, op, more: None",
+    "does not call": "fmha.memory_efficient_attention = lambda q, k, v: None",
+    "has other fields": "fmha.Inputs = dataclasses.make_dataclass('Inputs', ['query', 'key'])",
+}
+
+
+@pytest.mark.parametrize("difference", CHANGES)
+def test_refuses_a_changed_xformers(difference):
+    program = f"""
+import dataclasses, volta_fa, xformers.ops.fmha as fmha
+{CHANGES[difference]}
+try:
+    volta_fa.enable_xformers("cpu")
+except RuntimeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "expected 0.0.29 to 0.0.35" in result.stdout and difference in result.stdout

@@ -1,0 +1,635 @@
+"""Runs diffusers' own models, with random weights, through each way that leads to volta_fa, and compares outputs and gradients.
+
+    python tools/doors/diffusers.py                      # small models on the CPU, in float32, and two gloo processes
+    python tools/doors/diffusers.py --device cuda        # small models in float16, then times of models of real width
+    python tools/doors/diffusers.py --only flux,ring     # rows whose name contains one of these
+
+It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
+of the output and of the gradient of the input, relative to the largest element of the same model in float64 with PyTorch's attention;
+beside them the errors of PyTorch's attention in the row's dtype; and the calls that volta_fa ran and that fell back. The last column
+says whether the errors are at most 2 and 3 times PyTorch's, and whether volta_fa ran all calls that it should. On a newer GPU the
+kernels are Turing's PTX: times there say nothing about a T4 or V100. The exit status is 1 if a row is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# this file has the name of the package
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+warnings.simplefilter("ignore")
+
+import torch
+
+import volta_fa
+
+if importlib.util.find_spec("flash_attn") is None:
+    volta_fa.install_flash_attn_shim()  # before diffusers looks for it
+
+import diffusers
+from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel, WanTransformer3DModel
+from diffusers.models import attention_dispatch
+
+#: Multiples of PyTorch's errors that volta_fa's may reach.
+FORWARD, BACKWARD = 2.0, 3.0
+#: Below this both are rounding of the sum's order.
+FLOOR = 1e-6
+VOLTA = "VOLTA"
+
+
+# ---- models -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A class of diffusers with arguments and inputs. The first input gets a gradient."""
+
+    name: str
+    make: Callable[[], torch.nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    #: whether it has `set_attention_backend` for all its attention; otherwise diffusers' older switches
+    dispatches: bool = True
+    #: whether diffusers has a plan for its context parallelism
+    parallel: bool = False
+    #: reasons for which calls fall back, and rightly so
+    falls_back: tuple[str, ...] = ()
+
+
+def flux(heads: int, headdim: int, layers: int, tokens: int, text: int, axes: tuple[int, ...], width: int) -> dict[str, Any]:
+    side = int(tokens**0.5)
+
+    def ids() -> torch.Tensor:
+        return torch.cartesian_prod(torch.zeros(1), *[torch.arange(side, dtype=torch.float32)] * 2)
+
+    return dict(
+        make=lambda: FluxTransformer2DModel(
+            in_channels=16, num_layers=layers, num_single_layers=2 * layers, attention_head_dim=headdim, num_attention_heads=heads,
+            joint_attention_dim=width, pooled_projection_dim=width, axes_dims_rope=axes,
+        ),
+        inputs=lambda: dict(
+            hidden_states=torch.randn(1, tokens, 16), encoder_hidden_states=torch.randn(1, text, width),
+            pooled_projections=torch.randn(1, width), timestep=torch.tensor([0.5]), img_ids=ids(), txt_ids=torch.zeros(text, 3),
+        ),
+        parallel=True,
+    )  # fmt: skip
+
+
+def sd3(heads: int, headdim: int, layers: int, side: int, text: int, width: int, dual: tuple[int, ...]) -> dict[str, Any]:
+    return dict(
+        make=lambda: SD3Transformer2DModel(
+            sample_size=side, patch_size=2, in_channels=4, num_layers=layers, attention_head_dim=headdim, num_attention_heads=heads,
+            joint_attention_dim=width, caption_projection_dim=heads * headdim, pooled_projection_dim=width, out_channels=4,
+            pos_embed_max_size=max(side // 2, 8), dual_attention_layers=dual, qk_norm="rms_norm",
+        ),
+        inputs=lambda: dict(
+            hidden_states=torch.randn(2, 4, side, side), encoder_hidden_states=torch.randn(2, text, width),
+            pooled_projections=torch.randn(2, width), timestep=torch.tensor([500.0, 500.0]),
+        ),
+        dispatches=False,
+    )  # fmt: skip
+
+
+def wan(heads: int, headdim: int, layers: int, frames: int, height: int, width: int, text: int) -> dict[str, Any]:
+    return dict(
+        make=lambda: WanTransformer3DModel(
+            num_attention_heads=heads, attention_head_dim=headdim, in_channels=4, out_channels=4, text_dim=64,
+            ffn_dim=2 * heads * headdim, num_layers=layers,
+        ),
+        inputs=lambda: dict(
+            hidden_states=torch.randn(1, 4, frames, height, width), timestep=torch.tensor([500]),
+            encoder_hidden_states=torch.randn(1, text, 64),
+        ),
+        parallel=True,
+    )  # fmt: skip
+
+
+def sdxl(channels: tuple[int, ...], heads: tuple[int, ...], blocks: tuple[int, ...], side: int, width: int) -> dict[str, Any]:
+    kinds = ["DownBlock2D"] + ["CrossAttnDownBlock2D"] * (len(channels) - 1)
+    return dict(
+        make=lambda: UNet2DConditionModel(
+            sample_size=side, block_out_channels=channels, layers_per_block=2, down_block_types=kinds,
+            up_block_types=[kind.replace("Down", "Up") for kind in reversed(kinds)], attention_head_dim=heads, cross_attention_dim=width,
+            transformer_layers_per_block=blocks, use_linear_projection=True, addition_embed_type="text_time",
+            addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,
+        ),
+        inputs=lambda: dict(
+            sample=torch.randn(2, 4, side, side), timestep=torch.tensor([500.0, 500.0]), encoder_hidden_states=torch.randn(2, 77, width),
+            added_cond_kwargs=dict(text_embeds=torch.randn(2, 32), time_ids=torch.ones(2, 6)),
+        ),
+        dispatches=False,
+    )  # fmt: skip
+
+
+def vae(channels: tuple[int, ...], side: int) -> dict[str, Any]:
+    return dict(
+        make=lambda: AutoencoderKL(
+            block_out_channels=channels, down_block_types=["DownEncoderBlock2D"] * len(channels), norm_num_groups=16,
+            up_block_types=["UpDecoderBlock2D"] * len(channels), layers_per_block=1, latent_channels=4, shift_factor=0.0,
+        ),
+        inputs=lambda: dict(sample=torch.randn(1, 3, side, side)),
+        dispatches=False,
+        falls_back=("headdim",) if channels[-1] > 256 else (),
+    )  # fmt: skip
+
+
+SMALL = [
+    Model("flux", **flux(2, 16, 1, 16, 8, (4, 4, 8), 32)),
+    Model("sd3", **sd3(2, 32, 2, 8, 10, 32, (0,))),
+    Model("sdxl-unet", **sdxl((32, 64), (2, 4), (1, 2), 16, 64)),
+    Model("wan", **wan(2, 24, 2, 3, 8, 8, 12)),
+    Model("vae", **vae((32, 64), 16)),
+    Model("vae-512", **vae((32, 512), 16)),
+]
+#: The width and length of the released models, with fewer layers: SDXL at 1024 x 1024 (all layers), FLUX.1, SD 3.5 medium, Wan 2.1 of
+#: 1.3 billion weights with 5 frames of latents of 480 x 832, SDXL's VAE at 512 x 512.
+LARGE = [
+    Model("sdxl-unet", **sdxl((320, 640, 1280), (5, 10, 20), (1, 2, 10), 128, 2048)),
+    Model("flux", **flux(24, 128, 2, 4096, 512, (16, 56, 56), 4096)),
+    Model("sd3", **sd3(24, 64, 4, 128, 333, 4096, (0, 1))),
+    Model("wan", **wan(12, 128, 4, 5, 60, 104, 512)),
+    Model("vae-512", **vae((128, 256, 512, 512), 512)),
+]
+
+
+def build(model: Model, device: str, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Returns the module and its inputs, in float32."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return model.make().eval(), model.inputs()
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, dict):
+        return {name: cast(item, dtype) for name, item in value.items()}
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def forward(module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return module(**inputs, return_dict=False)[0]
+
+
+def forward_backward(module: torch.nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and the gradient of the first input."""
+    inputs = cast(inputs, dtype)
+    if "timestep" in inputs:  # a number, not an activation
+        inputs["timestep"] = inputs["timestep"].float() if inputs["timestep"].is_floating_point() else inputs["timestep"]
+    first = next(iter(inputs))
+    inputs[first] = inputs[first].requires_grad_()
+    out = forward(module, inputs)
+    generator = torch.Generator(out.device).manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(out, inputs[first], dout.to(out.dtype))
+    return out.detach().double(), gradient.double()
+
+
+# ---- ways to volta_fa ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def native(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """PyTorch's own attention."""
+    yield dict
+
+
+@contextmanager
+def sdpa(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """`volta_fa.enable_sdpa()`, which diffusers' default backend needs."""
+    volta_fa.sdpa_stats(reset=True)
+    with volta_fa.sdpa_enabled(device, force=device != "cpu"):
+        yield volta_fa.sdpa_stats
+
+
+@contextmanager
+def flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """The backend `flash`, on the stand-in for flash-attn."""
+    if not model.dispatches:
+        raise NotImplementedError("its attention has no backends")
+    module.set_attention_backend("flash")
+    try:
+        with counted_op() as count:
+            yield count
+    finally:
+        module.set_attention_backend("native")
+
+
+@contextmanager
+def native_flash(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """The backend `_native_flash`, on PyTorch's registry of flash implementations. PyTorch chooses it on newer GPUs only."""
+    if not model.dispatches:
+        raise NotImplementedError("its attention has no backends")
+    if device == "cpu":
+        raise NotImplementedError("PyTorch has another flash op on the CPU, except in a ring")
+    module.set_attention_backend("_native_flash")
+    torch.nn.attention.activate_flash_attention_impl(VOLTA)
+    try:
+        with counted_op() as count:
+            yield count
+    finally:
+        module.set_attention_backend("native")
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def xformers(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """xformers, on `volta_fa.enable_xformers()`: by backend, or by diffusers' older switch where a model has that alone."""
+    # the older switch looks for a GPU and tries xformers' own operators, before volta_fa is asked
+    volta_fa.enable_xformers(device, force=device != "cpu")
+    volta_fa.xformers_stats(reset=True)
+    try:
+        if model.dispatches:
+            module.set_attention_backend("xformers")
+        else:
+            with nullcontext() if device != "cpu" else pretended_gpu():
+                module.enable_xformers_memory_efficient_attention()
+        volta_fa.xformers_stats(reset=True)
+        yield volta_fa.xformers_stats
+    finally:
+        volta_fa.disable_xformers()
+        if model.dispatches:
+            module.set_attention_backend("native")
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Lets diffusers' switch for xformers through on a machine without a GPU: it asks for one, and tries a tensor there."""
+    available, randn = torch.cuda.is_available, torch.randn
+    torch.cuda.is_available = lambda: True
+    torch.randn = lambda *shape, device=None, **options: randn(*shape, **options)
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.randn = available, randn
+
+
+@contextmanager
+def counted_op() -> Iterator[Callable[[], dict[str, Any]]]:
+    """Counts the calls of volta_fa's forward operator until the first question, for ways that never fall back."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profiler.start()
+
+    def count() -> dict[str, Any]:
+        profiler.stop()
+        return {"ran": sum(event.name == "volta_fa::fwd" for event in profiler.events() or ()), "fell_back": {}}
+
+    yield count
+
+
+WAYS = {"enable_sdpa": sdpa, "flash": flash, "_native_flash": native_flash, "enable_xformers": xformers}
+
+
+# ---- comparison -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    model: str
+    way: str
+    cells: dict[str, str] = field(default_factory=dict)
+    right: bool = True
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def judge(
+    model: Model,
+    found: tuple[torch.Tensor, ...],
+    theirs: tuple[torch.Tensor, ...],
+    expected: tuple[torch.Tensor, ...],
+    stats: dict[str, Any],
+) -> tuple[dict[str, str], bool]:
+    """Returns the cells of a row, and whether it is right."""
+    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(found, theirs, expected)]
+    right = all(ours <= max(FLOOR, limit * native) for (ours, native), limit in zip(errors, (FORWARD, BACKWARD)))
+    ran, fell_back = stats.get("ran", 0), stats.get("fell_back", {})
+    right = right and set(fell_back) <= set(model.falls_back) and ran + sum(fell_back.values()) > 0
+    cells = {"error": f"{errors[0][0]:.1e}", "PyTorch's": f"{errors[0][1]:.1e}"}
+    if len(errors) > 1:
+        cells |= {"gradient": f"{errors[1][0]:.1e}", "PyTorch's ": f"{errors[1][1]:.1e}"}
+    fallen = ", ".join(f"{n} {reason}" for reason, n in fell_back.items())
+    return cells | {"ran": str(ran), "fell back": fallen or "0"}, right
+
+
+def compare(model: Model, device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
+    """Yields the rows of a small model."""
+    ways = {name: way for name, way in WAYS.items() if wanted(model.name, name)}
+    if not ways:
+        return
+    module, inputs = build(model, device)
+    expected = forward_backward(copy.deepcopy(module).double(), inputs, torch.float64)
+    module = module.to(dtype)
+    theirs = forward_backward(module, inputs, dtype)
+    for name, way in ways.items():
+        row = Row(model.name, name)
+        try:
+            module_of_row = copy.deepcopy(module)
+            with way(module_of_row, model, device) as stats:
+                found = forward_backward(module_of_row, inputs, dtype)
+                row.cells, row.right = judge(model, found, theirs, expected, stats())
+        except NotImplementedError as reason:
+            row.cells = {"note": str(reason).partition("\n")[0]}
+        except Exception as error:
+            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+        yield row
+
+
+# ---- pipelines ------------------------------------------------------------------------------------------------------------------
+
+#: A pipeline may run its VAE in float32.
+PIPELINE = Model("pipeline", torch.nn.Identity, dict, falls_back=("dtype",))
+
+
+def pipelines(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
+    """Yields rows of whole pipelines: two steps from given embeddings to an image or a video, in PyTorch's attention and volta_fa's.
+
+    A scheduler has no float64, so the error is that to PyTorch's attention in float32.
+    """
+    from diffusers import (
+        EulerDiscreteScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        FluxPipeline,
+        StableDiffusion3Pipeline,
+        StableDiffusionXLPipeline,
+    )
+
+    none = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    small = {model.name: model for model in SMALL}
+
+    def make(name: str) -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(0)
+        decoder = small["vae"].make().eval()
+        if name == "FluxPipeline":  # its packed latents have four times the VAE's channels
+            flow = FlowMatchEulerDiscreteScheduler()
+            pipeline = FluxPipeline(flow, vae=decoder, transformer=small["flux"].make().eval(), **none)
+            embeds = dict(prompt_embeds=torch.randn(1, 8, 32), pooled_prompt_embeds=torch.randn(1, 32))
+            return pipeline, embeds
+        if name == "StableDiffusion3Pipeline":
+            pipeline = StableDiffusion3Pipeline(
+                small["sd3"].make().eval(), FlowMatchEulerDiscreteScheduler(), decoder, **none, text_encoder_3=None, tokenizer_3=None
+            )
+            embeds = {
+                f"{sign}{kind}": torch.randn(*shape)
+                for sign in ("", "negative_")
+                for kind, shape in (("prompt_embeds", (1, 10, 32)), ("pooled_prompt_embeds", (1, 32)))
+            }
+            return pipeline, embeds
+        pipeline = StableDiffusionXLPipeline(decoder, unet=small["sdxl-unet"].make().eval(), scheduler=EulerDiscreteScheduler(), **none)
+        embeds = {
+            f"{sign}{kind}": torch.randn(*shape)
+            for sign in ("", "negative_")
+            for kind, shape in (("prompt_embeds", (1, 77, 64)), ("pooled_prompt_embeds", (1, 32)))
+        }
+        return pipeline, embeds
+
+    def run(name: str, dtype: torch.dtype) -> tuple[torch.Tensor]:
+        pipeline, embeds = make(name)
+        pipeline = pipeline.to(device, dtype)
+        pipeline.set_progress_bar_config(disable=True)
+        image = pipeline(
+            **{key: value.to(device, dtype) for key, value in embeds.items()}, height=16, width=16, num_inference_steps=2,
+            generator=torch.Generator("cpu").manual_seed(0), output_type="np",
+        ).images  # fmt: skip
+        return (torch.as_tensor(image).double(),)
+
+    for name in ("FluxPipeline", "StableDiffusion3Pipeline", "StableDiffusionXLPipeline"):
+        if not wanted(name, "enable_sdpa"):
+            continue
+        row = Row(name, "enable_sdpa")
+        try:
+            expected, theirs = run(name, torch.float32), run(name, dtype)
+            with sdpa(None, PIPELINE, device) as stats:
+                row.cells, row.right = judge(PIPELINE, run(name, dtype), theirs, expected, stats())
+        except Exception as error:
+            row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+        yield row
+
+
+# ---- two processes -----------------------------------------------------------------------------------------------------------------
+
+
+PARALLEL = {
+    "ring, _native_flash": ("_native_flash", {"ring_degree": 2}),
+    "Ulysses, _native_flash": ("_native_flash", {"ulysses_degree": 2}),
+    "ring, flash": ("flash", {"ring_degree": 2}),
+    "Ulysses, flash": ("flash", {"ulysses_degree": 2}),
+    "Ulysses, enable_sdpa": ("native", {"ulysses_degree": 2}),
+}
+
+
+def rank_main(rank: int, port: int, ways: list[tuple[str, str]], device: str, dtype: torch.dtype, queue: Any) -> None:
+    """Runs (model, way) pairs in one of two processes. Rank 0 reports output, gradient and number of calls of each."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    if device == "cpu":  # diffusers asks for accelerators
+        torch.accelerator.device_count = lambda: 1
+    for name, way in ways:
+        try:
+            result = run_in_parallel(name, way, device, dtype)
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        if rank == 0 or isinstance(result, str):
+            queue.put((name, way, result))
+        if isinstance(result, str):
+            break  # the other process waits in a collective
+    dist.destroy_process_group()
+
+
+def run_in_parallel(name: str, way: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the output, the gradient of the input and the number of calls, in NumPy's arrays for the queue."""
+    import torch.distributed as dist
+
+    model = next(model for model in SMALL if model.name == name)
+    module, inputs = build(model, device)
+    module = module.to(dtype)
+    backend, degrees = PARALLEL[way]
+    shape = (degrees.get("ring_degree", 1), degrees.get("ulysses_degree", 1))
+    mesh = dist.init_device_mesh(device, shape, mesh_dim_names=("ring", "ulysses"))
+    if backend == "_native_flash":
+        torch.nn.attention.activate_flash_attention_impl(VOLTA)
+    try:
+        module.set_attention_backend(backend)
+        module.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees, mesh=mesh))
+        with sdpa(module, model, device) if backend == "native" else counted_op() as stats:
+            out, gradient = forward_backward(module, inputs, dtype)
+            dist.all_reduce(gradient)  # each process has that of its part of the input
+            return out.cpu().numpy(), gradient.cpu().numpy(), stats()
+    finally:
+        if backend == "_native_flash":
+            torch.nn.attention.restore_flash_attention_impl()
+
+
+def in_two_processes(device: str, dtype: torch.dtype, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
+    """Yields the rows of diffusers' context parallelism. On one GPU both processes use it."""
+    import torch.multiprocessing as multiprocessing
+
+    models = {model.name: model for model in SMALL if model.parallel}
+    ways = [(name, way) for name in models for way in PARALLEL if wanted(name, way)]
+    if not ways:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = multiprocessing.get_context("spawn").Queue()
+    processes = multiprocessing.spawn(rank_main, (port, ways, device, dtype, queue), nprocs=2, join=False)
+    try:
+        references: dict[str, Any] = {}
+        for name, way in ways:
+            row = Row(name, way)
+            try:
+                *_, result = queue.get(timeout=180)
+                if isinstance(result, str):
+                    raise RuntimeError(result)
+                if name not in references:
+                    module, inputs = build(models[name], device)
+                    expected = forward_backward(copy.deepcopy(module).double(), inputs, torch.float64)
+                    references[name] = forward_backward(module.to(dtype), inputs, dtype), expected
+                found = tuple(torch.from_numpy(array).to(device) for array in result[:2])
+                row.cells, row.right = judge(models[name], found, *references[name], result[2])
+            except Exception as error:
+                row.cells, row.right = {"note": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}, False
+                yield row
+                return
+            yield row
+    finally:
+        for process in processes.processes:
+            process.join(10)
+            process.kill()
+
+
+# ---- times ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def memory_efficient(module: Any, model: Model, device: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """PyTorch's memory-efficient attention, its choice on Volta and Turing."""
+    from torch.backends import cuda
+
+    for switch in (cuda.enable_flash_sdp, cuda.enable_cudnn_sdp):
+        switch(False)
+    try:
+        yield dict
+    finally:
+        for switch in (cuda.enable_flash_sdp, cuda.enable_cudnn_sdp):
+            switch(True)
+
+
+TIMED = {
+    "PyTorch": native,
+    "PyTorch, memory-efficient": memory_efficient,
+    "enable_sdpa": sdpa,
+    "flash": flash,
+    "enable_xformers": xformers,
+}
+
+
+def timed(model: Model, wanted: Callable[[str, str], bool]) -> Iterator[Row]:
+    """Yields the rows of a model of real width: time and peak memory of a forward pass, in float16."""
+    ways = {way: enter for way, enter in TIMED.items() if wanted(model.name, way)}
+    if not ways:
+        return
+    module, inputs = build(model, "cuda")
+    module = module.to(torch.float16)
+    inputs = cast(inputs, torch.float16)
+    first: torch.Tensor | None = None
+    with torch.no_grad():
+        for name, way in ways.items():
+            row = Row(model.name, name)
+            try:
+                with way(module, model, "cuda") as stats:
+                    for _ in range(2):
+                        out = forward(module, inputs)
+                    counts = stats()  # ends the profile of some ways
+                    torch.cuda.synchronize()
+                    held = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                    times = []
+                    for _ in range(5):
+                        begin = time.perf_counter()
+                        out = forward(module, inputs)
+                        torch.cuda.synchronize()
+                        times.append(time.perf_counter() - begin)
+                    peak = torch.cuda.max_memory_allocated() - held
+                first = out.double() if first is None else first
+                fallen = ", ".join(f"{n // 2} {reason}" for reason, n in counts.get("fell_back", {}).items())
+                row.cells = {
+                    "ms": f"{1000 * sorted(times)[2]:.1f}",
+                    "peak MiB": f"{peak / 2**20:.0f}",
+                    "to PyTorch": f"{relative(out.double(), first):.1e}",
+                    "ran": str(counts.get("ran", 0) // 2),
+                    "fell back": fallen or "0",
+                }
+            except NotImplementedError as reason:
+                row.cells = {"note": str(reason).partition("\n")[0]}
+            except Exception as error:
+                row.cells, row.right = {"note": f"{type(error).__name__}: {error}"}, False
+            yield row
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Iterator[Row], title: str) -> bool:
+    """Prints a table as its rows come. Returns True if all are right."""
+    columns: list[str] = []
+    right = True
+    print(f"\n{title}")
+    for row in rows:
+        if set(row.cells) - {"note"} - set(columns):
+            columns = [name for name in row.cells if name != "note"]
+            print(f"{'model':26}{'way':27}" + "".join(f"{name.strip():>12}" for name in columns))
+        if "note" in row.cells:
+            text = ("" if row.right else "WRONG  ") + row.cells["note"][:200]
+        else:
+            text = "".join(f"{row.cells.get(name, ''):>12}" for name in columns) + ("" if row.right else "  WRONG")
+        print(f"{row.model:26}{row.way:27}{text}", flush=True)
+        right = right and row.right
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", choices=["float16", "float32"], help="default: float32 on the CPU, float16 on CUDA")
+    parser.add_argument("--only", default="", help="comma-separated parts of the names of models or ways")
+    parser.add_argument("--no-times", action="store_true", help="on CUDA, leave the models of real width out")
+    arguments = parser.parse_args()
+    device, words = arguments.device, [word for word in arguments.only.split(",") if word]
+    dtype = getattr(torch, arguments.dtype or ("float32" if device == "cpu" else "float16"))
+
+    def wanted(model: str, way: str) -> bool:
+        return not words or any(word in model or word in way for word in words)
+
+    where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    has_xformers = attention_dispatch._CAN_USE_XFORMERS_ATTN
+    if not has_xformers:
+        WAYS.pop("enable_xformers"), TIMED.pop("enable_xformers")
+    versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}, volta_fa {volta_fa.__version__}"
+    versions += f", xformers {importlib.import_module('xformers').__version__}" if has_xformers else ", no xformers"
+    print(f"{versions}, {where}, {dtype}")
+    right = show((row for model in SMALL for row in compare(model, device, dtype, wanted)), "Small models, forward and backward")
+    right &= show(pipelines(device, dtype, wanted), "Pipelines, two steps")
+    if device == "cuda" and not arguments.no_times:
+        right &= show((row for model in LARGE for row in timed(model, wanted)), "Models of real width, forward")
+    right &= show(in_two_processes(device, dtype, wanted), "Two processes")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
