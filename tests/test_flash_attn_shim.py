@@ -51,6 +51,10 @@ USES = """
     for name in volta_fa.rotary.__all__:
         assert getattr(flash_attn.layers.rotary, name) is getattr(volta_fa.rotary, name), name
     assert flash_attn.ops.triton.rotary.apply_rotary is volta_fa.rotary.apply_rotary
+    import flash_attn.losses.cross_entropy, flash_attn.modules.mha, flash_attn.ops.rms_norm
+    import flash_attn.ops.triton.cross_entropy, flash_attn.ops.triton.layer_norm, flash_attn_2_cuda
+    assert flash_attn.losses.cross_entropy.CrossEntropyLoss and flash_attn.ops.triton.cross_entropy.cross_entropy_loss
+    assert flash_attn.ops.triton.layer_norm.rms_norm_fn and flash_attn.ops.rms_norm.rms_norm and flash_attn.modules.mha.MHA
     assert flash_attn.__version__ == "2.8.3"
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3+volta"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]

@@ -55,7 +55,7 @@ def pair(name: str, model: str, theirs: str = TRITON, env: dict | None = None, *
 
 
 def jobs(version: str, flash_attention: bool) -> list[dict]:
-    """Returns the jobs of a version, the longest first.
+    """Returns the jobs of a version, the most important first.
 
     Args:
         flash_attention: whether FlashAttention 3 is there.

@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def parse():
     parser.add_argument("result", type=Path)
     parser.add_argument("models", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--url", default="", help="a running server (default: start one on port 8011)")
+    parser.add_argument("--url", default="", help="a running server (default: start one)")
     return parser.parse_args()
 
 
@@ -203,8 +204,10 @@ def main() -> None:
     options = parse()
     job, server, url = json.loads(options.job.read_text()), None, options.url
     if not url:
-        url = "http://127.0.0.1:8011"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", "8011"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.models / job["model"]), "--port", port]
         command += ["--attention-backend", job["backend"], "--dtype", "half", "--max-model-len", "4096", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--gpu-memory-utilization", "0.05", "--enable-prompt-tokens-details"]
         server = subprocess.Popen(command)

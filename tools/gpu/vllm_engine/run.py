@@ -132,10 +132,14 @@ def main() -> int:
     versions = options.versions or [path.name.removeprefix("vllm-") for path in sorted(options.work.glob("vllm-[0-9]*"), reverse=True)]
     found = [j for v in versions for j in jobs(v, (options.work / f"vllm-{v}/{FA3}").exists())]
     found = [job for job in found if not options.only or job["name"] in options.only]
+    found.sort(key=lambda job: job["kind"] != "load")  # the longest first
     gpus = max(torch.cuda.device_count(), 1)
     for job in found:
         if job.get("gpus", 1) > gpus:
-            print(f"{job['version']} {job['name']}: did not run, because it needs {job['gpus']} GPUs and this machine has {gpus}", file=sys.stderr)
+            print(
+                f"{job['version']} {job['name']}: did not run, because it needs {job['gpus']} GPUs and this machine has {gpus}",
+                file=sys.stderr,
+            )
     run_all([job for job in found if job.get("gpus", 1) <= gpus], options)
     return compare.report(options.output)
 

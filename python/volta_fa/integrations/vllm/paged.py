@@ -91,7 +91,7 @@ def split_cache(
     quantized cache as arguments of `volta_fa::fwd_kvcache`.
 
     Args:
-        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.19; or (blocks, nheads_k, block_size,
+        kv_cache: (blocks, 2, block_size, nheads_k, head_size) in vLLM up to 0.26; or (blocks, nheads_k, block_size,
             head_size + head_size_v) in later releases, with `SCALE_BYTES` more columns if int8. Strides are free.
         kv_cache_dtype: a key of `CACHE_DTYPES`.
         layer: vLLM's layer, with one float32 scale of fp8 keys and one of values, on its device.
