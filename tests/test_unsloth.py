@@ -196,6 +196,19 @@ def test_a_softcap_without_a_kernel_raises(unsloth):
         call(unsloth, *operands(), {"causal": True, "softcap": 2.0}, attention_mask=torch.ones(BATCH, SEQLEN))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_a_graph_break(unsloth, packed):
+    """unsloth compiles the layers of some models. Counts must not compile them again."""
+    volta_fa.enable_unsloth(force=True)
+    lengths = (None, torch.tensor([0, 7, SEQLEN], dtype=torch.int32), 7) if packed else None
+    q, k, v = operands(batch=1)
+    attend = torch.compile(lambda *qkv: call(unsloth, *qkv, {"causal": True}, seq_info=lengths), backend="eager", fullgraph=True)
+    truth = call(unsloth, q, k, v, {"causal": True}, seq_info=lengths)
+    for _ in range(3):
+        torch.testing.assert_close(attend(q, k, v), truth, rtol=0, atol=1e-12)
+    assert volta_fa.unsloth_stats() == {"ran": 1, "traced": 1, "fell_back": {}}
+
+
 def test_disable_restores_unsloth_and_its_loaded_models(unsloth):
     before = unsloth.dispatch._run_attention
     volta_fa.enable_unsloth(force=True)

@@ -266,8 +266,9 @@ def child(model: str, attention: str, device: str, steps: int, folder: Path) -> 
     dtype = "float32" if device == "cpu" or attention == "reference" else "float16"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(folder / f"compiled-{model}-{attention}")
-    if attention in ("sdpa", "reference") and (model == "gpt-oss" or device == "cpu"):
-        os.environ["UNSLOTH_ENABLE_FLEX_ATTENTION"] = "0"  # gpt-oss: eager attention with sinks. FlexAttention has no gradient on the CPU
+    if attention == "reference" or (attention != "volta_fa" if model == "gpt-oss" else device == "cpu"):
+        # gpt-oss: eager attention with sinks. Others have no FlexAttention on these GPUs, and it has no gradient on the CPU
+        os.environ["UNSLOTH_ENABLE_FLEX_ATTENTION"] = "0"
     if attention != "xformers":
         sys.modules["xformers"] = None  # type: ignore[assignment]  # unsloth prefers it
     if device == "cpu":
