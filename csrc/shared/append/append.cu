@@ -1,5 +1,5 @@
 // Appends new K and V to a KV cache, with optional rotary embedding and quantization, and writes a rotated copy of Q.
-// src/ops/kvcache/append.rs has the rules. For all families.
+// src/ops/kvcache/kernels.rs launches it. For all families.
 //
 // Bound by memory, and in decoding by latency, so each token's work is spread over threads: two columns of a row per thread and
 // iteration. A row of a quantized cache has a scale, so a whole warp takes it.
