@@ -82,7 +82,10 @@ struct ForwardPipelined {
     // nothing else can proceed until the products are done. (At headdim 32 four blocks an SM leave 128 registers.)
     static constexpr bool kRescaleBeforeExp = kRegistersFull || Headdim <= 32;
     static_assert(!kRescaleBeforeExp || !kCapped, "see update_row_max_before_exp");
-    static constexpr bool kLimitsKept = !kStreamsInShared;  // of rows; else they are computed from row_max
+    // Headdim 256, without pages.
+    static constexpr bool kFullRow = kRegistersFull && RowTiles == 1 && !kPaged;
+    // Whether rows keep their limits; else they are computed from row_max.
+    static constexpr bool kLimitsKept = !(kStreamsInShared || kFullRow || (Headdim <= 32 && kVarlen));
     static constexpr bool kKeysKept = kOperandRegisters < 144;  // the Philox keys of all rounds
     static constexpr bool kUnmaskedLoop = !(kRegistersFull && kGeneric);  // else every step is masked
 
@@ -116,7 +119,7 @@ struct ForwardPipelined {
     // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
-        // of these sums: tells whether a probability may exceed 2^(kPackedOne + kRescaleThreshold) when packed
+        // of these sums: tells whether a probability may exceed 2^kRescaleThreshold
         float largest = 0.f;
 
         // Returns packed probabilities of row r of row tile mt. MayMask: scores may be -inf.
@@ -128,6 +131,9 @@ struct ForwardPipelined {
                 float x[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) x[i] = row.probability(s.tile[mt][0][2 * r + i], scale);
+                // Like pack_probabilities, but ptxas sees the factor: masked tiles then need fewer registers.
+                if (MayMask && (kFullRow || kStreamsInShared))
+                    return pack_shifted(x[0] * (kPackedOne * kPackingShift), x[1] * (kPackedOne * kPackingShift));
                 return pack_probabilities(x[0], x[1]);
             }
             float x[2];
@@ -142,8 +148,8 @@ struct ForwardPipelined {
             return pack_probabilities(x[0], x[1]);
         }
     };
-    static constexpr float kLargestSum = 6.31088724e-30f;  // 2^(kPackedOne + kRescaleThreshold - 112): see softmax.cuh
-    static_assert(kPackedOne + kRescaleThreshold == 15.f, "2^-97");
+    static constexpr float kLargestSum = 128.f;  // 2^kRescaleThreshold
+    static_assert(kRescaleThreshold == 7.f, "2^7");
 
     // Moves row maxima to those of the last tile, s, whose probabilities were too large, and computes these again.
     __device__ __forceinline__ static void update_row_max(const FwdParams& p, const Tile& s, TileSoftmax& tile_softmax,
@@ -172,7 +178,7 @@ struct ForwardPipelined {
         for (int mt = 0; mt < RowTiles; mt++)
 #pragma unroll
             for (int r = 0; r < ForwardLayout::kRows; r++)
-                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold - kMaxOffset;
+                exceeds |= fmaf(s.lane_maximum(mt, r), scale, -softmax.row[mt][r].row_max) > kRescaleThreshold;
         return __any_sync(~0u, exceeds);
     }
     // Moves row maxima before the probabilities of s are computed. Those of the last tile, p_last, are packed already, so they
@@ -185,7 +191,7 @@ struct ForwardPipelined {
 #pragma unroll
         for (int i = 0; i < (kLimitsKept ? 0 : RowTiles * ForwardLayout::kRows); i++) {
             SoftmaxRow& r = softmax.row[i / ForwardLayout::kRows][i % ForwardLayout::kRows];
-            r.limit = (r.row_max - kMaxOffset + kRescaleThreshold) * inverse_scale;
+            r.limit = (r.row_max + kRescaleThreshold) * inverse_scale;
         }
         s.template update_row_max<RescaledRows::kExceeding>(softmax, scale, inverse_scale, [&](int mt, int r, float factor) {
             rescale(mt, r, factor);
