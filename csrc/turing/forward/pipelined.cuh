@@ -116,6 +116,14 @@ struct ForwardPipelined {
         return mask_of(p.problem, BlockSeqlenInfo(p, remat_block_batch()));
     }
 
+    // Packs as pack_probabilities does, with a clamp and an integer subtraction instead of the multiplication.
+    __device__ __forceinline__ static u32 pack_by_integers(float lo, float hi) {
+        constexpr u32 kExponent = 104;  // that of fp16's subnormals, times kPackedOne
+        const u32 a = max(__float_as_uint(lo), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        const u32 b = max(__float_as_uint(hi), kExponent << 23) * 8 + (0x8000 - (kExponent << 26));
+        return __byte_perm(a, b, 0x7632);
+    }
+
     // Softmax of one tile, whose probabilities may turn out to be too large.
     struct TileSoftmax {
         float sum[RowTiles][ForwardLayout::kRows] = {};  // of a lane's probabilities
@@ -131,9 +139,9 @@ struct ForwardPipelined {
                 float x[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) x[i] = row.probability(s.tile[mt][0][2 * r + i], scale);
-                // Like pack_probabilities, but ptxas sees the factor: masked tiles then need fewer registers.
-                if (MayMask && (kFullRow || kStreamsInShared))
-                    return pack_shifted(x[0] * (kPackedOne * kPackingShift), x[1] * (kPackedOne * kPackingShift));
+                // Other ways to pack, for kernels whose masked tiles would spill.
+                if (MayMask && kStreamsInShared) return to_half2(x[0] * kPackedOne, x[1] * kPackedOne);
+                if (MayMask && kFullRow) return pack_by_integers(x[0], x[1]);
                 return pack_probabilities(x[0], x[1]);
             }
             float x[2];
