@@ -210,7 +210,7 @@ def worker(rank: int, options: argparse.Namespace, store: str, failed) -> None:
 
 def adapted(source: str) -> str:
     """Returns a test for gloo, the CPU and short sequences."""
-    source = source.replace('"nccl"', '"gloo"').replace('f"cuda:{rank}"', '"cpu"')
+    source = re.sub(r'f"cuda:\{(local_)?rank\}"', '"cpu"', source.replace('"nccl"', '"gloo"'))
     source = re.sub(r"\[0, 120, 1248, 4232\]|\[0, 128, 1248, 4240\]", "[0, 16, 48, 128]", source)
     source = re.sub(r"\bseqlen = 38\d\d\b", "seqlen = 128", source)
     source = re.sub(r"torch\.cuda\.max_memory_allocated\([^)]*\)", "0", source)
@@ -226,9 +226,13 @@ OWN_TESTS = {
     "test_ring_flash_attn_varlen_func.py": [""],
     "test_zigzag_ring_flash_attn_varlen_func.py": [""],
     "test_llama3_flash_attn_varlen_func.py": [""],
+    # the ring of one process of the last two sends gradients to itself, which gloo cannot
     "test_hybrid_attn.py": [
-        f"--seqlen 128 --use_bwd --attn_impl fa --sp_ulysses_degree {degree} --ring_impl_type {kind}{causal}"
-        for degree, kind, causal in ((1, "basic", ""), (1, "basic", " --causal"), (1, "zigzag", " --causal"), (2, "basic", " --causal"))
+        "--seqlen 128 --attn_impl fa --use_bwd --sp_ulysses_degree 1",
+        "--seqlen 128 --attn_impl fa --use_bwd --sp_ulysses_degree 1 --causal",
+        "--seqlen 128 --attn_impl fa --use_bwd --sp_ulysses_degree 1 --causal --ring_impl_type zigzag",
+        "--seqlen 128 --attn_impl fa --sp_ulysses_degree 2",
+        "--seqlen 128 --attn_impl fa --sp_ulysses_degree 2 --causal",
     ],
     "test_hybrid_qkvpacked_attn.py": [""],
     "test_ulysses_attn.py": [""],
