@@ -20,7 +20,7 @@ pub struct MemoryRange {
     pub ptr: *mut u8,
     /// Size; 0 for a tensor without elements.
     pub bytes: usize,
-    /// Whether kernels write it: outputs, accumulators and scratch.
+    /// True if kernels write it: outputs, accumulators and scratch.
     pub writable: bool,
 }
 
@@ -53,6 +53,9 @@ pub fn only_family() -> Result<Option<&'static Family>> {
 
 /// Runs planned launches: on the CUDA driver, or in the simulator.
 pub trait Launcher {
+    /// Returns the device of outputs and scratch memory.
+    fn device(&self) -> tch::Device;
+
     /// Alignment of outputs and scratch that the launcher needs beyond ATen's, bytes.
     fn output_alignment(&self) -> usize {
         1

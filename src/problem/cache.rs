@@ -20,7 +20,7 @@ pub struct CacheTensors<'a> {
     pub values: Option<&'a TensorDesc>,
 }
 
-/// What the tensors of a cache have in common.
+/// Shape that the tensors of a cache share.
 #[derive(Clone, Copy)]
 pub struct CacheShape {
     entries: i64,

@@ -2,6 +2,7 @@
 
 use super::attention::{Attention, Keys};
 use super::cache::{self, CacheTensors};
+use super::features::RequestedFeatures;
 use super::operands::{self, Packing};
 use super::tensor::{Backend, TensorDesc};
 use super::{append, formats, lengths, scores, Options};
@@ -37,6 +38,7 @@ fn validate(
     o: &Options,
     backend: Backend,
 ) -> Result<Attention> {
+    let features = RequestedFeatures::of(o)?;
     scores::check_numbers(o, backend)?;
     let packing = if o.cu_seqlens_q.is_some() { Packing::Since("cu_seqlens_q") } else { Packing::Needs("cu_seqlens_q") };
     let qs = operands::check_operand("q", q, q, packing, backend)?;
@@ -62,7 +64,7 @@ fn validate(
         keys: if caches.values.is_some() { Keys::Cache(cache) } else { Keys::Latents(cache) },
         softmax_scale: scores::scale(o, shape.headdim),
         window: scores::window(o),
-        features: scores::features(o),
+        features,
         appended,
         num_splits: o.num_splits,
     })

@@ -69,13 +69,13 @@ class VoltaMLABackend(VoltaBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """(0.19) Returns the shape of a layer's cache of latents, which have one head."""
+        """(0.26) Returns the shape of a layer's cache of latents, which have one head."""
         blocks, _, rows, _, columns = VoltaBackend.get_kv_cache_shape(num_blocks, block_size, 1, head_size, cache_dtype_str)
         return (blocks, rows, columns)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """(0.19) Returns the order of those dimensions in memory."""
+        """(0.26) Returns the order of those dimensions in memory."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @classmethod

@@ -1,6 +1,6 @@
 """(0.26, 0.33) The MLA prefill backend that vLLM builds beside `mla.VoltaMLAImpl`, which computes prompts itself.
 
-From 0.26 on, vLLM's layer gives the first tokens of prompts to a backend of its own, and builds it before the first batch. The choice on
+From 0.26 on, vLLM's layer gives prompts to another attention backend, and builds it before the first batch. The choice on
 Volta and Turing is FlashAttention, which does not run there. `VoltaMLAMetadata` declares all tokens to be those of decode steps, so the
 layer calls no method of this one.
 """
