@@ -218,7 +218,7 @@ def adapted(source: str) -> str:
     return "import volta_fa; volta_fa.install_flash_attn_shim()\n" + source
 
 
-#: Tests and their arguments.
+#: Tests and their arguments. test_hybrid_qkvpacked_attn.py fails in yunchang 0.6.4 itself: an argument is missing.
 OWN_TESTS = {
     "test_ring_flash_attn_func.py": [""],
     "test_zigzag_ring_flash_attn_func.py": [""],
@@ -234,7 +234,6 @@ OWN_TESTS = {
         "--seqlen 128 --attn_impl fa --sp_ulysses_degree 2",
         "--seqlen 128 --attn_impl fa --sp_ulysses_degree 2 --causal",
     ],
-    "test_hybrid_qkvpacked_attn.py": [""],
     "test_ulysses_attn.py": [""],
 }
 #: A line of their reports: a title, or the values of one rank.
