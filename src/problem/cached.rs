@@ -42,7 +42,7 @@ fn validate(
     scores::check_numbers(o, backend)?;
     let packing = if o.cu_seqlens_q.is_some() { Packing::Since("cu_seqlens_q") } else { Packing::Needs("cu_seqlens_q") };
     let qs = operands::check_operand("q", q, q, packing, backend)?;
-    let shape = caches.check(q, qs.headdim, o.block_table.is_some(), backend)?;
+    let shape = caches.check(q, qs.headdim, o, backend)?;
     operands::check_heads(qs.nheads, shape.nheads_k, "k_cache and v_cache")?;
     let (batch, seqlen_q, queries) = lengths::check_queries(q, o, &qs, backend)?;
     let (layout, seqlen_k) = cache::check_sequences(caches.name(), &shape, o, q, batch)?;

@@ -4,8 +4,27 @@
 
 #include "quantized.cuh"
 
-// Scale and zero point of a row, from its smallest and largest number. `origin`: the number of code 0. `finite`: whether all
-// numbers are finite.
+// Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
+template <CacheFormat Format>
+__device__ __forceinline__ unsigned fp8_code(float x, float scale) {
+    constexpr bool kE4m3 = Format == CacheFormat::E4m3;
+    constexpr int kMantissa = kE4m3 ? 3 : 2, kLeastExponent = kE4m3 ? -6 : -14, kBias = kE4m3 ? 7 : 15;
+    float y = __fdiv_rn(x, scale);
+    const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
+    if (y != y) return sign | 0x7f;
+    y = fminf(fabsf(y), CacheFormatInfo<Format>::kMaxCode);
+    // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
+    const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
+    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
+                inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
+    y = rintf(y * inverse) * unit;
+    const int rounded = static_cast<int>(__float_as_uint(y) >> 23) - 127;
+    if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);
+    return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
+}
+
+// Scale and zero point of a row, from its smallest and largest number, or given. `origin`: the number of code 0. `finite`: whether
+// all numbers are finite.
 struct RowScale {
     float scale, zero_point, origin;
     bool finite;
@@ -26,31 +45,13 @@ struct RowScale {
         }
         return r;
     }
-    // Returns the code of a number of the row; 0 if the row is not finite.
+    // Returns the code of a number of the row; with a scale of the row 0 if the row is not finite.
     template <CacheFormat Format>
     __device__ __forceinline__ int code(float x) const {
         using Info = CacheFormatInfo<Format>;
+        if constexpr (!Info::kTokenScales) return fp8_code<Format>(x, scale);
         if (!finite || scale == 0.f) return 0;
         const float code = rintf(__fdiv_rn(x - origin, scale));
         return static_cast<int>(fminf(fmaxf(code, Info::kZeroPoints ? 0.f : -Info::kMaxCode), Info::kMaxCode));
     }
 };
-
-// Returns x / scale as an fp8 byte, rounded to nearest even. Saturates; NaN stays NaN.
-template <CacheFormat Format>
-__device__ __forceinline__ unsigned fp8_code(float x, float scale) {
-    constexpr bool kE4m3 = Format == CacheFormat::E4m3;
-    constexpr int kMantissa = kE4m3 ? 3 : 2, kLeastExponent = kE4m3 ? -6 : -14, kBias = kE4m3 ? 7 : 15;
-    float y = __fdiv_rn(x, scale);
-    const unsigned sign = __float_as_uint(y) >> 24 & 0x80;
-    if (y != y) return sign | 0x7f;
-    y = fminf(fabsf(y), CacheFormatInfo<Format>::kMaxCode);
-    // Exponent of the last place; below the smallest exponent (subnormals), that of the smallest.
-    const int exponent = max(static_cast<int>(__float_as_uint(y) >> 23) - 127, kLeastExponent);
-    const float unit = __uint_as_float((exponent - kMantissa + 127) << 23),
-                inverse = __uint_as_float((kMantissa - exponent + 127) << 23);
-    y = rintf(y * inverse) * unit;
-    const int rounded = static_cast<int>(__float_as_uint(y) >> 23) - 127;
-    if (rounded < kLeastExponent) return sign | static_cast<unsigned>(y * inverse);
-    return sign | (rounded + kBias) << kMantissa | (__float_as_uint(y) >> (23 - kMantissa) & ((1 << kMantissa) - 1));
-}

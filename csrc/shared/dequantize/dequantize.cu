@@ -1,5 +1,5 @@
 // Converts the tokens of a quantized KV cache to contiguous fp16 or bf16 rows, for kernels that read no quantized cache
-// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/dequantize.rs launches it. For all
+// (prefill with many query rows). Only tokens that some query sees. src/ops/kvcache/kernels.rs launches it. For all
 // families.
 //
 // Bound by memory. A block has BLOCK_ROWS tokens of a KV head; a thread converts eight columns of a row of K or V at a time, 16

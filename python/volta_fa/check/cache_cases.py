@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inspection import cache_formats
 from ..kv_cache.formats import dequantize_kv, quantize_kv
 from .cases import Source
 from .score_options import OF_REFERENCE, ScoreOptions
@@ -122,7 +123,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 def has_scales(kv_dtype: str) -> bool:
     """Returns whether the format has a scale for each token and head."""
-    return kv_dtype.startswith("int")
+    return any(row["name"] == kv_dtype and row["scale"] == "token" for row in cache_formats())
 
 
 def _stored_dtype(kv_dtype: str) -> torch.dtype:
