@@ -61,7 +61,8 @@ def limits() -> dict[str, Any]:
 def cache_formats() -> list[dict[str, Any]]:
     """Returns the table of KV-cache formats.
 
-    Each row has name, dtype (empty: that of q), bits, scale ("none", "token" or "head"), zero_point, max_code, is_quantized, of_latents.
+    Each row has name, dtype (empty: that of q), bits, columns (of an element of the cache's tensor), scale ("none", "token" or "head"),
+    zero_point, max_code, is_quantized, of_latents.
     """
     return [dict(row) for row in _build()["cache_formats"]]
 

@@ -218,11 +218,9 @@ class VoltaAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self._without_cache = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self._attention = Attention(
-            softmax_scale=self.scale,
+            {"softmax_scale": self.scale, "softcap": logits_soft_cap or 0.0, "sinks": sinks},
             sliding_window=sliding_window,
-            softcap=logits_soft_cap or 0.0,
             alibi_slopes=None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
-            sinks=sinks,
         )
 
     def forward(
