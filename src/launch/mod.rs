@@ -61,12 +61,12 @@ pub trait Launcher {
         1
     }
 
-    /// Returns whether the launcher uses memory ranges. If false, callers do not compute them.
+    /// Returns true if the launcher uses memory ranges. If false, callers do not compute them.
     fn looks_at_memory(&self) -> bool {
         false
     }
 
-    /// Returns whether every block of a launch runs. If false, no block is the last to arrive at a semaphore.
+    /// Returns true if every block of a launch runs. If false, no block is the last to arrive at a semaphore.
     fn runs_all_blocks(&self) -> bool {
         true
     }

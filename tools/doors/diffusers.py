@@ -2,7 +2,7 @@
 
     python tools/doors/diffusers.py                      # small models on the CPU, in float32, and two gloo processes
     python tools/doors/diffusers.py --device cuda        # small models in float16, then times of models of real width
-    python tools/doors/diffusers.py --only flux,ring     # rows whose name contains one of these
+    python tools/doors/diffusers.py --only 'flux,wan/ring*'    # rows of a model or way that contains the first, or like the second
 
 It needs diffusers, and xformers for its rows (`pip install diffusers; pip install --no-deps xformers`). A row shows the maximum error
 of the output and of the gradient of the input, relative to the largest element of the same model in float64 with PyTorch's attention;
@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -619,7 +620,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["float16", "float32"], help="default: float32 on the CPU, float16 on CUDA")
-    parser.add_argument("--only", default="", help="comma-separated parts of the names of models or ways")
+    parser.add_argument("--only", default="", help="comma-separated parts of the names of models or ways, or patterns MODEL/WAY")
     parser.add_argument("--no-times", action="store_true", help="on CUDA, leave the models of real width out")
     parser.add_argument("--no-processes", action="store_true", help="leave context parallelism out")
     arguments = parser.parse_args()
@@ -627,7 +628,7 @@ def main() -> int:
     dtype = getattr(torch, arguments.dtype or ("float32" if device == "cpu" else "float16"))
 
     def wanted(model: str, way: str) -> bool:
-        return not words or any(word in model or word in way for word in words)
+        return not words or any(fnmatch(f"{model}/{way}", word) if "/" in word else word in model or word in way for word in words)
 
     where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
     has_xformers = attention_dispatch._CAN_USE_XFORMERS_ATTN

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -196,12 +197,12 @@ def load(model: str, device: str, dtype: str, folder: Path) -> Any:
 
 
 def batches(model: str, device: str) -> Any:
-    """Yields the same random batches for each attention: sequences that repeat a phrase, so there is something to learn."""
+    """Yields two random batches in turn, the same for each attention, so there is something to learn in few steps."""
     import torch
 
     seqlen = SIZES[device][0]
-    generator = torch.Generator().manual_seed(1)
-    while True:
+    for step in itertools.count():
+        generator = torch.Generator().manual_seed(1 + step % 2)
         phrase = torch.randint(4, VOCABULARY, (BATCH, seqlen // 4), generator=generator)
         ids = phrase.repeat(1, 4)
         if model.endswith("-packed"):
@@ -226,7 +227,7 @@ class Training:
 
         self.net, self.device = net, device
         self.half = device == "cuda" and dtype == "float16" and model not in FORCED
-        self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+        self.optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=5e-3)
         self.scaler = torch.amp.GradScaler(device, enabled=self.half, init_scale=2.0**12)
         self.batches = batches(model, device)
         net.train()
